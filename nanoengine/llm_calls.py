@@ -3,6 +3,7 @@
     chat, beam_search, generate_dataset     each is a few calls of the others, or of a feature
     embed, score, classify, reward          of hidden states: features/pooling.py
     reset_prefix_cache, evict               of the engine's cache
+    load_weights                            new ones in place: features/new_weights.py
     get_tokenizer, ...                      vLLM's names
 
 The base of `LLM`, which holds the loop. Each feature is imported by the call that needs it.
@@ -90,6 +91,31 @@ class OtherCalls:
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes; refuses (False) while blocks are in use."""
         return self.engine.reset_prefix_cache()
+
+    def load_weights(
+        self,
+        weights: str | PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
+    ) -> set[str]:
+        """Puts new weights in place of the model's; returns the names of their tensors.
+
+        Waits for calls of other threads. What runs, such as a stream, goes on from its tokens under
+        the new weights; cached prefixes are dropped, and keys and values computed again.
+
+        Args:
+            weights: a folder with a checkpoint of the same model, or (name, tensor) pairs such as
+                `model.state_dict()` of transformers. Tensors of any floating dtype are converted to
+                what the engine keeps, quantized too where it has quantized at load. Those that are
+                not among them stay as they are.
+
+        Raises:
+            WeightLoadError: a name, shape or dtype does not fit, or this model's weights can't be
+                replaced; nothing has changed.
+            EngineDeadError: reading failed after the first tensor was written; the LLM is closed.
+        """
+        from nanoengine.features.new_weights import load_weights
+
+        with self._calls.alone():
+            return load_weights(self.engine, weights)
 
     def evict(self, block_ids: Iterable[int]) -> int:
         """Drops the cached content of those given KV blocks that nobody uses; returns how many."""

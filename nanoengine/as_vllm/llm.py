@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Self
 
-from nanoengine.as_vllm import absent
+from nanoengine.as_vllm import Absent
 from nanoengine.as_vllm.engine_args import asked
 from nanoengine.as_vllm.outputs import VLLMBeams, VLLMOutput, beams, request_output
 from nanoengine.as_vllm.params import VLLMParams, ours
@@ -202,8 +202,13 @@ class VLLMEngine:
 
     @property
     def model_executor(self) -> Any:
-        """Nothing to look into; deleting it gives the memory back."""
-        return absent("model_executor", "llm.engine.executor.model is the model")
+        """The way to `driver_worker.model_runner.model.load_weights`, and to nothing else; deleting
+        it gives the memory back."""
+        why = {"why": "llm.engine.executor.model is the model"}
+        view, inner = Absent("model", (), {"load_weights": self._llm.load_weights, **why}), "model"
+        for outer in ("model_runner", "driver_worker", "model_executor"):
+            view, inner = Absent(outer, (), {inner: view, **why}), outer
+        return view
 
     @model_executor.deleter
     def model_executor(self) -> None:

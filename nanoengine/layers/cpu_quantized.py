@@ -20,7 +20,7 @@ from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of
+from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS
 from nanoengine.layers.quantized import QuantizedLinear
@@ -38,6 +38,7 @@ class PanelLinear(QuantizedLinear):
     """A quantized weight in panels; its largest output is found among all that are computed."""
 
     is_packed = True
+    _operands: tuple[Any, ...] | None = None  # made at first use, in their last place
 
     @property
     def has_kernel(self) -> bool:
@@ -49,6 +50,10 @@ class PanelLinear(QuantizedLinear):
             padded = self.padded_bias(bias).numpy()
             self._bias, self._operands = bias, (*self.weight_operands(), padded)
         return self._operands
+
+    def finish(self) -> None:
+        if self._operands is not None and self._bias is not None:  # a new one, maybe
+            self._operands[-1][:] = self.padded_bias(self._bias).numpy()
 
     def padded_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
         """A bias, zeros if there is none, of whole panels."""
@@ -80,7 +85,6 @@ class CPUQuantizedLinear(PanelLinear):
 
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         super().create(shape, dtype, device)
-        self._operands: tuple[Any, ...] | None = None  # made at first use, in their last place
         self.form: Literal["rows", "grouped"] | None = None
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
@@ -110,6 +114,16 @@ class CPUQuantizedLinear(PanelLinear):
         self.form = "rows"
         self.values = _panels(_padded(weight.values, UNIT), 4)
         self.scales = _panels(_padded(weight.scales))
+
+    def replace(self, weight: QuantizedWeight, first: int) -> None:
+        if self.form == "grouped":
+            replace_rows(self.values, weight, first)
+        elif self.form == "rows":
+            values = F.pad(weight.values, (0, -self.in_features % UNIT))
+            _replace(self.values, values, first, 4)
+            _replace(self.scales, weight.scales, first)
+        else:
+            super().replace(weight, first)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not self.is_packed or self.pieces:
@@ -157,11 +171,13 @@ class CPUWeightOnlyLinear(PanelLinear):
         self.group_size = weight.group_size
         small = floats.E4M3 if weight.floats else floats.E2M1
         self.form = small if weight.floats or weight.table else weight.bits
-        values = pack_pairs(weight).view(torch.int8) if weight.bits == 4 else weight.values
-        self.values = _panels(_padded(values))
+        self.values = _panels(_padded(_in_bytes(weight)))
         self.scales = _panels(_padded(weight.scales))
         self.zeros = torch.empty(0) if weight.zeros is None else _panels(_padded(weight.zeros))
-        self._operands: tuple[Any, ...] | None = None  # made at first use, in their last place
+
+    def replace(self, weight: QuantizedWeight, first: int) -> None:
+        _replace(self.values, _in_bytes(weight), first)
+        _replace(self.scales, weight.scales, first)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = np.empty((x.shape[0], self.out_features), np.float32)
@@ -175,6 +191,11 @@ class CPUWeightOnlyLinear(PanelLinear):
         return values, self.form, scales, zeros, self.group_size
 
 
+def _in_bytes(weight: QuantizedWeight) -> torch.Tensor:
+    """Values as int8, [N, K], or [N, K / 2] of those of 4 bits."""
+    return pack_pairs(weight).view(torch.int8) if weight.bits == 4 else weight.values
+
+
 def _padded(matrix: torch.Tensor, unit: int = 1) -> torch.Tensor:
     """[N, K] with whole panels of outputs and whole units of inputs."""
     return F.pad(matrix, (0, -matrix.shape[1] % unit, 0, -len(matrix) % PANEL))
@@ -184,3 +205,10 @@ def _panels(matrix: torch.Tensor, inputs: int = 1) -> torch.Tensor:
     """[N, K] -> flat [panels, K / inputs, 16 outputs, inputs]."""
     cut = matrix.unflatten(1, (-1, inputs)).unflatten(0, (-1, PANEL))
     return cut.transpose(1, 2).reshape(-1)
+
+
+def _replace(panels: torch.Tensor, matrix: torch.Tensor, first: int, inputs: int = 1) -> None:
+    """Puts rows [N, K] in the place of those from `first` on in what `_panels` has made."""
+    rows = torch.arange(first, first + len(matrix))
+    cut = panels.view(-1, matrix.shape[1] // inputs, PANEL, inputs)
+    cut[rows // PANEL, :, rows % PANEL] = matrix.unflatten(1, (-1, inputs))

@@ -24,6 +24,7 @@ class Embedding(Layer):
     Attributes:
         lookup: ids [T] -> rows of the weight; that of a tied head, which may store it in its own
             form.
+        store: takes this rank's rows of the checkpoint; that of a tied head as well.
         method: holds the weight where the checkpoint stores it quantized; else None, and `weight`
             does.
     """
@@ -42,6 +43,7 @@ class Embedding(Layer):
             return
         self.weight = context.parameter(local, hidden_size, dtype=context.stored_dtype)
         self.lookup = self.plain_lookup
+        self.store: Callable[[torch.Tensor], object] = self.weight.copy_
 
     def plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids [T] -> rows of the weight as it is stored."""
@@ -60,7 +62,7 @@ class Embedding(Layer):
         if self.method is not None:
             slot = self.method.weight_slot(path, MatrixPart(self.shape, (self.rows,)))
         else:
-            slot = WeightSlot(shape=self.shape, part=(self.rows,), store=self.weight.copy_)
+            slot = WeightSlot(shape=self.shape, part=(self.rows,), store=self.store)
         return {f"{path}.weight": slot}
 
 
@@ -80,7 +82,7 @@ class OutputHead(Layer):
         self.method = context.kernels.linear(name)
         if tied:
             self.method.hold(embedding.weight)
-            embedding.lookup = self.method.rows
+            embedding.lookup, embedding.store = self.method.rows, self.method.load
         else:
             local = self.rows.stop - self.rows.start
             self.method.create((local, self.shape[1]), context.stored_dtype, context.device)

@@ -23,7 +23,7 @@ from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.tiles import LINE, PANEL
 from nanoengine.layers.placement import room_for
-from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, row_factors
+from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, quantize, row_factors
 
 BLOCK = UNIT * UNITS
 
@@ -217,12 +217,41 @@ def pack(weight: QuantizedWeight, layout: PanelLayout, data: torch.Tensor, start
         each = [of_panels(n.half().repeat_interleave(times, 1), UNITS >> shift) for n in numbers]
         lines = [torch.cat(each, 3)]
     head = torch.cat([line.flatten(2) for line in lines], 2)
+    begin = data.storage_offset() + start  # Why: strides count from the memory's begin
     at_blocks = data.as_strided(
-        head.shape, (step, header + UNITS * form.bits * LINE, 1), start + LINE
+        head.shape, (step, header + UNITS * form.bits * LINE, 1), begin + LINE
     )
     at_blocks.copy_(head)
     of_outputs = F.pad(factors, (0, 0, 0, -len(factors) % PANEL)).view(-1, PANEL).view(torch.uint8)
-    data.as_strided((panels, LINE), (step, 1), start).copy_(of_outputs)
+    data.as_strided((panels, LINE), (step, 1), begin).copy_(of_outputs)
+
+
+def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> None:
+    """Packs rows that `quantize` made in the place of those from `first` on, in the whole `data`.
+
+    Rows beside them in a panel are made floats and quantized again, which gives the same numbers:
+    a group's largest value is -8 times its scale.
+    """
+    layout, stop = layout_of(weight), first + len(weight.values)
+    assert layout is not None and weight.bits == 4, weight.form
+    words = data.view(torch.int64)
+    for i in range(int(words[kernels.PARTS])):
+        part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD].tolist()
+        begin, count = part[kernels.FIRST], part[kernels.COUNT]
+        low, high = max(first, begin), min(stop, begin + count)
+        if low >= high:
+            continue
+        start = (low - begin) // PANEL * PANEL
+        end = min(-(-(high - begin) // PANEL) * PANEL, count)
+        rows = weight.part(slice(low - first, high - first))
+        if end - start > high - low:
+            floats = torch.empty(end - start, weight.values.shape[1])
+            ids = torch.arange(begin + start, begin + end).numpy()
+            kernels.grouped_rows(data.numpy(), ids, floats.numpy(), num_workers())
+            floats[low - begin - start :][: high - low] = rows.dequantized()
+            rows = quantize(floats, weight.bits, weight.group_size)
+        at = part[kernels.START] + start // PANEL * part[kernels.STEP]
+        pack(rows, layout, data, at)
 
 
 def grouped_bias(data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

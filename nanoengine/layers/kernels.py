@@ -134,14 +134,16 @@ class LinearMethod(nn.Module, ABC):
         """Takes storage that is there already.
 
         Called in place of `create` where the weight is another layer's (a tied embedding), which
-        also loads it: then `load` is never called, and a method that stores weights in another form
-        converts it in `finish`.
+        gives all of its rows to `load`.
         """
 
     @abstractmethod
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
-        """Stores rows of a checkpoint, [rows, in_features] of any floating dtype, from `first`
-        on."""
+        """Stores rows of a checkpoint, [rows, in_features] of any floating dtype, from `first` on.
+
+        Once all rows are there, others may come in their place: in the same memory, which compiled
+        calls and CUDA graphs read.
+        """
 
     @abstractmethod
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -184,7 +186,7 @@ class LinearMethod(nn.Module, ABC):
         return WeightSlot(shape=matrix.shape, part=matrix.part, store=store)
 
     def finish(self) -> None:
-        """Called once when all weights are loaded; a method may repack them here."""
+        """Called when all weights are loaded, and when new ones are; a method may repack them."""
 
 
 class UnquantizedLinear(LinearMethod):

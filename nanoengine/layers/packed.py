@@ -13,6 +13,7 @@ import torch
 from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.threads import num_workers
+from nanoengine.kernels.tiles import PANEL
 from nanoengine.layers.kernels import Masks, UnquantizedLinear
 
 SCREENED_BYTES = 2**24
@@ -61,6 +62,9 @@ class PackedLinear(UnquantizedLinear):
         self.no_bias = np.zeros(self.shape[0], np.float32)
 
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
+        if self.is_packed:
+            self._replace(weight, first)
+            return
         super().load(weight, first)
         self.rows_left -= len(weight)
         if not self.rows_left:
@@ -73,10 +77,24 @@ class PackedLinear(UnquantizedLinear):
             self.panels = flat.view(PANEL_DTYPES[dtype]).numpy()
             if dtype == torch.bfloat16:
                 self.panels = self.panels.view(np.uint16)
-            bits = self.panels.view(f"u{self.panels.itemsize}")
-            in_pairs = dtype == torch.bfloat16
-            kernels.pack(bits, self.shape[1], self.shape[0], in_pairs, num_workers())
+            self.pack(0, self.shape[0])
             self.is_packed = True
+
+    def pack(self, start: int, stop: int) -> None:
+        """Makes panels of rows that fill whole ones, in their place."""
+        inputs, in_pairs = self.shape[1], self.weight.dtype == torch.bfloat16
+        bits = self.panels.view(f"u{self.panels.itemsize}")[start * inputs : stop * inputs]
+        kernels.pack(bits, inputs, stop - start, in_pairs, num_workers())
+
+    def _replace(self, weight: torch.Tensor, first: int) -> None:
+        start = first // PANEL * PANEL
+        stop = min(-(-(first + len(weight)) // PANEL) * PANEL, self.shape[0])
+        if stop - start > len(weight):  # the panels at its ends hold rows of others
+            whole = self.rows(torch.arange(start, stop))
+            whole[first - start :][: len(weight)] = weight
+            weight = whole
+        self.weight[start:stop].copy_(weight)
+        self.pack(start, stop)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.dim() != 2:
@@ -110,14 +128,14 @@ class ScreenedHead(PackedLinear):
         for buffer in ("values", "scales", "slack"):
             self.register_buffer(buffer, None)
 
-    def finish(self) -> None:
-        first = not self.is_packed
-        super().finish()
-        if first and self.weight.nbytes >= SCREENED_BYTES:
+    def pack(self, start: int, stop: int) -> None:
+        super().pack(start, stop)
+        if self.weight.nbytes >= SCREENED_BYTES:
             outputs, inputs = self.shape
-            panels, padded = outputs // cpu_screen.PANEL, -(-inputs // 4) * 4
-            self.values = torch.empty(panels, padded * cpu_screen.PANEL, dtype=torch.int8)
-            self.scales, self.slack = torch.empty(2, outputs)
+            if self.values is None:
+                panels, padded = outputs // PANEL, -(-inputs // 4) * 4
+                self.values = torch.empty(panels, padded * PANEL, dtype=torch.int8)
+                self.scales, self.slack = torch.empty(2, outputs)
             cpu_screen.quantize_outputs(self.panels, *self._copy(), inputs, num_workers())
 
     def _copy(self) -> tuple[np.ndarray, ...]:

@@ -135,9 +135,12 @@ class QuantizedLinear(LinearMethod):
         self.create((rows, columns), weight.dtype, weight.device)
 
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
+        if self.tied is not None:
+            weight = self.tied[first : first + len(weight)].copy_(weight)
+        take = self.load_quantized if self.values is None else self.replace
         for start in range(0, len(weight), ROWS_AT_ONCE):
             part = quantize(weight[start : start + ROWS_AT_ONCE], self.bits, self.group_size)
-            self.load_quantized(part, first + start)
+            take(part, first + start)
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
         """Takes rows from `first` on; with the last of them the whole is packed. Rows of another
@@ -180,10 +183,6 @@ class QuantizedLinear(LinearMethod):
                 " can't be multiplied as one"
             )
 
-    def finish(self) -> None:
-        if self.tied is not None:
-            self.load(self.tied)
-
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.dim() != 2:
             return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
@@ -196,11 +195,15 @@ class QuantizedLinear(LinearMethod):
 
     def pack(self, weight: QuantizedWeight) -> None:
         """Keeps all rows in the form that `multiply` reads: int4 values two to a byte."""
-        pairs = weight.bits == 4 and weight.lowest is None
-        self.values = pack_pairs(weight) if pairs else weight.values
+        self.values = kept_values(weight)
         for name in TENSORS[1:]:
             setattr(self, name, getattr(weight, name))
         self.rest: Any = replace(weight, **dict.fromkeys(TENSORS, None))
+
+    def replace(self, weight: QuantizedWeight, first: int) -> None:
+        """Puts rows that `load` has quantized in the place of those from `first` on."""
+        rows = slice(first, first + len(weight.values))
+        self.values[rows], self.scales[rows] = kept_values(weight), weight.scales
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[T, K] floats, inputs in the weight's order -> [T, N] of the same dtype."""
@@ -234,6 +237,12 @@ class QuantizedLinear(LinearMethod):
             return slot
         pieces = self.stored.matrix_slots(name, matrix, self.load_quantized)
         return replace(slot, pieces=pieces, pieces_only=True)
+
+
+def kept_values(weight: QuantizedWeight) -> torch.Tensor:
+    """The values as a plain layer keeps them: those of 4 bits two to a byte."""
+    pairs = weight.bits == 4 and weight.lowest is None
+    return pack_pairs(weight) if pairs else weight.values
 
 
 def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:

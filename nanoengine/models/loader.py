@@ -65,7 +65,7 @@ def load_model(
         )
     stored: dict[str, Stored] = {}
     if load_format == "auto":
-        stored = _tensors_to_run(config, stored_tensors(Path(directory)))
+        stored = tensors_to_run(config, stored_tensors(Path(directory)))
     names = TensorNames(config.tensor_names, stored)
     if load_format == "auto":
         if config.tie_word_embeddings:
@@ -159,7 +159,7 @@ def check_ranks(config: ModelConfig, ranks: int) -> None:
         )
 
 
-def _tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, Stored]:
+def tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, Stored]:
     """The tensors but those for images or drafts."""
     if config.headless:
         stored = {name: tensor for name, tensor in stored.items() if name != CLASSES}

@@ -30,6 +30,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
-from nanoengine.errors import ConfigError, EngineDeadError
+from nanoengine.errors import ConfigError, EngineDeadError, WeightLoadError
 from nanoengine.layers.collectives import LOOPBACK, Whereabouts
 from nanoengine.models.loader import check_ranks
 from nanoengine.ranks.rank import LOOK_S, Answer, Failure, Order, RankStarted, Setup, pickled
@@ -181,6 +182,25 @@ class RankedExecutor:
         self._ranks.give((self._num_launched, plan))
         return RankedStep(ranks=self._ranks, step=self._num_launched)
 
+    def load_weights(self, folder: Path) -> list[str]:
+        """Has each rank take its part of new weights; see `runner/new_weights.py`.
+
+        Raises:
+            WeightLoadError: they don't fit, and nothing has changed.
+            EngineDeadError: a rank has failed, or not all of them have loaded.
+        """
+        self._num_launched += 1
+        self._ranks.give((self._num_launched, folder))
+        # Why all: the folder may go when this returns.
+        found = [self._ranks.answer_of(self._num_launched) for _ in range(self._world_size)]
+        refused = [one for one in found if isinstance(one, WeightLoadError)]
+        if 0 < len(refused) < len(found):
+            raise EngineDeadError(f"not all ranks have loaded new weights: {refused[0]}")
+        if refused:
+            raise refused[0]
+        names: list[str] = found[0]
+        return names
+
     def shutdown(self) -> None:
         """Ends all ranks, which gives their memory back."""
         self._end()
@@ -202,10 +222,7 @@ class RankedStep:
         """
         if self._result is None:
             self.ranks.give((self.step, None))
-            answer: Answer = self.ranks.answer()
-            while answer[0] != self.step:  # one that was interrupted while it waited
-                answer = self.ranks.answer()
-            self._result = answer[1]
+            self._result = self.ranks.answer_of(self.step)
         return self._result
 
 
@@ -248,6 +265,13 @@ class RankProcesses:
         if self.why_dead is not None:
             raise self.why_dead
         self.orders.put(pickled(order))
+
+    def answer_of(self, step: int) -> Any:
+        """Waits for what a rank answers to the orders of a step. Raises what `answer` does."""
+        answer: Answer = self.answer()
+        while answer[0] != step:  # one that was interrupted while it waited
+            answer = self.answer()
+        return answer[1]
 
     def answer(self) -> Any:
         """Waits for what a rank sends next.

@@ -2,6 +2,7 @@
 
     parent ── (step, plan) ──> runner.launch(plan)
            ── (step, None) ──> runner's result of that step ── (step, result) ──> parent, of rank 0
+           ── (step, Path) ──> new weights there ── (step, names, or why not) ──> parent, of all
 
 All ranks get the same messages in the same order, so they launch and end the same steps. One that
 has missed a message ends, before anything is summed that belongs to different steps.
@@ -25,9 +26,10 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanoengine.errors import NanoEngineError
+from nanoengine.errors import NanoEngineError, WeightLoadError
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +42,11 @@ if TYPE_CHECKING:
     from nanoengine.runner.numerics import RunnerOptions
     from nanoengine.runner.step import LaunchedStep
 
-Order = tuple[int, "StepPlan | None"]
-"""To a rank: a step's number, and its plan to launch, or None to ask for its result."""
+Order = tuple[int, "StepPlan | Path | None"]
+"""To a rank: a step's number, and its plan to launch, or None to ask for its result; or the folder
+of new weights."""
 
-Answer = tuple[int, "StepResult"]
+Answer = tuple[int, "StepResult | list[str] | WeightLoadError"]
 
 LOOK_S = 1.0
 """How often a rank looks whether its parent is still there, and tells it how far it is."""
@@ -199,6 +202,9 @@ def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
     while True:
         order: Order = parent.next()
         step, plan = order
+        if isinstance(plan, Path):
+            parent.send((step, _new_weights(runner, plan)))
+            continue
         if plan is not None:
             place.step, place.number = step, 0
             launched[step] = runner.launch(plan)
@@ -208,3 +214,13 @@ def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
             del launched[earlier]  # its result will not be asked for: an exception came between
         if answers:
             parent.send((step, result))
+
+
+def _new_weights(runner: ModelRunner, folder: Path) -> list[str] | WeightLoadError:
+    """The names of what was loaded, or why nothing was: the same on all ranks."""
+    from nanoengine.runner.new_weights import load_weights
+
+    try:
+        return load_weights(runner, folder)
+    except WeightLoadError as error:
+        return error

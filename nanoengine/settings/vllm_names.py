@@ -217,7 +217,7 @@ LLM_METHODS: Mapping[str, str] = {
     "wake_up": "make a new LLM",
     "start_profile": "use torch.profiler around a call",
     "stop_profile": "use torch.profiler around a call",
-    "collective_rpc": "ranks take plans and nothing else",
+    "collective_rpc": "llm.load_weights takes new weights; ranks call nothing else",
     "apply_model": "llm.engine.executor.model is the model",
     "enqueue": "llm.stream takes prompts as they come",
     "wait_for_completion": "llm.stream yields outputs as they finish",

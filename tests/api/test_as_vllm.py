@@ -305,10 +305,27 @@ def test_what_programs_look_into(llm: VLLM) -> None:
     for named, look in {
         "llm_engine.cache_config": lambda: llm.llm_engine.cache_config,
         "model_config.uses_mrope": lambda: config.uses_mrope,
-        "model_executor.driver_worker": lambda: llm.llm_engine.model_executor.driver_worker,
+        "model_executor.scheduler": lambda: llm.llm_engine.model_executor.scheduler,
     }.items():
         with pytest.raises(AttributeError, match=named):
             look()
+
+
+def test_a_training_loop_gives_its_weights(llm: VLLM) -> None:
+    """One by one, as TRL does."""
+    params = VLLMParams(**GREEDY)
+
+    def answer() -> str:
+        return llm.generate("Once upon", params, use_tqdm=False)[0].outputs[0].text
+
+    before, name = answer(), "model.norm.weight"
+    old = llm.engine.executor.model.model.norm.weight.clone()
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    for weight, is_same in ((-old, False), (old, True)):
+        assert model.load_weights([(name, weight)]) == {name}
+        assert (answer() == before) is is_same
+    with pytest.raises(AttributeError, match=r"vLLM's model\.named"):
+        model.named_parameters()
 
 
 def test_variables_of_vllms_are_told_to_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,84 @@
+"""New weights for a running engine, between two steps: `LLM.load_weights`.
+
+    settle ─ all that run wait again, with their tokens ─ no prefix is cached ─ weights ─ go on
+
+Keys and values of old weights are never read under new ones. So whoever runs is preempted, which
+keeps its tokens and computes their keys and values again; nothing of an answer is lost. What is
+written where is `runner/new_weights.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from nanoengine.checkpoint.files import INDEX_NAME
+from nanoengine.core.plan import StepPlan
+from nanoengine.engine import LLMEngine
+from nanoengine.errors import ModelError, WeightLoadError
+from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.new_weights import load_weights as load_into
+
+Pairs = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def load_weights(engine: LLMEngine, weights: str | os.PathLike[str] | Pairs) -> set[str]:
+    """See `LLM.load_weights`."""
+    executor: Any = engine.executor
+    with engine.turns.turn():
+        engine.require_idle()
+        cache = engine.scheduler.block_manager.prefix_cache
+        if len(executor.options.config.kv_tiers) > 1:
+            raise WeightLoadError(
+                "a disk tier keeps blocks under the name of the checkpoint that was loaded, and new"
+                " weights have none: leave it out of kv_tiers, or make a new LLM"
+            )
+        source = Path(weights) if isinstance(weights, str | os.PathLike) else _named(weights)
+        engine.settle()
+        while engine.scheduler.running:
+            engine.scheduler.preempt(StepPlan(step=0), "new weights")
+        is_empty = cache.reset()
+        assert is_empty, "a block is in use by nobody"
+        try:
+            if isinstance(executor, ModelRunner):
+                return set(load_into(executor, source))
+            with tempfile.TemporaryDirectory() as folder:
+                if not isinstance(source, Path):
+                    source = _written(source, Path(folder))
+                return set(executor.load_weights(source))
+        except ModelError:
+            raise
+        except BaseException:
+            engine.close()
+            raise
+
+
+def _named(pairs: Pairs) -> dict[str, torch.Tensor]:
+    """Tensors by name."""
+    if isinstance(pairs, Mapping):
+        return dict(pairs)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in pairs:
+        if name in found:
+            raise WeightLoadError(f"new weights have {name} twice: give each tensor once")
+        found[name] = tensor
+    return found
+
+
+def _written(tensors: Mapping[str, torch.Tensor], folder: Path) -> Path:
+    """The folder, with a file a tensor, of which processes read their parts.
+
+    Why not one file: all tensors would be copied for it, since some may share memory.
+    """
+    files = {name: f"{number}.safetensors" for number, name in enumerate(tensors)}
+    for name, file in files.items():
+        save_file({name: tensors[name].detach().cpu().contiguous()}, folder / file)
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": files}), encoding="utf-8")
+    return folder

@@ -1,0 +1,174 @@
+"""New weights for a model that has started: checked as a whole, then written over the old ones.
+
+    tensors, or a folder ─ names, shapes, dtypes ─ slots of the layers ─ the memory that is there
+
+Each tensor goes through the slot by which `models/loader.py` has filled the model. So fused,
+packed and quantized weights come out as they do at a start; and since they stay where they are,
+CUDA graphs and compiled calls remain valid. Called by `features/new_weights.py`, and by a rank of a
+model. Knows no requests and no prefix cache, whose keys and values are of the old weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from nanoengine.checkpoint.config import ModelConfig, load_model_config
+from nanoengine.checkpoint.files import Stored, listed, read_tensors, stored_tensors
+from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
+from nanoengine.checkpoint.weights import HARMLESS, drop_copy
+from nanoengine.errors import EngineDeadError, WeightLoadError
+from nanoengine.layers.kernels import LinearMethod
+from nanoengine.models.loader import DTYPES, FLOATS, tensors_to_run, weight_slots
+from nanoengine.runner.start import RunnerParts
+
+Source = Mapping[str, torch.Tensor] | Path
+"""Tensors by the names of a checkpoint, or the folder of one."""
+
+NAMES = {**DTYPES, torch.float32: "F32", torch.float64: "F64"}
+
+NOT_COMPARED = {"dtype", "eos_token_ids", "generation_defaults", "left_out"}
+"""Fields of a ModelConfig that change nothing of what layers compute."""
+
+
+def load_weights(runner: RunnerParts, source: Source) -> list[str]:
+    """Puts new weights in place of those of the same names; the names.
+
+    Raises:
+        WeightLoadError: they don't fit, and nothing was written.
+        EngineDeadError: a file can't be read, so that the model has a part of the new weights.
+    """
+    slots = _slots_for(runner, source)
+    try:
+        with torch.inference_mode(), runner.as_current():
+            for name, part in _parts(source, slots):
+                slots[name].store(part.to(runner.device))
+            for module in runner.model.modules():
+                if isinstance(module, LinearMethod):
+                    module.finish()
+    except WeightLoadError as error:
+        raise EngineDeadError(f"{error}; the model has only a part of the new weights") from error
+    return sorted(slots)
+
+
+def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
+    """The slots of all given tensors, which fit into them."""
+    config = runner.model_config
+    why = "it gives vectors or classes, no text" if config.headless else ""
+    if config.quantization is not None:
+        why = f"its checkpoint stores them in {config.quantization.kind}, not as floats"
+    if why:
+        raise WeightLoadError(
+            f"this model takes no new weights: {why}; make a new LLM of the new checkpoint"
+        )
+    if isinstance(source, Path):
+        _require_same_model(config, source)
+        stored = stored_tensors(source)
+    else:
+        stored = {
+            name: Stored(Path(), tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype)))
+            for name, tensor in source.items()
+        }
+    stored = tensors_to_run(config, stored)
+    ours = weight_slots(runner.model)
+    if config.tie_word_embeddings:
+        ours["lm_head.weight"] = ours["model.embed_tokens.weight"]
+    # Why several: a part of all tensors may not show the prefix, and the names in the memory of
+    # transformers are not always those of its files.
+    schemes = [
+        TensorNames(parts, [f"{prefix}embed_tokens.weight"])
+        for parts in (config.tensor_names, {})
+        for prefix in PREFIXES
+    ]
+    fitting = (names for names in schemes if stored.keys() <= _taken(names.of(ours), stored).keys())
+    names = next(fitting, schemes[0])
+    if config.tie_word_embeddings:
+        _drop_tied(source, stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
+    slots = _taken(names.of(ours), stored)
+    _require_fit(slots, stored)
+    kept = runner.model.model.embed_tokens.weight.dtype
+    kinds = {one.dtype for one in stored.values() if len(one.shape) > 1}
+    if kept.itemsize < runner.dtype.itemsize and kinds - {NAMES[kept]}:
+        warnings.warn(
+            f"new weights are rounded to {kept}, in which this model has kept its own since it was"
+            f" loaded: load it from a checkpoint of {runner.dtype} to keep all digits",
+            stacklevel=2,
+        )
+    return slots
+
+
+def _require_same_model(config: ModelConfig, folder: Path) -> None:
+    """Raises WeightLoadError if the folder says that its model computes something else."""
+    if not (folder / "config.json").is_file():
+        return
+    other = load_model_config(folder)
+    names = [one.name for one in fields(config) if one.name not in NOT_COMPARED]
+    differing = [name for name in names if getattr(config, name) != getattr(other, name)]
+    if differing:
+        raise WeightLoadError(
+            f"{folder} is of another model, with other {listed(differing)}: make a new LLM of it"
+        )
+
+
+def _taken(slots: Mapping[str, WeightSlot], stored: Collection[str]) -> dict[str, WeightSlot]:
+    """The slots, or pieces of slots, of these names."""
+    found: dict[str, WeightSlot] = {}
+    for name, slot in slots.items():
+        if name in stored:
+            found[name] = slot
+        else:
+            found |= _taken(slot.pieces, stored)
+    return found
+
+
+def _drop_tied(source: Source, stored: dict[str, Stored], head: str, embedding: str) -> None:
+    """Leaves out a head that is the embedding once more; raises WeightLoadError if they differ."""
+    if not {head, embedding} <= stored.keys():
+        return
+    if isinstance(source, Path):
+        drop_copy(stored, head, embedding)
+        return
+    del stored[head]
+    if source[head].shape != source[embedding].shape or not source[head].equal(source[embedding]):
+        raise WeightLoadError(
+            f"this model's {head} is its {embedding} (tie_word_embeddings), and the given ones"
+            " differ: give one of them"
+        )
+
+
+def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) -> None:
+    shapes = {name: stored[name].shape for name in slots}
+    problems = {
+        "unknown": [n for n in stored if n not in slots and not HARMLESS.fullmatch(n)],
+        "mis-shaped": [
+            f"{name} {list(shape)}, expected {list(slots[name].shape)}"
+            for name, shape in shapes.items()
+            if shape != slots[name].shape
+        ],
+        "not floats": [f"{n} {stored[n].dtype}" for n in slots if stored[n].dtype not in FLOATS],
+    }
+    if not slots or any(problems.values()):
+        found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
+        raise WeightLoadError(
+            "new weights don't fit the model, which keeps its own; "
+            + ("; ".join(found) or "there are none")
+        )
+
+
+def _parts(source: Source, slots: Mapping[str, WeightSlot]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of each tensor what this rank takes."""
+    if not isinstance(source, Path):
+        for name in slots:  # Why whole: several ranks are given a folder.
+            yield name, source[name].detach()
+        return
+    by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)
+    for name, one in stored_tensors(source).items():
+        if name in slots:
+            by_file[one.file][name] = slots[name].part
+    for file, parts in by_file.items():
+        yield from read_tensors(file, parts)
