@@ -33,7 +33,7 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.settings.checks import check_value, read_object, shown
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.pooling import PooledParams, Pooling, PoolingParams
+from nanoengine.settings.pooling import TASKS, PooledParams, Pooling, PoolingParams
 from nanoengine.text.prompt_forms import prompt_list
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -61,9 +61,6 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 ACTIVATIONS: dict[str, Activation] = {"Identity": lambda x: x, "Sigmoid": sigmoid, "Tanh": np.tanh}
 """Names of torch's modules that sentence-transformers may name."""
-
-TASKS = ("embed", "classify", "token_embed", "token_classify")
-"""What `encode` gives. Source: vLLM, `PoolingTask`."""
 
 
 def activation(module: str) -> Activation:

@@ -20,6 +20,9 @@ Pooling = Literal["last", "mean", "cls"]
 States = Pooling | Literal["all"]
 """The same, or those of all tokens, one by one."""
 
+TASKS = ("embed", "classify", "token_embed", "token_classify")
+"""What `encode` gives. Source: vLLM, `PoolingTask`."""
+
 NO_POSITION = 2**31 - 1
 
 POOLING_PARAMS: Table = {
