@@ -111,6 +111,12 @@ class VLLM(LLM):
             if isinstance(pooler := options.get(name), VLLMPooler):
                 self._pooler, self._task = pooler.ours(), pooler.task
                 del options[name]
+        if options.get("logits_processors"):
+            from nanoengine.as_vllm.processors import stages
+
+            options["logits_processors"] = stages(
+                options["logits_processors"], options.get("device")
+            )
         super().__init__(model, **asked(options))
         variables = sorted(name for name in os.environ if name.startswith("VLLM_"))
         if variables:
