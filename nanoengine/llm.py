@@ -116,15 +116,7 @@ class LLM(OtherCalls):
         return self.engine.stats()
 
     def _load_tokenizer(self) -> Tokenizer | None:
-        from nanoengine.checkpoint.find import resolve_model
-
-        config = self.config
-        if config.skip_tokenizer_init:
-            return None
-        if config.tokenizer is not None:
-            return Tokenizer.load(config.tokenizer, trust_remote_code=config.trust_remote_code)
-        directory = resolve_model(config)
-        return Tokenizer.load(str(directory), trust_remote_code=config.trust_remote_code)
+        return None if self.config.skip_tokenizer_init else Tokenizer.of(self.config)
 
     # --- calls --------------------------------------------------------------------------------
 

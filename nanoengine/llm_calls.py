@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 
 
+PAIR = ("answers", "template", "chat_template")
+"""Options of `score` that say what becomes of a pair of texts."""
+
+
 class OtherCalls:
     """The calls that are no loop of their own."""
 
@@ -273,9 +277,10 @@ class OtherCalls:
             data_1: one text, or one for each of `data_2`.
             options: as of `embed`; answers, words of one token each, such as ("no", "yes"): the
                 score is how likely the last of them is among all, as the next token; template,
-                which makes one prompt of a pair, with {query} and {document}.
+                which makes one prompt of a pair, with {query} and {document}; or chat_template, of
+                messages with the roles query and document.
         """
-        pair = {name: options.pop(name, None) for name in ("answers", "template")}
+        pair = {name: options.pop(name, None) for name in PAIR}
         return self._pool(functools.partial(self._pools.score, data_1, **pair), data_2, **options)
 
     def _pool(

@@ -25,7 +25,7 @@ FLAGS = ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling")
 
 def asked(options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that ask for something."""
-    return {n: v for n, v in options.items() if n not in DEFAULTS or v != DEFAULTS[n]}
+    return {n: v for n, v in options.items() if n not in DEFAULTS or v not in (DEFAULTS[n], {})}
 
 
 class Arguments:

@@ -31,7 +31,7 @@ def destroy(shutdown_ray: bool = False) -> None:
     gc.collect()
 
 
-def print_embeddings(embeds: list[float], prefix: str = "Embeddings") -> None:
-    """Prints the first numbers of a vector, and how many there are."""
-    shown = ", ".join(f"{number:.4f}" for number in embeds[:16])
-    print(f"{prefix}: [{shown}{', ...' if len(embeds) > 16 else ''}] (size={len(embeds)})")
+def print_embeddings(embeds: list[Any], prefix: str = "Embeddings") -> None:
+    """Prints the first numbers of a vector, or rows of several, and how many there are."""
+    shown = ", ".join(map(str, embeds[:4]))
+    print(f"{prefix}: [{shown}{', ...' if len(embeds) > 4 else ''}] (size={len(embeds)})")

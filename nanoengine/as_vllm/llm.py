@@ -16,12 +16,19 @@ from typing import Any, Self
 from nanoengine.as_vllm import Absent
 from nanoengine.as_vllm.engine_args import asked
 from nanoengine.as_vllm.outputs import VLLMBeams, VLLMOutput, beams, request_output
-from nanoengine.as_vllm.params import VLLMParams, ours
+from nanoengine.as_vllm.params import VLLMParams, VLLMPooler, ours
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.errors import RequestError
+from nanoengine.features.pooled_outputs import (
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from nanoengine.llm import LLM
 from nanoengine.llm_calls import check_lora
 from nanoengine.outputs import OutputBuilder, OutputKind
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.pooling import PoolingParams
 from nanoengine.settings.vllm_names import warn_idle
 from nanoengine.turns import Call
 
@@ -54,10 +61,62 @@ def require_nothing(options: dict[str, Any]) -> None:
         raise RequestError(f"unknown option {name!r}: leave it out")
 
 
+def answers_of(overrides: Any) -> tuple[str, str] | None:
+    """The answers no and yes of a reranker that is a language model, if that is all that
+    `hf_overrides` say: `LLM` refuses the others."""
+    match overrides:
+        case {"classifier_from_token": [str(no), str(yes)], **others}:
+            kinds = dict(others)
+            kinds.pop("architectures", None)
+            if kinds in ({"is_original_qwen3_reranker": True}, {"method": "from_2_way_softmax"}):
+                return no, yes
+    return None
+
+
+PLAIN, UNPROCESSED = PoolingParams(), SamplingParams()
+
+PROCESSING = (
+    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids"),
+    *("structured_outputs", "logits_processors"),
+)
+"""Fields, beside top_k, by which logits are processed before a token is drawn."""
+
+
+def require_raw(params: Any) -> None:
+    """Raises RequestError for parameters whose processed logprobs are not the raw ones, which are
+    the only ones here."""
+    for one in params if isinstance(params, list) else [params]:
+        found = {name: getattr(one, name) for name in PROCESSING} | {"top_k": max(one.top_k, 0)}
+        for name, value in found.items():
+            if one.logprobs is not None and value not in (getattr(UNPROCESSED, name), (), {}):
+                raise RequestError(
+                    f"logprobs are those of the model's own logits, and with {name}={value!r} those"
+                    " of logprobs_mode='processed_logprobs' are others: leave one of them out"
+                )
+
+
 class VLLM(LLM):
     """vLLM's LLM."""
 
     def __init__(self, model: str, **options: Any) -> None:
+        self._answers = answers_of(options.get("hf_overrides"))
+        self._pooler, self._task = PLAIN, None
+        if self._answers:
+            del options["hf_overrides"]
+        self._wants_processed = options.get("logprobs_mode") == "processed_logprobs"
+        if self._wants_processed:
+            del options["logprobs_mode"]
+        for name in ("pooler_config", "override_pooler_config"):
+            if isinstance(pooler := options.get(name), VLLMPooler):
+                self._pooler, self._task = pooler.ours(), pooler.task
+                del options[name]
+        if options.get("logits_processors"):
+            from nanoengine.as_vllm.processors import stages
+
+            options["logits_processors"] = stages(
+                options["logits_processors"], options.get("device")
+            )
         super().__init__(model, **asked(options))
         variables = sorted(name for name in os.environ if name.startswith("VLLM_"))
         if variables:
@@ -71,8 +130,37 @@ class VLLM(LLM):
     def _pool(
         self, ask: Any, prompts: Any, pooling_params: Any = None, **options: Any
     ) -> list[Any]:
-        asked = ask(prompts, pooling_params)
+        given, cut = dataclasses.asdict(pooling_params or PLAIN), {}
+        if (options.get("tokenization_kwargs") or {}).keys() == {"truncate_prompt_tokens"}:
+            cut = options.pop("tokenization_kwargs")
+        given = {name: value for name, value in given.items() if value is not None} | cut
+        asked = ask(prompts, dataclasses.replace(self._pooler, **given))
         return asked.finish(super().generate(asked.prompts, asked.params, **obeyed(options)))
+
+    def encode(
+        self, prompts: Any, pooling_params: Any = None, *, pooling_task: Any = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """The numbers of `embed` or `classify` as tensors; with token_..., those of each token."""
+        import torch
+
+        ask = functools.partial(self._pools.encode, pooling_task)
+        found = self._pool(ask, prompts, pooling_params, **options)
+        return [
+            dataclasses.replace(one, outputs=PoolingOutput(data=torch.from_numpy(one.outputs.data)))
+            if one.error is None
+            else one
+            for one in found
+        ]
+
+    def score(self, data_1: Any, data_2: Any, **options: Any) -> list[ScoringRequestOutput]:
+        """As `LLM.score`, by the answers that `hf_overrides` has named.
+
+        Raises:
+            RequestError: the PoolerConfig asks for vectors of tokens, which vLLM scores otherwise.
+        """
+        if self._task == "token_embed":
+            raise RequestError("a score of tokens' vectors is not implemented: leave out task")
+        return super().score(data_1, data_2, **{"answers": self._answers} | options)
 
     def generate(  # type: ignore[override]
         self, prompts: Any = None, sampling_params: Any = None, *args: Any, **options: Any
@@ -85,8 +173,10 @@ class VLLM(LLM):
         ids = options.pop("prompt_token_ids", None)
         if (prompts is None) == (ids is None):
             raise RequestError("give prompts, or prompt_token_ids in their place")
-        prompts = ids if prompts is None else prompts
-        found = super().generate(prompts, ours(sampling_params), *args, **obeyed(options))
+        prompts, params = ids if prompts is None else prompts, ours(sampling_params)
+        if self._wants_processed:
+            require_raw(params or self.default_sampling_params)
+        found = super().generate(prompts, params, *args, **obeyed(options))
         failed = [output.error for output in found if output.error]
         if failed:
             message = f"{len(failed)} of {len(found)} requests failed: {failed[0]}"

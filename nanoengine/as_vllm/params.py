@@ -18,6 +18,7 @@ from nanoengine.as_vllm import TABLES
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import nearest, shown
 from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.pooling import TASKS, PoolingParams
 from nanoengine.settings.structured import StructuredOutputs
 from nanoengine.settings.vllm_names import BACKENDS
 
@@ -152,6 +153,40 @@ class VLLMForm:
         """The same as the form of `SamplingParams`."""
         given = {**vars(self), "backend": None}
         return StructuredOutputs(**{n: v for n, v in given.items() if v not in (None, False)})
+
+
+@dataclass
+class VLLMPooler:
+    """vLLM's PoolerConfig: what the pooling of an LLM is where a call says nothing.
+
+    Raises:
+        RequestError: it asks for a pooling that is not implemented.
+    """
+
+    task: str | None = None
+    pooling_type: str | None = None
+    seq_pooling_type: str | None = None
+    tok_pooling_type: str | None = None
+    use_activation: bool | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    softmax: bool | None = None
+    activation: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.ours()
+
+    def ours(self) -> PoolingParams:
+        """The same as the parameters of a call; `encode` alone gives those of all tokens."""
+        if self.task not in (None, *TASKS):
+            raise RequestError(f"task must be one of {', '.join(TASKS)}, got {shown(self.task)}")
+        if self.tok_pooling_type not in (None, "ALL"):
+            raise RequestError(f"tok_pooling_type must be ALL, got {shown(self.tok_pooling_type)}")
+        kind = (self.pooling_type or self.seq_pooling_type or "all").lower()
+        given = {**vars(self), "pooling": None if kind == "all" else kind}
+        for name in ("task", "pooling_type", "seq_pooling_type", "tok_pooling_type"):
+            del given[name]
+        return PoolingParams(**{n: v for n, v in given.items() if v is not None})
 
 
 def ours(params: Any) -> Any:

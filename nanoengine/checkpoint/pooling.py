@@ -2,6 +2,7 @@
 
     architectures          which decoder a model without a language head is (`decoder_of`)
     modules.json           Sentence Transformers: which hidden states, and what becomes of them
+    2_Dense                one of its layers behind the pooling
     score.weight           a head of classes
     two rows of lm_head    the answers yes and no
 
@@ -12,11 +13,13 @@ Source: the files that sentence-transformers and transformers write.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nanoengine.checkpoint.files import Stored, read_tensors, stored_tensors
@@ -44,6 +47,15 @@ MODES: dict[str, Pooling] = {
 """Flag of a Pooling module -> what it asks for; any other flag is refused."""
 
 
+class Dense(NamedTuple):
+    """A layer behind the pooling: weight [out, in] and bias [out], float32, and torch's name of the
+    activation behind them."""
+
+    weight: np.ndarray
+    bias: np.ndarray | float
+    activation: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
     """What a checkpoint says of its embeddings.
@@ -53,12 +65,14 @@ class PoolingConfig:
         normalize: whether vectors are scaled to length 1.
         max_tokens: the longest text that they are made for; None: as long as the model's context.
         default_prompt: what sentence-transformers puts before each text, unless told otherwise.
+        dense: layers behind the pooling.
     """
 
     pooling: Pooling = "last"
     normalize: bool = True
     max_tokens: float | None = None
     default_prompt: str = ""
+    dense: tuple[Dense, ...] = ()
 
 
 def decoder_of(name: str, generators: Collection[str]) -> str | None:
@@ -103,10 +117,10 @@ def read_pooling(directory: Path) -> PoolingConfig:
         raise ModelError(f"{path} can't be read: {error}") from error
     modules = check_value(modules, list[dict[str, Any]], str(path), ModelError)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    if not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(kinds)):
         raise UnsupportedModelError(
             f"{path} has the modules {', '.join(map(shown, kinds))}; supported: Transformer,"
-            " Pooling and, behind them, Normalize"
+            " Pooling and, behind them, Dense and Normalize"
         )
     where = [check_value(one.get("path", ""), str, str(path), ModelError) for one in modules]
     if any(Path(part).is_absolute() or ".." in Path(part).parts for part in where):
@@ -128,6 +142,30 @@ def read_pooling(directory: Path) -> PoolingConfig:
         normalize="Normalize" in kinds,
         max_tokens=check_value(max_tokens, int | float | None, "max_seq_length", ModelError),
         default_prompt="" if named is None else str(prompts.get("prompts", {}).get(named, "")),
+        dense=tuple(
+            _dense(directory / at) for at, kind in zip(where, kinds, strict=True) if kind == "Dense"
+        ),
+    )
+
+
+def _dense(directory: Path) -> Dense:
+    """A Dense module.
+
+    Raises:
+        UnsupportedModelError: it is not a layer of the vector alone.
+    """
+    options, stored = read_object(directory / "config.json", ModelError), stored_tensors(directory)
+    asked = options.get("module_input_name", "sentence_embedding")
+    weight, bias = stored.get("linear.weight"), stored.get("linear.bias")
+    if asked != "sentence_embedding" or weight is None or len(weight.shape) != 2:
+        raise UnsupportedModelError(
+            f"{directory} is a Dense module of {shown(asked)} with {', '.join(stored)};"
+            " supported: one of 'sentence_embedding' with the matrix linear.weight"
+        )
+    return Dense(
+        _read(weight, "linear.weight", ()).numpy(),
+        0.0 if bias is None else _read(bias, "linear.bias", ()).numpy(),
+        str(options.get("activation_function", "torch.nn.modules.activation.Tanh")),
     )
 
 

@@ -260,9 +260,10 @@ def _facts(llm: LLM | Replicas, args: BatchArgs) -> tuple[Any, ...]:
     @functools.cache
     def pools() -> Pools:
         from nanoengine.features.pooling import Pools
+        from nanoengine.text.tokenizer import Tokenizer
 
         config = EngineConfig.from_kwargs(**engine_options(args))
-        return Pools(config, llm.info.max_model_len)
+        return Pools(config, llm.info.max_model_len, lambda: Tokenizer.of(config))
 
     template = functools.partial(chat_template, llm, args)
     return args.model, llm.info.generation_defaults, template, pools
@@ -270,14 +271,14 @@ def _facts(llm: LLM | Replicas, args: BatchArgs) -> tuple[Any, ...]:
 
 def chat_template(llm: LLM | Replicas, args: EngineArgs) -> Any:
     """The model's chat template, by which the form of answers is known."""
-    from nanoengine.jobs.dry_run import load_tokenizer
     from nanoengine.llm import LLM
+    from nanoengine.text.tokenizer import Tokenizer
 
     if isinstance(llm, LLM):
         return llm.tokenizer.backend.chat_template
     # Why: replicas have theirs in their processes.
-    tokenizer = load_tokenizer(EngineConfig.from_kwargs(**engine_options(args)))
-    return tokenizer and tokenizer.backend.chat_template
+    config = EngineConfig.from_kwargs(**engine_options(args))
+    return None if config.skip_tokenizer_init else Tokenizer.of(config).backend.chat_template
 
 
 def require_terminal() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.settings.checks import check_value, read_object, shown
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.pooling import PooledParams, Pooling, PoolingParams
+from nanoengine.settings.pooling import TASKS, PooledParams, Pooling, PoolingParams
 from nanoengine.text.prompt_forms import prompt_list
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -42,7 +43,7 @@ Activation = Callable[[np.ndarray], np.ndarray]
 Made = outputs.PoolingRequestOutput
 Maker = Callable[[np.ndarray], Any]
 
-PLAIN = PoolingParams()
+PLAIN, RAW = PoolingParams(), PoolingParams(use_activation=False)
 LEAST_LENGTH = 1e-12
 """A vector shorter than this is not made longer. Source: torch's `normalize`."""
 
@@ -53,13 +54,26 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
-    """exp(x) by its sum."""
-    powers = np.exp(x - x.max())
-    return powers / powers.sum()
+    """exp(x) by its sum, of each vector [.., n]."""
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
 
 
-ACTIVATIONS: dict[str, Activation] = {"Identity": lambda x: x, "Sigmoid": sigmoid}
-"""Names of torch's modules that a cross-encoder of sentence-transformers may name."""
+ACTIVATIONS: dict[str, Activation] = {"Identity": lambda x: x, "Sigmoid": sigmoid, "Tanh": np.tanh}
+"""Names of torch's modules that sentence-transformers may name."""
+
+
+def activation(module: str) -> Activation:
+    """What a module of torch computes.
+
+    Raises:
+        UnsupportedModelError: it is not implemented.
+    """
+    name = module.rpartition(".")[2]
+    if name not in ACTIVATIONS:
+        told = f"the activation {shown(name)} is not implemented"
+        raise UnsupportedModelError(f"{told}; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 class HeadlessChecker(RequestChecker):
@@ -90,17 +104,14 @@ class Pools:
     Args:
         config: names the checkpoint.
         max_model_len: tokens of the longest prompt.
-        tokenizer: gives it, or raises RequestError; None: it is loaded.
+        tokenizer: gives it, or raises RequestError.
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        max_model_len: int,
-        tokenizer: Callable[[], Tokenizer] | None = None,
+        self, config: EngineConfig, max_model_len: int, tokenizer: Callable[[], Tokenizer]
     ) -> None:
         self._config, self._max_model_len = config, max_model_len
-        self._given = tokenizer
+        self._tokenizer = tokenizer
 
     # --- the checkpoint -------------------------------------------------------------------------
 
@@ -112,15 +123,13 @@ class Pools:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer."""
-        config = self._config
-        if self._given is not None:
-            return self._given()
-        name = config.tokenizer or str(self.directory)
-        return Tokenizer.load(name, trust_remote_code=config.trust_remote_code)
+        return self._tokenizer()
 
     @functools.cached_property
     def hidden_size(self) -> int:
         """How many numbers a vector has."""
+        if self.embeds.dense:
+            return len(self.embeds.dense[-1].weight)
         return load_model_config(self.directory).hidden_size
 
     @functools.cached_property
@@ -157,11 +166,7 @@ class Pools:
         raw = read_object(self.directory / "config.json", ModelError)
         named, kind = raw.get("sentence_transformers"), raw.get("problem_type")
         if isinstance(named, Mapping) and named.get("activation_fn") is not None:
-            name = str(named["activation_fn"]).rpartition(".")[2]
-            if name in ACTIVATIONS:
-                return ACTIVATIONS[name]
-            told = f"activation_fn={shown(name)} is not implemented"
-            raise UnsupportedModelError(f"{told}; supported: {', '.join(ACTIVATIONS)}")
+            return activation(str(named["activation_fn"]))
         if kind == "regression":
             return ACTIVATIONS["Identity"]
         each = len(self.classes) == 1 or kind == "multi_label_classification"
@@ -192,12 +197,29 @@ class Pools:
 
     def reward(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
         """What the head of classes makes of each prompt's last token, as it is."""
-        head = self.classes
-        return self._asked(
-            (prompts, asked or PLAIN, "last"),
-            outputs.PoolingRequestOutput,
-            lambda it: outputs.PoolingOutput(data=head @ it),
-        )
+        return self.encode("classify", prompts, replace(asked or PLAIN, use_activation=False))
+
+    def encode(self, task: Any, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+        """The numbers of `embed` or `classify` as an array; with token_..., those of each token.
+
+        Raises:
+            RequestError: `task` is none of TASKS.
+        """
+        if task not in TASKS:
+            raise RequestError(f"pooling_task must be one of {', '.join(TASKS)}, got {shown(task)}")
+        asked, kind = asked or PLAIN, task.removeprefix("token_")
+        make = self.vector if kind == "embed" else self.probs
+        whole: Asked = getattr(self, kind)(prompts, asked)
+
+        def finish(found: list[RequestOutput]) -> list[Any]:
+            kind = outputs.PoolingRequestOutput
+            return [
+                kind.of(one, lambda it: outputs.PoolingOutput(data=make(it, asked)))
+                for one in found
+            ]
+
+        params = whole.params if kind == task else PooledParams(pooling="all")
+        return whole._replace(params=params, finish=finish)
 
     def score(
         self,
@@ -207,14 +229,15 @@ class Pools:
         *,
         answers: Sequence[str] | None = None,
         template: str | None = None,
+        chat_template: str | None = None,
     ) -> Asked:
         """How well each text of `data_2` belongs to its one of `data_1`."""
         asked, pairs = asked or PLAIN, paired(data_1, data_2)
         if answers is None and self._head is None:
-            return self._cosines(pairs, asked, template)
+            return self._cosines(pairs, asked, template or chat_template)
         head = self._answer_head(answers) if answers is not None else self._only_class(asked)
         return self._asked(
-            ([self._joined(*pair, template) for pair in pairs], asked, "last"),
+            ([self._joined(*pair, template, chat_template) for pair in pairs], asked, "last"),
             outputs.ScoringRequestOutput,
             lambda it: outputs.ScoringOutput(score=float(head(it))),
         )
@@ -242,7 +265,7 @@ class Pools:
 
         def finish(found: list[RequestOutput]) -> list[Any]:
             of_text = dict(zip(texts, found, strict=True))
-            return [cosine_output(of_text[a], of_text[b]) for a, b in pairs]
+            return [self._cosine(of_text[a], of_text[b]) for a, b in pairs]
 
         return self.embed(texts, asked)._replace(finish=finish)
 
@@ -283,11 +306,15 @@ class Pools:
             behind = min(max(len(ids) - len(plain) - start, 0), most)
         return ids[: most - behind] + ids[len(ids) - behind :]
 
-    def _joined(self, first: str, second: str, template: str | None) -> Any:
-        """One prompt of a pair: the template filled in, or both texts as the tokenizer joins them.
+    def _joined(self, first: str, second: str, template: str | None, chat: str | None) -> Any:
+        """One prompt of a pair: a template filled in, or both texts as the tokenizer joins them.
 
         Why the template is split first: texts may hold its words, too.
         """
+        if chat is not None:
+            sides = {"query": first, "document": second}.items()
+            messages = [{"role": role, "content": text} for role, text in sides]
+            return {"messages": messages, "chat_template": chat, "add_generation_prompt": False}
         if template is None:
             return {"prompt_token_ids": self.tokenizer.backend(first, second)["input_ids"]}
         parts = template.split("{query}")
@@ -298,16 +325,34 @@ class Pools:
     # --- hidden states --------------------------------------------------------------------------
 
     def vector(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
-        """A hidden state, or a mean of some, [hidden_size] as an embedding [dimensions]."""
-        vector, asks = hidden[: asked.dimensions], asked.use_activation
+        """Hidden states, or their mean, [.., hidden_size] as embeddings [.., dimensions]."""
+        for dense in self.embeds.dense:
+            hidden = activation(dense.activation)(hidden @ dense.weight.T + dense.bias)
+        vector, asks = hidden[..., : asked.dimensions], asked.use_activation
         if self.embeds.normalize if asks is None else asks:
-            vector = vector / max(float(np.linalg.norm(vector)), LEAST_LENGTH)
+            lengths = np.linalg.norm(vector, axis=-1, keepdims=True)
+            vector = vector / np.maximum(lengths, LEAST_LENGTH)
         return vector
 
     def probs(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
-        """The classes of a prompt, by its last token's hidden state [hidden_size]."""
-        found = self.classes @ hidden
+        """The classes [.., classes] by the hidden states [.., hidden_size] of tokens."""
+        found = hidden @ self.classes.T
         return found if asked.use_activation is False else self.activation(found)
+
+    def _cosine(self, first: RequestOutput, second: RequestOutput) -> Made:
+        """The cosine of two embeddings as a score."""
+        error, score = first.error or second.error, None
+        if error is None:
+            a, b = (self.vector(one.pooled, RAW) for one in (first, second))
+            lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+            score = outputs.ScoringOutput(score=float(a @ b) / max(lengths, LEAST_LENGTH))
+        return outputs.ScoringRequestOutput(
+            request_id=second.request_id,
+            outputs=score,
+            prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
+            num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+            error=error,
+        )
 
     def _only_class(self, asked: PoolingParams) -> Activation:
         """Hidden state [hidden_size] -> the only class."""
@@ -336,22 +381,6 @@ class Pools:
             return softmax(cap * np.tanh(logits / cap) if cap else logits)[-1]
 
         return head
-
-
-def cosine_output(first: RequestOutput, second: RequestOutput) -> Made:
-    """The cosine of two embeddings as a score."""
-    error, score = first.error or second.error, None
-    if error is None:
-        a, b = first.pooled, second.pooled
-        lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
-        score = outputs.ScoringOutput(score=float(a @ b) / max(lengths, LEAST_LENGTH))
-    return outputs.ScoringRequestOutput(
-        request_id=second.request_id,
-        outputs=score,
-        prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
-        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
-        error=error,
-    )
 
 
 def paired(data_1: Any, data_2: Any) -> list[tuple[str, str]]:

@@ -43,7 +43,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     count_rows(inputs, options)
     directory = resolve_model(config)
     model_config = load_model_config(directory)
-    tokenizer = load_tokenizer(config)
+    tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
     limits: Any = SimpleNamespace(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
@@ -89,11 +89,3 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         file=sys.stderr,
     )
     return 1 if num_failed else 0
-
-
-def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer that an LLM of these settings has, without its model."""
-    if config.skip_tokenizer_init:
-        return None
-    name = config.tokenizer or str(resolve_model(config))
-    return Tokenizer.load(name, trust_remote_code=config.trust_remote_code)

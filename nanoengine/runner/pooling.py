@@ -3,6 +3,7 @@
     hidden [.., hidden_size] of a step's pooled positions
       last, cls   one position's                          goes on as it is
       mean        the sum of a chunk, added to the row's  is divided at the end of the prompt
+      all         those of a chunk, behind the row's      go on as they are
 
 Made by `SpecialRows` at the first pooled row. A prompt that is preempted begins anew with its row,
 and so does its sum.
@@ -10,7 +11,7 @@ and so does its sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,16 +19,16 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence, StepPlan, StepResult
 from nanoengine.runner.row_buffers import Ints
-from nanoengine.settings.pooling import PooledParams, Pooling
+from nanoengine.settings.pooling import PooledParams, States
 
 NOT_FINITE = "the hidden states hold NaN or infinity, so the prompt has no vector"
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row's prompt, and what its computed part has come to, [hidden_size]."""
+    """A row's prompt, and what its computed part has come to, [hidden_size] or more of them."""
 
-    pooling: Pooling
+    pooling: States
     num_tokens: int
     found: torch.Tensor | None = None
 
@@ -35,18 +36,20 @@ class _Row:
         """Of so many tokens from `start` on: how many are passed over, and how many count then."""
         if self.pooling == "last":
             return count - 1, int(start + count == self.num_tokens)
-        return 0, count if self.pooling == "mean" else int(start == 0)
+        return 0, int(start == 0) if self.pooling == "cls" else count
 
     def take(self, hidden: torch.Tensor) -> None:
         """Adds the hidden states of a step's positions."""
         if self.pooling == "mean":
             chunk = hidden.sum(0, dtype=torch.float64)
             self.found = chunk if self.found is None else self.found + chunk
+        elif self.pooling == "all":
+            self.found = hidden.clone() if self.found is None else torch.cat((self.found, hidden))
         elif len(hidden):
             self.found = hidden[0].clone()
 
     def vector(self) -> torch.Tensor:
-        """[hidden_size] float32."""
+        """[hidden_size], or of all tokens [num_tokens, hidden_size], float32."""
         assert self.found is not None
         return (self.found / (self.num_tokens if self.pooling == "mean" else 1)).float()
 
@@ -99,9 +102,15 @@ class Pooler:
         return torch.cat(parts), ended
 
 
-def tell(entries: Sequence[int], vectors: torch.Tensor, result: StepResult) -> None:
-    """Puts vectors [entries, hidden_size], which are on the host now, into a step's result."""
-    for entry, vector in zip(entries, vectors, strict=True):
-        result.pooled[entry] = vector.numpy()
+def tell(shapes: Mapping[int, torch.Size], numbers: torch.Tensor, result: StepResult) -> None:
+    """Puts vectors into a step's result.
+
+    Args:
+        shapes: of the vector of each entry.
+        numbers: of all of them, one behind the other, on the host now.
+    """
+    parts = numbers.split([shape.numel() for shape in shapes.values()])
+    for (entry, shape), vector in zip(shapes.items(), parts, strict=True):
+        result.pooled[entry] = vector.view(shape).numpy()
         if not vector.isfinite().all():
             result.errors[entry] = NOT_FINITE

@@ -122,8 +122,8 @@ class SpecialRows:
             step.special = step.special or Awaited()
             if self.pooler is not None:
                 scoring, ended = self.pooler.take(step.plan, scored[1], scoring)
-                step.special.pooled_entries = list(ended)
-                tensors += [torch.stack(list(ended.values()))] if ended else []
+                step.special.pooled_entries = {i: found.shape for i, found in ended.items()}
+                tensors += [torch.cat([one.flatten() for one in ended.values()])] if ended else []
             step.special.scored_entries, scores = self.scorer.score(step.plan, scored, scoring)
             tensors += scores
         step.marks.append(step.now())
@@ -171,13 +171,14 @@ class Awaited:
     Attributes:
         sampled: what was sampled; None if nobody samples.
         edits: what processors remember of rows, and must see the tokens, by entry of the plan.
-        pooled_entries: of the plan; their vectors come in one tensor, if there are any.
+        pooled_entries: of the plan, and the shapes of their vectors, whose numbers come in one
+            tensor, if there are any.
         scored_entries: for each tensor of prompt scores, the entry of the plan that it belongs to.
     """
 
     sampled: SampledTokens | None = None
     edits: dict[int, RowEdits] = field(default_factory=dict)
-    pooled_entries: list[int] = field(default_factory=list)
+    pooled_entries: dict[int, torch.Size] = field(default_factory=dict)
     scored_entries: list[int] = field(default_factory=list)
 
     def take(self, step: LaunchedStep, tensors: list[torch.Tensor], result: StepResult) -> None:

@@ -17,6 +17,12 @@ from nanoengine.settings.vllm_names import Alias, Idle, Refused, Table, translat
 Pooling = Literal["last", "mean", "cls"]
 """Which hidden states count: the last token's, the mean of all, the first token's."""
 
+States = Pooling | Literal["all"]
+"""The same, or those of all tokens, one by one."""
+
+TASKS = ("embed", "classify", "token_embed", "token_classify")
+"""What `encode` gives. Source: vLLM, `PoolingTask`."""
+
 NO_POSITION = 2**31 - 1
 
 POOLING_PARAMS: Table = {
@@ -77,7 +83,7 @@ class PooledParams(SamplingParams):
     max_tokens: int | None = 1
     prompt_logprobs: int | None = 0
     _: KW_ONLY
-    pooling: Pooling = "last"
+    pooling: States = "last"
 
     @property
     def first_scored_position(self) -> int:

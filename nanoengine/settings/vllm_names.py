@@ -107,6 +107,7 @@ LLM_OPTIONS: Table = {
     "disable_async_output_proc": Idle("overlap says whether steps overlap"),
     "num_scheduler_steps": Idle("each step is planned; overlap hides the time it takes"),
     "use_v2_block_manager": Idle("there is one"),
+    "renderer_num_workers": Idle("prompts are read in the calling thread"),
     "max_logprobs": Idle("logprobs is bounded by the vocabulary"),
     "served_model_name": Idle("nothing is served"),
     "limit_mm_per_prompt": Idle(TEXT_ONLY, _asks_for_no_media),
@@ -144,6 +145,9 @@ LLM_OPTIONS: Table = {
     "cpu_offload_gb": Refused("weights stay on the device", (None, 0, 0.0)),
     "kv_cache_memory_bytes": Refused("give kv_cache_gib, in GiB"),
     "kv_transfer_config": Refused("kv_tiers says where KV blocks live on"),
+    "logprobs_mode": Refused(
+        "logprobs are those of the model's own logits", ("raw_logprobs", None)
+    ),
     "hf_overrides": Refused("a model runs as its config.json says: edit a copy of it", (None, {})),
     "rope_scaling": Refused("a model runs as its config.json says: edit a copy of it", (None, {})),
     "rope_theta": Refused("a model runs as its config.json says: edit a copy of it"),

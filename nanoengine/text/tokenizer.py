@@ -24,6 +24,7 @@ from nanoengine.text.tokenizer_file import TokenizerFile
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nanoengine.settings.config import EngineConfig
     from nanoengine.settings.params import SamplingParams
 
 Message = dict[str, Any]
@@ -70,6 +71,14 @@ class Tokenizer:
         from nanoengine.text.load_tokenizer import find_or_load
 
         return cls(find_or_load(name, revision, trust_remote_code))
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Tokenizer:
+        """Loads the one that an engine's settings name: their tokenizer, or that of their model."""
+        from nanoengine.checkpoint.find import resolve_model
+
+        name = config.tokenizer or str(resolve_model(config))
+        return cls.load(name, trust_remote_code=config.trust_remote_code)
 
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:

@@ -27,7 +27,6 @@ from nanoengine.errors import ConfigError, NanoEngineError, RequestError
 from nanoengine.settings.vllm_names import (
     LLM_OPTIONS,
     LORA,
-    POOLING,
     SAMPLING_PARAMS,
     TEXT_ONLY,
 )
@@ -70,7 +69,7 @@ def test_every_name_of_the_tables_is_found_in_every_module() -> None:
 
 @pytest.mark.usefixtures("vllm_modules")
 def test_a_name_without_a_meaning_raises_when_it_is_used() -> None:
-    assert {LORA, POOLING, TEXT_ONLY} < TABLES["absent"].keys()
+    assert {LORA, TEXT_ONLY} < TABLES["absent"].keys()
     for why, names in TABLES["absent"].items():
         for name in names:
             found = getattr(importlib.import_module("vllm"), name)

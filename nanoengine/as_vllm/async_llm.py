@@ -1,0 +1,94 @@
+"""vLLM's AsyncLLM: requests of one process, each an asynchronous iterator of its outputs.
+
+All of the engine runs in one thread of its own, a step after the other, while a request waits. So
+requests that are asked for at one time run in one batch, and the loop of asyncio stays free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+from nanoengine.as_vllm.llm import VLLM, require_nothing
+
+
+class VLLMAsync:
+    """vLLM's AsyncLLM, and the AsyncLLMEngine of its older versions."""
+
+    def __init__(self, llm: VLLM) -> None:
+        self._llm, self._engine = llm, llm.llm_engine
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._outputs: dict[str, asyncio.Queue[Any]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+        self._is_shut = False
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, **options: Any) -> Self:
+        """The engine of a new LLM."""
+        require_nothing(options)
+        return cls(VLLM.from_engine_args(engine_args))
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The outputs of a request as it grows; who stops to ask for them aborts it.
+
+        Raises:
+            RequestError: the prompt can't run, or the id is in use.
+        """
+        add = functools.partial(self._engine.add_request, **options)
+        await self._call(add, request_id, prompt, sampling_params)
+        outputs = self._outputs[request_id] = asyncio.Queue[Any]()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                if isinstance(output, BaseException):
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            del self._outputs[request_id]
+            # Why: a loop that is left by `break` ends this some time later.
+            if not finished and not self._is_shut:
+                await self.abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; nothing more is heard of it."""
+        await self._call(self._engine.abort_request, request_id)
+
+    async def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._llm.get_tokenizer()
+
+    async def reset_prefix_cache(self, **options: Any) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return bool(await self._call(functools.partial(self._llm.reset_prefix_cache, **options)))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Gives all memory back."""
+        self._is_shut = True
+        self._thread.shutdown()
+        self._llm.close()
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def _step(self) -> None:
+        """Steps while somebody waits; what a step raises, each of them gets."""
+        while self._outputs:
+            try:
+                found = [(one.request_id, one) for one in await self._call(self._engine.step)]
+            except Exception as error:
+                found = [(name, error) for name in self._outputs]
+            for name, output in found:
+                if name in self._outputs:
+                    self._outputs[name].put_nowait(output)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"nanoengine does not offer vLLM's AsyncLLM.{name}")

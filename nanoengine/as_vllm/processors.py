@@ -1,0 +1,192 @@
+"""vLLM's logits processors: classes whose objects edit the logits of a whole batch.
+
+    update_state(BatchUpdate)  which request has which index, when that has changed; else None
+    apply(logits)              [requests, V], a row for each index
+
+`stages` makes stages of the engine (runner/logits.py) of what `LLM(logits_processors=...)` is
+given. Such a stage keeps the indices, as vLLM's batch does: a request that ends leaves a gap, a new
+one fills it, and moves bring the others to the rows that they have in a step.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nanoengine.as_vllm import absent
+from nanoengine.core.plan import AdmittedSequence
+
+
+class MoveDirectionality(enum.Enum):
+    """Whether a request moves to a free index, or two change places."""
+
+    UNIDIRECTIONAL, SWAP = range(2)
+
+
+@dataclass(frozen=True)
+class BatchUpdate:
+    """What has changed, in this order.
+
+    Attributes:
+        batch_size: requests after it.
+        removed: indices; added: index, parameters, prompt ids and the list of output ids, which
+            grows; moved: from, to, and whether what is there goes back.
+    """
+
+    batch_size: int
+    removed: Sequence[int]
+    added: Sequence[tuple[int, Any, list[int], list[int]]]
+    moved: Sequence[tuple[int, int, MoveDirectionality]]
+
+
+class LogitsProcessor(ABC):
+    """What a program derives its own from."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises ValueError for parameters of a request that it can't obey."""
+        return None
+
+    @abstractmethod
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None: ...
+
+    @abstractmethod
+    def is_argmax_invariant(self) -> bool:
+        """Whether greedy rows may go without it; here they go with it."""
+
+    @abstractmethod
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Before each `apply`."""
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """The edited logits, which may be the same tensor."""
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """Functions of one request, for the requests that have one."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: Any) -> Callable[..., torch.Tensor] | None:
+        """The function of a request, of output ids, or of prompt and output ids, and logits."""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Keeps a function for each index."""
+        process_dict_updates(self.req_info, batch_update, self._bound)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Each function on its row."""
+        for index, function in self.req_info.items():
+            logits[index] = function(logits[index])
+        return logits
+
+    def _bound(self, params: Any, prompt: list[int], output: list[int]) -> Any:
+        function = self.new_req_logits_processor(params)
+        if function is None:
+            return None
+        takes_prompt = len(inspect.signature(function).parameters) == 3
+        ids = (prompt, output) if takes_prompt else (output,)
+        return lambda logits: function(*ids, logits)
+
+
+def process_dict_updates(
+    req_entries: dict[int, Any], batch_update: BatchUpdate | None, new_state: Callable[..., Any]
+) -> bool:
+    """Brings a dict by index up to date; `new_state` gives an entry or None, of parameters, prompt
+    and output ids. Returns whether something has changed."""
+    if batch_update is None:
+        return False
+    before = dict(req_entries)
+    for index in batch_update.removed:
+        req_entries.pop(index, None)
+    for index, *request in batch_update.added:
+        req_entries[index] = new_state(*request)
+    for start, end, _ in batch_update.moved:
+        moving = {end: req_entries.pop(start, None), start: req_entries.pop(end, None)}
+        req_entries.update(moving)
+    for index in [index for index, entry in req_entries.items() if entry is None]:
+        del req_entries[index]
+    return before != req_entries
+
+
+def stages(given: Iterable[Any], device: str | None) -> list[Any]:
+    """Logits processors with stages in the place of vLLM's classes, and of names of such."""
+    found = [pkgutil.resolve_name(one) if isinstance(one, str) else one for one in given]
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config = absent("vllm_config", "the keyword arguments of LLM are the configuration")
+    return [
+        Batched(one(config, where, False))
+        if isinstance(one, type) and issubclass(one, LogitsProcessor)
+        else one
+        for one in found
+    ]
+
+
+@dataclass(eq=False)
+class Request:
+    """The state of a row."""
+
+    params: Any
+    prompt: list[int]
+    output: list[int]
+
+    def accept(self, token_id: int) -> None:
+        """The list that the processor has grows."""
+        self.output.append(token_id)
+
+    def fork(self) -> Request:
+        """Another request."""
+        return replace(self, output=list(self.output))
+
+
+class Batched:
+    """A stage around an object of a processor's class.
+
+    Attributes:
+        requests: by index; None: a gap.
+    """
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self.processor = processor
+        self.requests: list[Request | None] = []
+
+    def admit(self, sequence: AdmittedSequence) -> Request:
+        """Every row has a state: the processor sees all requests."""
+        self.processor.validate_params(sequence.params)
+        ids, start = list(sequence.token_ids), sequence.num_prompt_tokens
+        return Request(sequence.params, ids[:start], ids[start:])
+
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Request]) -> None:
+        """Tells what has changed, and edits the lines."""
+        self.processor.update_state(self._arrange(states))
+        logits[list(lines)] = self.processor.apply(logits[list(lines)])
+
+    def _arrange(self, states: Sequence[Request]) -> BatchUpdate | None:
+        """Brings each request to the index that it has among `states`."""
+        held = set(states)
+        before, old = [one if one in held else None for one in self.requests], self.requests
+        now, added, moved = list(before), [], []
+        for state in held.difference(before):
+            index = now.index(None) if None in now else len(now)
+            now[index : index + 1] = [state]
+            added.append((index, state.params, state.prompt, state.output))
+        removed = [i for i, one in enumerate(now) if one is None and old[i] is not None]
+        for end, state in enumerate(states):
+            start = now.index(state)
+            if start != end:
+                way = "UNIDIRECTIONAL" if now[end] is None else "SWAP"
+                moved.append((start, end, MoveDirectionality[way]))
+                now[start], now[end] = now[end], state
+        self.requests = now[: len(states)]
+        changed = removed or added or moved
+        return BatchUpdate(len(states), removed, added, moved) if changed else None

@@ -1,0 +1,126 @@
+"""vLLM's pooling API: encode, PoolerConfig, hf_overrides of rerankers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoengine.as_vllm.functions import print_embeddings
+from nanoengine.as_vllm.llm import VLLM
+from nanoengine.as_vllm.params import VLLMPooler
+from nanoengine.errors import ConfigError, PromptTooLongError, RequestError
+from nanoengine.settings.pooling import PoolingParams
+from tests.support.pooled_checkpoints import make_pooled
+
+OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 64, "hf_overrides": {}, "pooler_config": {}}
+QUIET = {"use_tqdm": False}
+TEXTS = ["a dog went to the park", "é"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("lm")
+    make_pooled(directory, "lm")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[VLLM]:
+    with VLLM(str(path), **OPTIONS) as llm:
+        yield llm
+
+
+def test_encode_gives_tensors(llm: VLLM) -> None:
+    whole = llm.encode(TEXTS, pooling_task="embed", **QUIET)
+    wanted = torch.tensor([one.outputs.embedding for one in llm.embed(TEXTS, **QUIET)])
+    assert torch.equal(torch.stack([one.outputs.data for one in whole]), wanted)
+    for one in llm.encode(TEXTS, PoolingParams(dimensions=3), pooling_task="token_embed", **QUIET):
+        assert one.outputs.data.shape == (len(one.prompt_token_ids), 3)
+        assert one.outputs.data.dtype == torch.float32
+    with pytest.raises(RequestError, match="pooling_task must be one of"):
+        llm.encode(TEXTS)
+
+
+def test_a_prompt_is_cut_by_an_argument_of_the_tokenizer(llm: VLLM) -> None:
+    ids = [5] * 3000
+    for cut, length in ((-1, llm.info.max_model_len), (7, 7)):
+        asked = {"tokenization_kwargs": {"truncate_prompt_tokens": cut}}
+        (found,) = llm.encode([ids], pooling_task="embed", **asked, **QUIET)
+        assert len(found.prompt_token_ids) == length
+    with pytest.raises(PromptTooLongError):
+        llm.embed([ids], tokenization_kwargs={}, **QUIET)
+    with pytest.raises(RequestError, match="tokenization_kwargs"):
+        llm.embed(["a"], tokenization_kwargs={"padding": True}, **QUIET)
+
+
+@pytest.mark.parametrize("name", ["pooler_config", "override_pooler_config"])
+def test_a_pooler_config_is_what_calls_begin_with(path: Path, llm: VLLM, name: str) -> None:
+    config = VLLMPooler(pooling_type="MEAN", use_activation=False, task="embed")
+    mean, raw = PoolingParams(pooling="mean"), PoolingParams(pooling="mean", use_activation=False)
+    with VLLM(str(path), num_gpu_blocks_override=64, **{name: config}) as other:
+        assert other.embed(TEXTS, **QUIET)[0].outputs == (
+            llm.embed(TEXTS, pooling_params=raw, **QUIET)[0].outputs
+        )
+        scaled = other.embed(TEXTS, pooling_params=PoolingParams(normalize=True), **QUIET)
+        assert scaled[0].outputs == llm.embed(TEXTS, pooling_params=mean, **QUIET)[0].outputs
+
+
+def test_poolings_that_are_not_here_are_refused(path: Path) -> None:
+    for options, said in (
+        ({"tok_pooling_type": "STEP"}, "tok_pooling_type must be ALL"),
+        ({"task": "plugin"}, "task must be one of embed"),
+        ({"pooling_type": "STEP"}, "pooling"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            VLLMPooler(**options)
+    late = VLLMPooler(task="token_embed", tok_pooling_type="ALL")
+    said = "score of tokens' vectors is not implemented"
+    with VLLM(str(path), num_gpu_blocks_override=64, pooler_config=late) as llm:
+        assert llm.encode(["a"], pooling_task="token_embed", **QUIET)
+        with pytest.raises(RequestError, match=said):
+            llm.score("a", "b")
+
+
+@pytest.mark.parametrize(
+    "how", [{"is_original_qwen3_reranker": True}, {"method": "from_2_way_softmax"}]
+)
+def test_a_reranker_is_named_by_overrides(path: Path, llm: VLLM, how: dict[str, Any]) -> None:
+    named = {"architectures": ["Qwen3ForSequenceClassification"], **how}
+    overrides = {"classifier_from_token": ["n", "y"], **named}
+    wanted = llm.score(TEXTS[0], TEXTS, answers=("n", "y"), **QUIET)
+    with VLLM(str(path), num_gpu_blocks_override=64, hf_overrides=overrides) as other:
+        found = other.score(TEXTS[0], TEXTS, **QUIET)
+    assert [one.outputs for one in found] == [one.outputs for one in wanted]
+    for wrong in (named, overrides | {"rope_theta": 1e6}, overrides | {"method": "other"}):
+        with pytest.raises(ConfigError, match="hf_overrides"):
+            VLLM(str(path), hf_overrides=wrong)
+
+
+def test_vectors_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_embeddings([[0.5, 1.0], [2.0, 3.0]], prefix="Rows")
+    print_embeddings([1.0, 2.0, 3.0, 4.0, 5.0])
+    shown = (
+        "Rows: [[0.5, 1.0], [2.0, 3.0]] (size=2)\nEmbeddings: [1.0, 2.0, 3.0, 4.0, ...] (size=5)\n"
+    )
+    assert capsys.readouterr().out == shown
+
+
+def test_processed_logprobs_are_given_where_they_are_the_raw_ones(path: Path) -> None:
+    from nanoengine.as_vllm.params import VLLMParams
+
+    options: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
+    with VLLM(str(path), num_gpu_blocks_override=64, **options) as llm:
+        plain = VLLMParams(max_tokens=2, logprobs=0, top_k=-1, seed=3)
+        assert llm.generate(["a"], plain, **QUIET)[0].outputs[0].logprobs
+        silent = VLLMParams(temperature=0.5, max_tokens=2)
+        llm.generate(["a", "b"], [plain, silent], **QUIET)
+        for changed in ({"temperature": 0.5}, {"top_k": 4}, {"bad_words": ["x"]}):
+            processed = VLLMParams(max_tokens=2, logprobs=0, **changed)
+            with pytest.raises(RequestError, match=next(iter(changed))):
+                llm.generate(["a", "b"], [plain, processed], **QUIET)
+    with pytest.raises(ConfigError, match="logprobs_mode"):
+        VLLM(str(path), logprobs_mode="raw_logits")
