@@ -174,6 +174,9 @@ class GPUTensor(torch.Tensor):
     def __invert__(self) -> torch.Tensor:
         return torch.bitwise_not(self)
 
+    def contiguous(self, memory_format: Any = torch.contiguous_format) -> torch.Tensor:
+        return self if self.is_contiguous() else self.clone(memory_format=memory_format)
+
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.aten.copy_.default(self, source, non_blocking)
