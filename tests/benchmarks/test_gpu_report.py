@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +31,7 @@ from nanoengine.layers.kernels import Kernels
 from nanoengine.runner import numerics
 from nanoengine.settings.config import EngineConfig
 from tests.support.model_helpers import DenseAttention
+from tests.support.packages import NEEDED, absent
 
 pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
 
@@ -658,30 +657,9 @@ def test_the_process_of_a_part_writes_a_line_a_case(monkeypatch, tmp_path):
 
 # --- a machine with a GPU and little else ---------------------------------------------------------
 
-NEEDED = ("torch", "triton", "transformers", "safetensors", "xxhash", "numpy")
-
-
-def absent() -> list[str]:
-    """Modules of all packages that are installed here and not needed by those of `NEEDED`."""
-    found, asked = {"pip", "setuptools"}, list(NEEDED)
-    while asked:
-        name = canonical(asked.pop())
-        if name not in found:
-            found.add(name)
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                requires = metadata.requires(name) or []
-                asked += [re.split(r"[^\w.-]", r)[0] for r in requires if "extra ==" not in r]
-    owners = metadata.packages_distributions().items()
-    others = [m for m, names in owners if m.isidentifier() and not found & {*map(canonical, names)}]
-    # Their own packages need these for their commands alone.
-    return sorted({*others, "rich", "tqdm", "typer"} - {"tests", "nanoengine", "benchmarks"})
-
-
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-WITHOUT = f"import os, sys; sys.modules.update(dict.fromkeys({absent()}))\n"
+# Why three more: what is needed brings them, and an engine without a bar needs them not.
+ABSENT = [*absent(NEEDED), "rich", "tqdm", "typer"]
+WITHOUT = f"import os, sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
 ON_AN_EMULATED_GPU = """
 os.environ["TRITON_INTERPRET"] = "1"
 from tests.support.emulated_gpu import EmulatedGPU
@@ -718,9 +696,8 @@ def test_the_command_needs_no_package_that_a_gpu_machine_may_lack():
 
 
 def test_what_a_gpu_machine_may_lack_is_seen():
-    assert {"tyro", "numba", "pytest", "hypothesis", "matplotlib", "psutil"} <= {
-        *absent(), "matplotlib"}  # fmt: skip
-    assert not {"torch", "triton", "jinja2", "tokenizers", "numpy"} & {*absent()}
+    assert {"tyro", "numba", "pytest", "hypothesis", "psutil"} <= {*absent(NEEDED)}
+    assert not {"torch", "triton", "jinja2", "tokenizers", "numpy"} & {*absent(NEEDED)}
 
 
 @pytest.mark.parametrize(

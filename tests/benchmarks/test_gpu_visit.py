@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from benchmarks.suite import gpu_visit
 from benchmarks.suite.gpu import parts as gpu_parts
 from benchmarks.suite.gpu_visit import Step
+from tests.support.packages import NEEDED, absent
 
 pytestmark = [
     pytest.mark.guards(
@@ -64,6 +66,16 @@ def test_every_part_runs(compiled, tmp_path, visit):
         assert any("gbs" in row for row in rows)
 
 
+def test_the_tests_for_a_gpu_need_no_package_that_a_visit_lacks():
+    """What the preparation unpacks is enough."""
+    blocked = absent([*NEEDED, *gpu_visit.PACKAGES])
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import pytest; "
+    code += "sys.exit(pytest.main(['tests/gpu', '--collect-only', '-qp', 'no:cacheprovider']))"
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
 @pytest.fixture
 def odd_parts(monkeypatch, tmp_path):
     """A visit of parts that crash, hang and can't be started; its summaries, one a part."""
@@ -104,7 +116,9 @@ def test_a_part_that_crashes_or_hangs_costs_itself_alone(odd_parts, monkeypatch,
     assert summary["parts"]["hang"]["failed"] == "ended after 2 s"
     assert "a-program-that-is-not-there" in (odd_parts / "missing.txt").read_text()
     assert (odd_parts / "crash.txt").read_text() == "1\nno\n"
-    assert not psutil.pid_exists(int((odd_parts / "child").read_text()))
+    with contextlib.suppress(psutil.NoSuchProcess):  # else nobody has asked how it ended, yet
+        child = psutil.Process(int((odd_parts / "child").read_text()))
+        assert child.status() == psutil.STATUS_ZOMBIE or child.wait(10) is None
     assert "--- fine.txt\nwell\n" in capsys.readouterr().out
 
 
