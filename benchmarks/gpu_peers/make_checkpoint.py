@@ -58,7 +58,8 @@ def main() -> None:
     """Writes the directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    dense = [name for name, sizes in SHAPES.items() if "model_type" not in sizes]  # Qwen3's
+    parser.add_argument("--shape", choices=dense, default="qwen3-0.6b")
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
     write_shape(args.shape, args.directory)

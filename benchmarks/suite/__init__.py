@@ -9,5 +9,6 @@
 | `ablate.py`, `sweep.py` | `--ablate`, `--sweep` and `--rate` |
 | `plot.py`, `figures.py` | `--plot`, and `python -m benchmarks.suite.plot REPORT...` |
 | `gpu_report.py`, `gpu/` | `--gpu-report` |
+| `gpu_visit.py` | all that is asked of a machine with a GPU, in three commands |
 | `shapes.py` | `--shape`: models by size, with random weights |
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,19 +25,25 @@ from typing import Any
 import torch
 
 from benchmarks.suite.gpu.parts import Row, drive
+from benchmarks.suite.gpu.records import ROOT, card, commit, write
 from nanoengine.bench.throughput import hardware, require_directory
 from nanoengine.errors import ConfigError
 from nanoengine.version import versions
+
+OF_THE_CARD = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
 
 GRACE_S = 15.0
 """A part's process is ended so many seconds after its budget; until then it may finish a case."""
 
 
-def main(path: Path) -> None:
+def main(path: Path, only: list[str] | None = None) -> None:
     """Measures, prints tables, writes JSON to `path`, anew after each part.
 
+    Args:
+        only: names of parts; None: all.
+
     Raises:
-        ConfigError: there is no CUDA GPU, or the file can't be written.
+        ConfigError: there is no CUDA GPU, no such part, or the file can't be written.
     """
     require_directory(path, "out")
     if not torch.cuda.is_available():
@@ -48,6 +55,10 @@ def main(path: Path) -> None:
     from benchmarks.suite.gpu.timing import graph_seconds
 
     parts = make_parts(torch.device("cuda"), graph_seconds)
+    names = [part.name for part in parts]
+    if unknown := sorted(set(only or ()) - set(names)):
+        raise ConfigError(f"--parts are of {names}, got {unknown}")
+    parts = [part for part in parts if not only or part.name in only]
     head, started = heading(torch.device("cuda")), time.monotonic()
 
     def save(results: dict[str, Any]) -> None:
@@ -63,32 +74,14 @@ def main(path: Path) -> None:
 
 
 def heading(device: torch.device) -> dict[str, Any]:
-    """Date, command, hardware with driver, versions."""
+    """Date, command, commit, hardware with driver and clocks, versions."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python bench.py --gpu-report",
-        "hardware": hardware(device) | driver(),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "hardware": hardware(device) | card(*OF_THE_CARD),
         "versions": versions(),
     }
-
-
-def driver() -> dict[str, str]:
-    """The driver's version, clocks and power limit, as nvidia-smi tells them."""
-    fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"driver_version": f"unknown: nvidia-smi gave {type(error).__name__}"}
-    values = done.stdout.splitlines()[0].split(",")
-    return {name: value.strip() for name, value in zip(fields, values, strict=False)}
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Replaces the file at once: whoever stops the run finds the old or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 SUITE = (sys.executable, "-m", "benchmarks.suite.gpu.suite")
@@ -98,8 +91,7 @@ def launch(
     name: str, budget_s: float, command: tuple[str, ...] = SUITE
 ) -> tuple[list[Row], str | None]:
     """Runs a part in a process of its own; its rows, and why it ended early, if it did."""
-    root = str(Path(__file__).resolve().parents[2])
-    search = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
     with tempfile.TemporaryDirectory() as scratch:
         found, complaints = Path(scratch) / "rows", Path(scratch) / "errors"

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.gpu_report:
             from benchmarks.suite import gpu_report
 
-            gpu_report.main(asked.out)
+            gpu_report.main(asked.out, asked.parts)
         else:
             run(asked, given)
     except NanoEngineError as error:

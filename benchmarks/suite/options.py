@@ -58,11 +58,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--shape",
         choices=SHAPES,
         default=None,
-        help="a standard Qwen3 shape in the place of a model; needs --load-format dummy",
+        help="a standard shape in the place of a model; needs --load-format dummy",
     )
     add("--json", type=Path, default=None, help="write all numbers to this file")
     add("--plot", type=Path, default=None, help="draw them into this directory; needs matplotlib")
     add("--out", type=Path, default=Path("gpu-report.json"), help="the file of --gpu-report")
+    add("--parts", nargs="+", default=None, help="of --gpu-report: these alone, in its order")
     add_fields(parser.add_argument_group("the workload"), WorkOptions)
     add_fields(parser.add_argument_group("the engine"), EngineConfig)
     return parser

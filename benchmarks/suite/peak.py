@@ -130,9 +130,12 @@ def _bandwidth(device: torch.device, buffer_bytes: int, seconds: float) -> float
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
-    """FLOP/s of a product of two square matrices."""
-    a = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    b, out = a.clone(), torch.empty_like(a)
+    """FLOP/s of a product of two square matrices of random numbers.
+
+    Why random: bits that never change draw less power, so a GPU holds clocks that no model sees.
+    """
+    a, b = torch.empty(2, size, size, dtype=dtype, device=device).normal_()
+    out = torch.empty_like(a)
     return 2 * size**3 / _fastest(lambda: torch.mm(a, b, out=out), device, seconds)
 
 

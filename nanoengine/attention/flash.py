@@ -8,6 +8,8 @@ store, which it shares with the Triton backend. Two packages serve it, both by t
 | `flash_attn_interface` (FlashAttention-3) | Hopper, taken there if installed | any size |
 | `flash_attn` 2.x | compute capability 8.0 and newer | multiples of 256 |
 
+FlashAttention-4 is not used.
+
 Both split the keys of a decode by what the whole batch looks like, so a row's last bits may depend
 on its neighbours; the triton backend's don't.
 
@@ -57,7 +59,7 @@ class FlashAttnBackend(AttentionBackend):
                 f" got device {device}: set attention_backend='auto'"
             )
         hopper = torch.cuda.get_device_capability(device)[0] == 9
-        self.version, self.package = _import_package(hopper)
+        self.version, self.package = import_package(hopper)
         if dtype not in (torch.float16, torch.bfloat16):
             raise ConfigError(
                 f"attention backend flash_attn computes float16 and bfloat16 only, got {dtype}:"
@@ -75,12 +77,12 @@ class FlashAttnBackend(AttentionBackend):
                 " attention_backend='triton' for finer blocks"
             )
 
-    def prepare(self, batch: Batch) -> torch.Tensor:
-        """Where each sequence's keys would start if they stood in a row, [S + 1] int32.
-
-        Why: FlashAttention-2 wants lengths in this form, though with a block table the keys do not
-        lie in a row.
-        """
+    def prepare(self, batch: Batch) -> object:
+        """What a step's layers share. FlashAttention-2: where each sequence's keys would start if
+        they stood in a row, [S + 1] int32, which is the form that it wants lengths in. Version 3:
+        its plans, none yet."""
+        if self.version == 3:
+            return {}
         starts = torch.zeros_like(batch.query_start_loc)
         torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=starts[1:])
         return starts
@@ -99,39 +101,53 @@ class FlashAttnBackend(AttentionBackend):
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": spec.softcap or 0.0,
         }
-        decodes = batch.num_decodes == batch.num_seqs
+        ragged = {"cu_seqlens_q": batch.query_start_loc, "max_seqlen_q": batch.max_query_len}
         if self.version == 3:
-            ragged = {
-                "cu_seqlens_q": batch.query_start_loc,
-                "max_seqlen_q": batch.max_query_len,
-            }
             return self.package.flash_attn_with_kvcache(
                 q, k_cache, v_cache, cache_seqlens=batch.seq_lens, page_table=table,
-                **ragged, **common,
+                scheduler_metadata=self._plan(q, cache, batch), **ragged, **common,
             )  # fmt: skip
-        if decodes:
-            out = self.package.flash_attn_with_kvcache(
-                q.unsqueeze(1), k_cache, v_cache,
-                cache_seqlens=batch.seq_lens, block_table=table, **common,
-            )  # fmt: skip
-            return out.squeeze(1)
+        # Why for decodes too: `flash_attn_with_kvcache` of 2.8.4 waits until the host knows the
+        # longest length, which no capture allows. This one splits the keys of decodes where several
+        # query heads share one and there is no window. Source: csrc/flash_attn/flash_api.cpp.
         return self.package.flash_attn_varlen_func(
-            q, k_cache, v_cache, cu_seqlens_q=batch.query_start_loc, cu_seqlens_k=batch.attention,
-            max_seqlen_q=batch.max_query_len, max_seqlen_k=batch.max_seq_len,
-            block_table=table, **common,
+            q, k_cache, v_cache, cu_seqlens_k=batch.attention, max_seqlen_k=batch.max_seq_len,
+            block_table=table, **ragged, **common,
         )  # fmt: skip
 
+    def _plan(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor | None:
+        """How FlashAttention-3 shares a step's work among the multiprocessors; else each layer
+        would find it anew, with a kernel of its own. None: this build can't make it beforehand."""
+        make = getattr(self.package, "get_scheduler_metadata", None)
+        if make is None:
+            return None
+        plans, spec, block_size = batch.attention, cache.spec, cache.k_cache.shape[1]
+        assert isinstance(plans, dict)
+        window, softcap = spec.sliding_window, bool(spec.softcap)
+        key = spec.num_heads, spec.num_kv_heads, spec.head_dim, window, softcap
+        if key not in plans:
+            plans[key] = make(
+                batch.num_seqs, batch.max_query_len, batch.block_tables.shape[-1] * block_size,
+                *key[:3], batch.seq_lens, qkv_dtype=q.dtype, cu_seqlens_q=batch.query_start_loc,
+                page_size=block_size, causal=True, has_softcap=softcap,
+                window_size=(-1, -1) if window is None else (window - 1, 0),
+            )  # fmt: skip
+        return plans[key]
 
-def _import_package(hopper: bool) -> tuple[int, ModuleType]:
+
+def import_package(hopper: bool) -> tuple[int, ModuleType]:
     """The FlashAttention version to use, 2 or 3, and its module."""
-    candidates = [(3, "flash_attn_interface")] if hopper else []
-    for version, name in [*candidates, (2, "flash_attn")]:
+    candidates = [(3, "flash_attn_interface", "flash_attn_with_kvcache")] if hopper else []
+    for version, name, function in [*candidates, (2, "flash_attn", "flash_attn_varlen_func")]:
         try:
-            return version, importlib.import_module(name)
+            package = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name:  # It is there but broken: its own error says more.
                 raise
+        else:
+            if hasattr(package, function):  # FlashAttention-4 alone is a folder without functions.
+                return version, package
     raise MissingDependencyError(
-        "attention backend flash_attn needs the package flash-attn: pip install"
+        "attention backend flash_attn needs FlashAttention-2 or, on Hopper, -3: pip install"
         " 'nanoengine[flash]' (a long build, which needs nvcc), or set attention_backend='triton'"
     )

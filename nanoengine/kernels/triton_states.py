@@ -97,7 +97,7 @@ def delta_step_kernel(
     tl.store(out + (token * VALUE_HEADS + head) * VALUE + columns, read, mask=in_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def delta_scan_kernel(
     out, state, read, recalls, write, values, attended, forget, chunks,
     HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,

@@ -6,10 +6,12 @@ the packages' own names and defaults, so a wrong name, a wrong window or wrong l
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
+from nanoengine.attention.base import LayerCache
 from nanoengine.attention.flash import FlashAttnBackend
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError, MissingDependencyError
@@ -62,6 +64,8 @@ def paged(q, k_cache, v_cache, starts, lengths, table, multiple, *rest):
 
 
 def fake_flash_attn_2(calls):
+    """As 2.8.4. Earlier ones have the same signatures; their second function waits for nobody."""
+
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
         softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
@@ -77,22 +81,8 @@ def fake_flash_attn_2(calls):
             softmax_scale, causal, window_size, softcap,
         )  # fmt: skip
 
-    def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
-        alibi_slopes=None, num_splits=0, return_softmax_lse=False,
-    ):  # fmt: skip
-        calls.append("kvcache")
-        assert k is None
-        assert v is None
-        num_seqs, query_len = q.shape[:2]
-        starts = [i * query_len for i in range(num_seqs + 1)]
-        out = paged(
-            q.flatten(0, 1), k_cache, v_cache, starts, cache_seqlens, block_table, 256,
-            softmax_scale, causal, window_size, softcap,
-        )  # fmt: skip
-        return out.unflatten(0, (num_seqs, query_len))
+    def flash_attn_with_kvcache(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing: item()")
 
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
@@ -112,13 +102,35 @@ def fake_flash_attn_3(calls):
     ):  # fmt: skip
         calls.append("kvcache 3")
         assert max_seqlen_q == cu_seqlens_q.diff().max()
+        window_and_cap = (*window_size, softcap > 0.0)
+        assert scheduler_metadata is None or scheduler_metadata.made_for == (
+            len(cache_seqlens), max_seqlen_q, page_table.shape[1] * k_cache.shape[1], q.shape[1],
+            k_cache.shape[2], q.shape[2], k_cache.shape[1], q.dtype, *window_and_cap,
+        )  # fmt: skip
         return paged(
             q, k_cache, v_cache, cu_seqlens_q.tolist(), cache_seqlens, page_table, 1,
             softmax_scale, causal, window_size, softcap,
         )  # fmt: skip
 
+    def get_scheduler_metadata(
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
+        qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+        cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
+        attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        calls.append("plan")
+        assert causal
+        assert len(cu_seqlens_q) == len(cache_seqlens) + 1 == batch_size + 1
+        plan = types.SimpleNamespace()
+        plan.made_for = (
+            batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, page_size,
+            qkv_dtype, *window_size, has_softcap,
+        )  # fmt: skip
+        return plan
+
     module = types.ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    module.get_scheduler_metadata = get_scheduler_metadata
     return module
 
 
@@ -150,10 +162,10 @@ def test_a_mixed_batch_is_one_varlen_call(calls, options):
 
 
 @pytest.mark.parametrize("options", SHAPES)
-def test_decodes_are_one_kvcache_call(calls, options):
+def test_decodes_are_one_varlen_call_too(calls, options):
     case = make_case((1, 1), (1, 256), (1, 258), block_size=256, dtype=torch.float16, **options)
     case.check(FlashAttnBackend(**OPTIONS))
-    assert calls == ["kvcache"]
+    assert calls == ["varlen"]
 
 
 @pytest.mark.parametrize("options", SHAPES)
@@ -162,7 +174,37 @@ def test_hopper_takes_flash_attention_3_where_installed(calls, monkeypatch, leng
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     case = make_case(*lengths, block_size=64, dtype=torch.float16, **options)
     case.check(FlashAttnBackend(**OPTIONS | {"block_size": 64}))
+    assert calls == ["plan", "kvcache 3"]
+
+
+def test_a_step_plans_once_for_all_layers_that_attend_alike(calls, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    backend = FlashAttnBackend(**OPTIONS | {"block_size": 64})
+    case = make_case((1, 70), (1, 20), block_size=64, dtype=torch.float16)
+    windowed = replace(case.spec, sliding_window=7)
+    for _step in range(2):
+        case.batch.attention = backend.prepare(case.batch)
+        for spec in (case.spec, windowed, case.spec, windowed):
+            backend.attend(case.q, LayerCache(case.k_cache, case.v_cache, spec), case.batch)
+    assert calls == 2 * ["plan", "kvcache 3", "plan", *3 * ["kvcache 3"]]
+
+
+def test_an_older_flash_attention_3_plans_in_each_layer(calls, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.delattr(sys.modules["flash_attn_interface"], "get_scheduler_metadata")
+    case = make_case((1, 70), (3, 20), block_size=64, dtype=torch.float16)
+    case.check(FlashAttnBackend(**OPTIONS | {"block_size": 64}))
     assert calls == ["kvcache 3"]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_flash_attention_4_alone_is_none_of_them(calls, monkeypatch, capability):
+    """It makes `flash_attn` a folder of `cute` alone, which was taken for version 2."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    with pytest.raises(MissingDependencyError, match="needs FlashAttention-2 or, on Hopper, -3"):
+        FlashAttnBackend(**OPTIONS)
 
 
 def test_hopper_without_flash_attention_3_takes_2(calls, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.suite import gpu_report, peak
-from benchmarks.suite.gpu import engine, kernels, suite
+from benchmarks.suite.gpu import engine, kernels, records, suite
 from benchmarks.suite.gpu.engine import ABLATION, Probe, Step, ablation_options, plain_layers
 from benchmarks.suite.gpu.kernels import Heads, make_inputs
 from benchmarks.suite.gpu.parts import Case, Part, drive, run_cases
@@ -30,6 +31,7 @@ from nanoengine.layers.kernels import Kernels
 from nanoengine.runner import numerics
 from nanoengine.settings.config import EngineConfig
 from tests.support.model_helpers import DenseAttention
+from tests.support.packages import NEEDED, absent
 
 pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
 
@@ -610,7 +612,36 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path):
 
 def test_a_machine_without_nvidia_smi(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert "unknown: nvidia-smi" in gpu_report.driver()["driver_version"]
+    assert "unknown: nvidia-smi" in records.card("driver_version", "clocks.sm")["driver_version"]
+
+
+def test_a_report_names_its_commit_with_and_without_a_repository(tmp_path):
+    assert records.commit(tmp_path) == "unknown: no repository"
+    (tmp_path / ".visit").mkdir()
+    (tmp_path / ".visit" / "commit").write_text("0a1b\n")
+    assert records.commit(tmp_path) == "0a1b"
+    (tmp_path / ".git").write_text("gitdir: /a/worktree/of/another/machine\n")
+    assert records.commit(tmp_path) == "0a1b"
+    for command in ("init -q", "-c user.name=n -c user.email=e commit -q --allow-empty -m m"):
+        (tmp_path / ".git").is_file() and (tmp_path / ".git").unlink()
+        subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", records.commit(tmp_path))
+    (tmp_path / "new").touch()
+    subprocess.run(["git", "-C", str(tmp_path), "add", "new"], check=True)
+    assert records.commit(tmp_path).endswith("-dirty")
+
+
+def test_parts_of_a_report(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_report, "heading", lambda _: {"hardware": {"cpu": ""}, "versions": {},
+                                                          "date": "now"})  # fmt: skip
+    monkeypatch.setattr(gpu_report, "launch", lambda name, _: ([], None))
+    path = tmp_path / "report.json"
+    asked = ["--parts", "prefill attention", "peaks"]
+    assert main(["--gpu-report", "--out", str(path), *asked]) == 0
+    assert list(json.loads(path.read_text())["parts"]) == ["peaks", "prefill attention"]
+    assert main(["--gpu-report", "--out", str(path), "--parts", "peaks", "peeks"]) == 2
+    assert "--parts are of ['peaks', 'parity'" in capsys.readouterr().err
 
 
 def test_the_process_of_a_part_writes_a_line_a_case(monkeypatch, tmp_path):
@@ -619,13 +650,15 @@ def test_the_process_of_a_part_writes_a_line_a_case(monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "make_parts", lambda device, timer: [part])
     path = tmp_path / "rows"
     suite.main("p", "30", str(path))
-    assert path.read_text() == '{"case": "one", "gbs": 1.5}\n' * 2
+    *rows, card = map(json.loads, path.read_text().splitlines())
+    assert rows == [{"case": "one", "gbs": 1.5}] * 2
+    assert card["case"] == "the card after it"
 
 
 # --- a machine with a GPU and little else ---------------------------------------------------------
 
-ABSENT = ("tyro", "rich", "matplotlib", "numba", "llvmlite", "tqdm")
-"""What a machine with torch, triton and transformers may lack: the report needs none of them."""
+# Why three more: what is needed brings them, and an engine without a bar needs them not.
+ABSENT = [*absent(NEEDED), "rich", "tqdm", "typer"]
 WITHOUT = f"import os, sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
 ON_AN_EMULATED_GPU = """
 os.environ["TRITON_INTERPRET"] = "1"
@@ -660,6 +693,22 @@ def test_the_command_needs_no_package_that_a_gpu_machine_may_lack():
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: the GPU report measures an NVIDIA GPU, and torch")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_a_gpu_machine_may_lack_is_seen():
+    assert {"tyro", "numba", "pytest", "hypothesis", "psutil"} <= {*absent(NEEDED)}
+    assert not {"torch", "triton", "jinja2", "tokenizers", "numpy"} & {*absent(NEEDED)}
+
+
+@pytest.mark.parametrize(
+    "script", ["run_all", "run_nanoengine", "run_vllm", "run_nano_vllm", "make_checkpoint", "fa3"]
+)
+def test_the_scripts_beside_other_engines_start_without_them(script):
+    path = f"benchmarks/gpu_peers/{script}.py"
+    start = f"import runpy; sys.argv = ['{path}', '--help']; sys.path.insert(0, 'benchmarks/gpu_pe"
+    done = python("-c", f"{WITHOUT}{start}ers'); runpy.run_path('{path}', run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: "), done.stdout
 
 
 def test_the_workload_runs_on_a_gpu_without_those_packages():

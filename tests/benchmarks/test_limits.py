@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.suite import cpu_peak
+from benchmarks.suite import cpu_peak, peak
 from benchmarks.suite.cost import ModelCost
 from benchmarks.suite.peak import measure_cpu_peaks, measure_peaks
 from nanoengine.core.plan import StepTimes
@@ -123,6 +123,16 @@ def test_peaks_are_measured() -> None:
     assert peaks.read_gbs > 0
     assert peaks.gemm_gflops > 0
     assert (peaks.dtype, peaks.by) == ("float32", CURRENT.name)
+
+
+def test_a_gpu_multiplies_random_numbers(monkeypatch) -> None:
+    """A constant matrix draws less power: it gave a limit that was a tenth too high."""
+    seen = []
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append((a, b)))
+    assert peak._gemm_rate(torch.device("cpu"), torch.bfloat16, 32, 0.0) > 0
+    for matrix in seen[0]:
+        assert len(matrix.unique()) > 100
+    assert not torch.equal(*seen[0])
 
 
 def test_peaks_are_those_of_the_products_that_the_cpu_has() -> None:

@@ -84,7 +84,13 @@ def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "num_parameters"),
-    [("tiny", 4_983_552), ("small", 99_146_368), ("qwen3-0.6b", 596_049_920)],
+    [
+        ("tiny", 4_983_552),
+        ("small", 99_146_368),
+        ("qwen3-0.6b", 596_049_920),
+        ("llama3-8b", 8_030_261_248),
+        ("qwen3-30b-a3b", 30_532_122_624),
+    ],
 )
 def test_shapes_are_what_transformers_reads(
     shape: str, num_parameters: int, tmp_path: Path
@@ -93,9 +99,11 @@ def test_shapes_are_what_transformers_reads(
     assert (config.model, config.dtype) == (str(tmp_path), "bfloat16")
     loaded = AutoConfig.from_pretrained(config.model)
     for name, value in SHAPES[shape].items():
-        if name != "torch_dtype":
+        if name == "rope_theta":
+            assert loaded.rope_parameters[name] == value
+        elif name != "torch_dtype":
             assert getattr(loaded, name) == value
-    assert loaded.tie_word_embeddings
+    assert loaded.tie_word_embeddings == SHAPES[shape].get("tie_word_embeddings", True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(loaded)
     assert model.num_parameters() == num_parameters

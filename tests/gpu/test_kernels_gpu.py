@@ -4,18 +4,20 @@ What the interpreter can't show: bfloat16, tensor cores, races, and results that
 beside them. flash_attn takes part where it is installed.
 """
 
-import importlib.util
+import contextlib
 
 import pytest
 import torch
 
-from nanoengine.attention import make_backend
+from nanoengine.attention import flash, make_backend
+from nanoengine.errors import MissingDependencyError
 from nanoengine.runner.graphs import CudaGraphs
 from tests.support.attention_cases import DEVICE, make_case
 
 BACKENDS = [("triton", 64)]
-if importlib.util.find_spec("flash_attn") or importlib.util.find_spec("flash_attn_interface"):
-    BACKENDS.append(("flash_attn", 256))
+with contextlib.suppress(MissingDependencyError):
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    BACKENDS += [("flash_attn", 256)] if flash.import_package(hopper) else []
 
 DECODES = [(1, 1 + 131 * i) for i in range(20)]
 PREFILLS = [(300, 300), (2, 700), (65, 1000), (128, 128), (17, 17), (511, 2000)]

@@ -163,6 +163,9 @@ class GPUTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __float__(self) -> float:
+        return float(self.cpu())
+
     def is_pinned(self, device: object = None) -> bool:
         return False
 
@@ -173,6 +176,9 @@ class GPUTensor(torch.Tensor):
 
     def __invert__(self) -> torch.Tensor:
         return torch.bitwise_not(self)
+
+    def contiguous(self, memory_format: Any = torch.contiguous_format) -> torch.Tensor:
+        return self if self.is_contiguous() else self.clone(memory_format=memory_format)
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
@@ -556,6 +562,8 @@ class EmulatedGPU:
         for owner, name, value in (
             (InterpretedFunction, "run", run),
             (torch.Tensor, "is_pinned", lambda t, device=None: self.is_pinned(t)),
+            (torch.Tensor, "to", moved),
+            (torch, "Generator", HostGenerator),
             (torch, "tensor", made_on_host(torch.tensor)),
             (torch, "as_tensor", made_on_host(torch.as_tensor)),
         ):
@@ -569,7 +577,8 @@ class EmulatedGPU:
         self._stack.close()
 
 
-INTERPRETED_RUN = InterpretedFunction.run
+INTERPRETED_RUN, TO = InterpretedFunction.run, torch.Tensor.to
+GENERATOR = torch.Generator
 
 
 def with_index(value: Any) -> Any:
@@ -579,6 +588,18 @@ def with_index(value: Any) -> Any:
 
 def unwrapped(value: Any) -> Any:
     return value.held if isinstance(value, GPUTensor) else value
+
+
+def moved(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """`Tensor.to`, which asks the driver before any dispatch."""
+    return TO(tensor, *map(with_index, args), **{k: with_index(v) for k, v in options.items()})
+
+
+class HostGenerator:
+    """In the place of `torch.Generator`: random numbers of the device are the host's."""
+
+    def __new__(cls, device: object = None) -> torch.Generator:  # type: ignore[misc]
+        return GENERATOR("cpu")
 
 
 def made_on_host(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,0 +1,50 @@
+"""Every model family on a card that is not there, through Triton's compiler; see
+`support/compiling_gpu.py`.
+
+A launch that can't be bound or compiled, or that fails for one kind of step, can't be seen in
+Triton's interpreter; on a GPU it ends an engine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import FAMILIES
+
+pytestmark = [
+    pytest.mark.guards(
+        "nanoengine/attention/*.py",
+        "nanoengine/kernels/triton*.py",
+        "nanoengine/layers/*.py",
+        "nanoengine/models/*.py",
+        "nanoengine/runner/*.py",
+        "tests/support/checkpoints.py",
+        "tests/support/*_gpu.py",
+    ),
+    pytest.mark.timeout(600),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_family_starts_and_runs_on_a_gpu_in_bfloat16(tmp_path):
+    """Their prompts are longer than a step's budget: mixtures of experts once died of a step that
+    was a chunk alone."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.compiling_gpu", *FAMILIES]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not [row for row in rows if "error" in row]
+    assert [row["family"] for row in rows] == list(FAMILIES)
+    for row in rows:
+        assert row["launches"] > 100, row
+        assert not (row["waits"] or row["disorder"] or row["left"]), row
+    assert sum(row["compiled"] for row in rows) > 50
