@@ -7,6 +7,7 @@ What they compute is `QuantizedLinear`, which packs and multiplies in plain torc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,16 +15,20 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import cpu_grouped as grouped
 from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
+from nanoengine.layers.gguf_blocks import read_scales, stored_codes
 from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS
+from nanoengine.layers.placement import room_for
 from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.quantized_formats import GGUF
 from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs
 
 
@@ -82,23 +87,54 @@ class CPUQuantizedLinear(PanelLinear):
     """
 
     panels: GroupedPanels | None = None
+    room = staticmethod(room_for)
 
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         super().create(shape, dtype, device)
         self.form: Literal["rows", "grouped"] | None = None
+        self._types: set[str | None] = set()
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
-        is_first = self.panels is None and not self._parts
-        if is_first and not self._of_rows(weight) and layout_of(weight) is not None:
-            self.panels = GroupedPanels(self.out_features, self.in_features)
-            self.order = weight.order
-        if self.panels is None:
+        panels = self._panels_for(weight)
+        if panels is None:
             super().load_quantized(weight, first)
             return
         self.check_order(weight)
-        self.panels.add(weight, first)
-        if not self.panels.rows_left:
-            self.form, self.values, self.panels = "grouped", self.panels.finish(), None
+        panels.add(weight, first)
+        self._keep_whole(panels)
+
+    def _panels_for(self, weight: QuantizedWeight) -> GroupedPanels | None:
+        """What packs these rows and all others; None: their form has no kernel."""
+        is_first = self.panels is None and not self._parts
+        if is_first and not self._of_rows(weight) and layout_of(weight) is not None:
+            self.panels = GroupedPanels(
+                self.out_features, self.in_features, self.room, one_form=len(self._types) < 2
+            )
+            self.order = weight.order
+        return self.panels
+
+    def _keep_whole(self, panels: GroupedPanels) -> None:
+        """Keeps what is packed, with the last of the rows."""
+        if not panels.rows_left:
+            self.form, self.values, self.panels = "grouped", panels.finish(), None
+
+    def load_blocks(self, type: str, rows: torch.Tensor, first: int) -> bool:
+        """Takes rows of a GGUF file's type as they are stored, or says that they are to be read."""
+        weight = read_scales(type, rows)
+        panels = self._panels_for(weight)
+        if panels is None or not panels.fills_panels(first, len(rows)) or layout_of(weight) is None:
+            return False
+        panels.add(weight, first, stored_codes(type, rows))
+        self._keep_whole(panels)
+        return True
+
+    def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
+        slot = super().weight_slot(name, matrix)
+        if not isinstance(self.stored, GGUF):
+            return slot
+        self._types.add(self.stored.types.get(name))
+        loads = self.load_quantized, self.load_blocks
+        return replace(slot, pieces=self.stored.matrix_slots(name, matrix, *loads))
 
     def _of_rows(self, weight: QuantizedWeight) -> bool:
         """Whether this is int8 with one scale an output, to be multiplied by int8."""

@@ -1,4 +1,5 @@
-"""Blocks of a GGUF file's quantized types as a `QuantizedWeight`; in plain torch.
+"""Blocks of a GGUF file's quantized types as a `QuantizedWeight`; in plain torch. For kernels that
+read blocks themselves: where codes are in them.
 
 Whoever loads a matrix from a GGUF file calls this with rows as `read_rows` has them. A row is
 blocks of 32 or 256 inputs, each with its own scales. The bits of a value lie in one or two planes:
@@ -13,10 +14,13 @@ Legend: N rows, B blocks of a row.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanoengine.checkpoint.gguf import TYPES
@@ -134,13 +138,24 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
     Raises:
         WeightLoadError: a scale or a min is no finite number, so the bytes are damaged.
     """
-    layout = LAYOUTS[type]
-    blocks = rows.unflatten(1, (-1, TYPES[type].bytes))
-    parts = dict(zip(layout.parts, blocks.split(list(layout.parts.values()), 2), strict=True))
+    layout, parts = LAYOUTS[type], _parts(type, rows)
     codes, bits = planes(parts["low"], layout.low), layout.low[0]
     if layout.high is not None:
         codes |= planes(parts["high"], layout.high) << bits
-        bits += layout.high[0]
+    weight = read_scales(type, rows)
+    if layout.table:
+        table = torch.tensor(layout.table, dtype=torch.int8)
+        values = table.index_select(0, codes.flatten().int()).view(codes.shape)
+    elif weight.mins is not None or weight.bits == 8:
+        values = codes.view(torch.int8)
+    else:
+        values = codes.sub_(1 << weight.bits - 1).view(torch.int8)
+    return replace(weight, values=values.flatten(1))
+
+
+def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
+    """As `read_blocks`, but for the values, which say their number alone and have no memory."""
+    layout, parts = LAYOUTS[type], _parts(type, rows)
     factors = floats(parts["d"])
     scales, mins, min_factors = factors, None, None
     if layout.groups is not None:
@@ -152,18 +167,12 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
     for numbers in (factors, mins, min_factors):
         if numbers is not None and not numbers.isfinite().all():
             raise WeightLoadError(f"a scale or a min of its {type} blocks is no finite number")
-    if layout.table:
-        table = torch.tensor(layout.table, dtype=torch.int8)
-        values = table.index_select(0, codes.flatten().int()).view(codes.shape)
-    elif mins is not None or bits == 8:
-        values = codes.view(torch.int8)
-    else:
-        values = codes.sub_(1 << bits - 1).view(torch.int8)
+    count = scales.shape[1] * TYPES[type].inputs
     return QuantizedWeight(
-        values=values.flatten(1),
+        values=torch.zeros((), dtype=torch.int8).expand(len(rows), count),
         scales=scales.flatten(1),
         zeros=None,
-        bits=bits,
+        bits=layout.low[0] + (layout.high or (0, 0))[0],
         group_size=layout.group_size,
         lowest=None if mins is None else 0,
         table=layout.table,
@@ -171,6 +180,48 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
         factors=None if layout.groups is None else factors.flatten(1),
         min_factors=None if min_factors is None else min_factors.flatten(1),
     )
+
+
+def _parts(type: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parts of all blocks, [N, B, bytes] uint8, by name."""
+    blocks, sizes = rows.unflatten(1, (-1, TYPES[type].bytes)), LAYOUTS[type].parts
+    return dict(zip(sizes, blocks.split(list(sizes.values()), 2), strict=True))
+
+
+class StoredCodes(NamedTuple):
+    """Codes as they lie in rows of bytes; see `kernels/pack_groups.py`.
+
+    Attributes:
+        rows: [N, bytes] uint8.
+        size: bytes of a block.
+        places: uint64 [C, 4].
+        widths: bits of the lower part of a code, and of the upper one.
+    """
+
+    rows: np.ndarray
+    size: int
+    places: np.ndarray
+    widths: tuple[int, int]
+
+
+def stored_codes(type: str, rows: torch.Tensor) -> StoredCodes:
+    """The codes of rows of a quantized type, which are not read here."""
+    return StoredCodes(rows.numpy(), TYPES[type].bytes, *_places(type))
+
+
+@functools.cache
+def _places(type: str) -> tuple[np.ndarray, tuple[int, int]]:
+    """Where the codes of a block are."""
+    layout, first = LAYOUTS[type], np.arange(0, TYPES[type].inputs, 4)
+    places, widths = np.zeros((len(first), 4), np.uint64), []
+    at = dict(zip(layout.parts, np.cumsum([0, *layout.parts.values()]), strict=False))
+    for name, (bits, run), column in (("low", layout.low, 0), ("high", layout.high or (0, 4), 2)):
+        widths.append(-bits if run == 1 else bits)
+        if bits:
+            each = run * 8 // bits
+            places[:, column] = at[name] + first // each * run + first % run
+            places[:, column + 1] = first % each // run * bits
+    return places, (widths[0], widths[1])
 
 
 def floats(numbers: torch.Tensor) -> torch.Tensor:

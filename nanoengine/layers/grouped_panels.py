@@ -8,9 +8,11 @@ part; a matrix whose rows differ, as q, k and v of a checkpoint may, has several
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -20,12 +22,16 @@ from nanoengine.kernels.byte_tiles import UNIT
 from nanoengine.kernels.cpu_grouped import HEAD, RECORD
 from nanoengine.kernels.grouped_tiles import MINS, NONE, TABLES, UNITS, ZEROS, Form, most_grouped
 from nanoengine.kernels.isa import CURRENT
+from nanoengine.kernels.pack_groups import pack_codes, pack_lines
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.tiles import LINE, PANEL
+from nanoengine.layers.gguf_blocks import StoredCodes
 from nanoengine.layers.placement import room_for
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, quantize, row_factors
 
 BLOCK = UNIT * UNITS
+BYTES = np.array([[four, 0, 0, 0] for four in range(0, UNIT, 4)], np.uint64)
+"""Where codes of a byte each are; see `StoredCodes`."""
 
 
 class PanelLayout(NamedTuple):
@@ -59,6 +65,10 @@ def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
     return PanelLayout(Form(bits, centered, table, halves, 1 + two_levels, offset), shift)
 
 
+Room = Callable[[int], torch.Tensor]
+"""Gives so many bytes, uint8, from the begin of a cache line on."""
+
+
 class PackedRows(NamedTuple):
     """Rows that are packed: `count` from `first` on, whose panels begin at `panel` of `data`."""
 
@@ -70,17 +80,25 @@ class PackedRows(NamedTuple):
 
 
 class GroupedPanels:
-    """Takes the rows of a matrix in parts, and gives the packed whole."""
+    """Takes the rows of a matrix in parts, and gives the packed whole.
 
-    def __init__(self, outputs: int, inputs: int) -> None:
+    Args:
+        room: gives the memory of the whole.
+        one_form: all rows are expected to be stored alike; others are packed elsewhere first.
+    """
+
+    def __init__(
+        self, outputs: int, inputs: int, room: Room = room_for, *, one_form: bool = True
+    ) -> None:
         self.outputs, self.inputs = outputs, inputs
+        self._room, self._first_room = room, room if one_form else room_for
         self.rows_left = outputs
         self._runs: list[PackedRows] = []
         self._loose: list[tuple[int, QuantizedWeight]] = []
         self._whole: dict[PanelLayout, torch.Tensor] = {}
 
-    def add(self, weight: QuantizedWeight, first: int) -> None:
-        """Takes rows from `first` on.
+    def add(self, weight: QuantizedWeight, first: int, codes: StoredCodes | None = None) -> None:
+        """Takes rows from `first` on, of whole panels if `codes` are given; see `pack`.
 
         Raises:
             WeightLoadError: rows before these have a kernel, and these have none.
@@ -94,17 +112,23 @@ class GroupedPanels:
                 f" {weight.group_size}, unlike those before them: give all rows groups of a"
                 f" multiple of {UNIT}"
             )
-        if first % PANEL or (count % PANEL and first + count < self.outputs):
+        if not self.fills_panels(first, count):
+            assert codes is None
             self._loose.append((first, weight))
             return
         # Why room for all rows: most matrices are stored alike, and need no copy then. What nobody
         # writes takes no memory.
         step = self._step(layout)
         if layout not in self._whole:
-            self._whole[layout] = self._room(-(-self.outputs // PANEL) * step, 1)
+            size = self._start(1) + -(-self.outputs // PANEL) * step
+            self._whole[layout] = self._first_room(size)
         data = self._whole[layout]
-        pack(weight, layout, data, self._start(1) + first // PANEL * step)
+        pack(weight, layout, data, self._start(1) + first // PANEL * step, codes)
         self._runs.append(PackedRows(first, count, layout, first // PANEL, data))
+
+    def fills_panels(self, first: int, count: int) -> bool:
+        """Whether these rows share no panel with others."""
+        return not (first % PANEL or (count % PANEL and first + count < self.outputs))
 
     def _step(self, layout: PanelLayout) -> int:
         """Bytes of a panel."""
@@ -114,9 +138,6 @@ class GroupedPanels:
     def _start(parts: int) -> int:
         return 8 * (HEAD + parts * RECORD)
 
-    def _room(self, size: int, parts: int) -> torch.Tensor:
-        return room_for(self._start(parts) + size)
-
     def _pack_loose(self) -> None:
         """Packs rows that fill no whole panels, together with those beside them."""
         in_order = sorted(self._loose, key=lambda it: it[0])
@@ -125,7 +146,7 @@ class GroupedPanels:
             for following in _neighbours(list(group)):
                 whole = QuantizedWeight.stacked([weight for _, weight in following], "one matrix")
                 count = len(whole.values)
-                data = self._room(-(-count // PANEL) * self._step(layout), 1)
+                data = room_for(self._start(1) + -(-count // PANEL) * self._step(layout))
                 pack(whole, layout, data, self._start(1))
                 self._runs.append(PackedRows(following[0][0], count, layout, 0, data))
 
@@ -145,7 +166,7 @@ class GroupedPanels:
             data = parts[0][0].data
         else:
             steps = [self._step(runs[0].layout) for runs in parts]
-            data = self._room(sum(map(int.__mul__, sizes, steps)), len(parts))
+            data = self._room(self._start(len(parts)) + sum(map(int.__mul__, sizes, steps)))
         words, start, panel = data.view(torch.int64), self._start(len(parts)), 0
         words[: HEAD + len(parts) * RECORD] = 0
         for i, (runs, panels) in enumerate(zip(parts, sizes, strict=True)):
@@ -182,48 +203,48 @@ def _neighbours(rows: Rows) -> list[Rows]:
     return found
 
 
-def pack(weight: QuantizedWeight, layout: PanelLayout, data: torch.Tensor, start: int) -> None:
-    """Writes a weight's panels into `data` from byte `start` on."""
+def pack(
+    weight: QuantizedWeight,
+    layout: PanelLayout,
+    data: torch.Tensor,
+    start: int,
+    codes: StoredCodes | None = None,
+) -> None:
+    """Writes a weight's panels into `data` from byte `start` on; `codes` go before its values."""
     form, shift = layout
-    inputs = weight.values.shape[1]
-    panels, blocks = -(-len(weight.values) // PANEL), -(-inputs // BLOCK)
+    inputs, whole = weight.values.shape[1], data.numpy()
     step, header = kernels.panel_bytes(form, shift, inputs), kernels.header_bytes(form, shift)
-    codes = codes_of(weight) if form.table else weight.values.view(torch.uint8)
-    codes = (F.pad(codes, (0, -inputs % UNIT)) if inputs % UNIT else codes).contiguous()
-    flip = (1 << form.bits - 1) * 0x01010101 if form.centered and not form.is_signed else 0
-    kernels.pack_codes(
-        codes.numpy().view("u4"), data.numpy(), start, step, header, form.bits, flip, num_workers()
-    )
-
-    def of_panels(numbers: torch.Tensor, groups: int) -> torch.Tensor:
-        """[N, G] -> bytes [panels, blocks, groups of a block, those of 16 outputs]."""
-        padding = (0, blocks * groups - numbers.shape[1], 0, panels * PANEL - len(numbers))
-        cut = F.pad(numbers, padding).view(panels, PANEL, blocks, groups)
-        return cut.permute(0, 2, 3, 1).contiguous().view(torch.uint8)
-
+    block, flip = header + UNITS * form.bits * LINE, 0
+    if codes is None:
+        values = codes_of(weight) if form.table else weight.values.view(torch.uint8)
+        values = F.pad(values, (0, -inputs % UNIT)) if inputs % UNIT else values
+        codes = StoredCodes(values.contiguous().numpy(), UNIT, BYTES, (8, 0))
+        flip = (1 << form.bits - 1) * 0x01010101 if form.centered and not form.is_signed else 0
+    pack_codes(*codes, whole, start, step, header, form.bits, flip, num_workers())
     taken = weight.zeros if form.offset == ZEROS else weight.mins
+    factors, stride, place = torch.ones(len(weight.values), 1), PANEL, start + LINE
     if form.levels == 2:
-        groups = UNITS * form.halves
-        each = [(weight.factors, 1), (weight.min_factors, 1), (weight.scales, groups)]
-        lines = [of_panels(n, count) for n, count in (*each, (taken, groups)) if n is not None]
-        factors = torch.ones(len(weight.values), 1)
+        of_block = UNITS * form.halves
+        each = [(weight.factors, 1), (weight.min_factors, 1), (weight.scales, of_block)]
+        lines = [(n, count) for n, count in (*each, (taken, of_block)) if n is not None]
     else:
         numbers = [weight.scales] if taken is None else [weight.scales, taken]
         relative = numbers[: 1 + (form.offset == MINS)]
         exact = torch.stack([(n.half().float() == n).all(1) for n in relative]).all(0)
-        factors = torch.where(exact, 1.0, row_factors(torch.cat(relative, 1))).unsqueeze(1)
-        numbers[: len(relative)] = [n / factors for n in relative]
+        if not exact.all():
+            factors = torch.where(exact, 1.0, row_factors(torch.cat(relative, 1))).unsqueeze(1)
+            numbers[: len(relative)] = [n / factors for n in relative]
         times = -(-weight.group_size // (UNIT << shift))  # a group that is longer has several
-        each = [of_panels(n.half().repeat_interleave(times, 1), UNITS >> shift) for n in numbers]
-        lines = [torch.cat(each, 3)]
-    head = torch.cat([line.flatten(2) for line in lines], 2)
-    begin = data.storage_offset() + start  # Why: strides count from the memory's begin
-    at_blocks = data.as_strided(
-        head.shape, (step, header + UNITS * form.bits * LINE, 1), begin + LINE
-    )
-    at_blocks.copy_(head)
+        # Why as whole numbers: compiled code has no float16.
+        halves = [n.half().view(torch.int16) for n in numbers]
+        halves = [n if times == 1 else n.repeat_interleave(times, 1) for n in halves]
+        lines, stride = [(n, UNITS >> shift) for n in halves], 2 * PANEL * len(halves)
+    for n, count in lines:
+        across = n.numpy(), whole, place, step, block, count, max(stride, n.itemsize * PANEL)
+        pack_lines(*across, num_workers())
+        place += PANEL * n.itemsize * (count if form.levels == 2 else 1)
     of_outputs = F.pad(factors, (0, 0, 0, -len(factors) % PANEL)).view(-1, PANEL).view(torch.uint8)
-    data.as_strided((panels, LINE), (step, 1), begin).copy_(of_outputs)
+    data[start:].as_strided((len(of_outputs), LINE), (step, 1)).copy_(of_outputs)
 
 
 def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> None:

@@ -6,6 +6,9 @@ small tensors get theirs only side by side in one of those.
 
 A page lies on the socket of the thread that first touches it. So those who will read it do that
 here (`kernels/pool.py`), before anything is loaded.
+
+Weights that are packed part by part get their last place before they are packed, from `Rooms`: a
+system takes longer to give a page than to fill it, so no page is asked for twice.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ LARGE_BYTES = 32 << 20
 """Of a buffer that stays where it was made by `room_for`. Why: it would be there twice while it
 moves, and a head may be a third of a small model."""
 
+ROOM_BYTES = 256 << 20
+"""Of an array of `Rooms`. What nobody has taken of it takes no memory."""
+
 MOVED_BYTES = 16 << 20
 """Bytes of buffers that move before what they leave is given back to the system. Why: the C library
 keeps small pieces for itself, so that all of a model's would stay in memory twice."""
@@ -32,8 +38,14 @@ keeps small pieces for itself, so that all of a model's would stay in memory twi
 def place_parameters(model: nn.Module) -> None:
     """Moves the parameters, not loaded yet, into one array; what they hold is lost.
 
-    Nothing is copied, and memory that nobody has touched is given back untouched.
+    Nothing is copied, and memory that nobody has touched is given back untouched. Layers that pack
+    weights into a `room` get rooms that are side by side.
     """
+    rooms = Rooms()
+    for path, module in model.named_modules():
+        # Why not experts: kernels want those of a layer at equal distances.
+        if hasattr(module, "room") and ".experts." not in path:
+            module.room = rooms.take
     parameters = [p for p in model.parameters() if p.device.type == "cpu"]
     for parameter, tensor in zip(parameters, _side_by_side(parameters), strict=True):
         parameter.data = _touched(tensor)
@@ -47,8 +59,7 @@ def place_buffers(model: nn.Module) -> None:
         for name, buffer in module._buffers.items()
         if buffer is not None
         and buffer.device.type == "cpu"
-        # Why not experts: kernels want those of a layer at equal distances.
-        and (buffer.nbytes < LARGE_BYTES or buffer.data_ptr() % LINE or ".experts." in path)
+        and (_is_small(buffer) or buffer.data_ptr() % LINE or ".experts." in path)
     ]
     places = _side_by_side([buffer for _, _, buffer in named])
     moved = 0
@@ -78,6 +89,26 @@ def _touched(tensor: torch.Tensor) -> torch.Tensor:
 
     touch(tensor.view(-1).view(torch.uint8).numpy(), num_workers())
     return tensor
+
+
+def _is_small(buffer: torch.Tensor) -> bool:
+    """Whether it is no large array, nor in one."""
+    return buffer.untyped_storage().nbytes() < LARGE_BYTES
+
+
+class Rooms:
+    """Takes rooms for weights from large arrays, one behind the other."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """As `room_for`, and touched."""
+        whole = -(-size // LINE) * LINE
+        if whole > len(self._free):
+            self._free = room_for(max(whole, ROOM_BYTES))
+        room, self._free = self._free[:size], self._free[whole:]
+        return _touched(room)
 
 
 def room_for(size: int) -> torch.Tensor:

@@ -45,6 +45,8 @@ ROWS_AT_ONCE = 4096
 
 Tensors = dict[str, torch.Tensor]
 Load = Callable[[QuantizedWeight, int], object]
+LoadBlocks = Callable[[str, torch.Tensor, int], bool]
+"""Its arguments are a type of `LAYOUTS`, rows [N, bytes] and the place of the first."""
 
 
 class StoredTensor(NamedTuple):
@@ -388,15 +390,21 @@ class GGUF:
     def __init__(self, stored: StoredQuantization) -> None:
         self.types = stored.types
 
-    def matrix_slots(self, name: str, matrix: MatrixPart, load: Load) -> dict[str, WeightSlot]:
-        """The slot of the matrix `name`; see `StoredFormat.matrix_slots`."""
+    def matrix_slots(
+        self, name: str, matrix: MatrixPart, load: Load, load_blocks: LoadBlocks | None = None
+    ) -> dict[str, WeightSlot]:
+        """The slot of the matrix `name`; see `StoredFormat.matrix_slots`. `load_blocks` takes rows
+        as they are stored, or says that they are to be read first."""
         rows, columns = (*matrix.part, slice(None), slice(None))[:2]
+        is_whole = columns.indices(matrix.shape[1]) == (0, matrix.shape[1], 1)
 
         def store(stored: torch.Tensor) -> None:
             stored = ordered(stored, matrix.order)
             for start in range(0, len(stored), ROWS_AT_ONCE):
-                weight = read_blocks(self.types[name], stored[start : start + ROWS_AT_ONCE])
-                load(weight.part(slice(None), columns), matrix.first + start)
+                given = self.types[name], stored[start : start + ROWS_AT_ONCE]
+                first = matrix.first + start
+                if not (is_whole and load_blocks and load_blocks(*given, first)):
+                    load(read_blocks(*given).part(slice(None), columns), first)
 
         slot = WeightSlot(shape=matrix.shape, part=(rows,), dtypes=BYTES, store=store)
         return {f"{name}.weight": slot}

@@ -1,0 +1,129 @@
+"""pack_codes, pack_lines: write the panels of a weight in groups, as `cpu_grouped.py` reads them.
+
+`layers/grouped_panels.py` calls these once for some rows. Codes come in blocks of bytes, as a file
+has them or one to a byte; a table says where the bits of each four of them are. What a form of a
+block means is not known here.
+
+Why on all threads, and without a copy of the codes between file and panel: a system may take longer
+to give memory than the packing takes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanoengine.kernels.arrays import empty
+from nanoengine.kernels.grouped_tiles import UNITS
+from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.tiles import LINE, PANEL
+
+FOURS = 8  # of a unit
+LOW, LOW_SHIFT, HIGH, HIGH_SHIFT = range(4)
+
+
+@compiled(fastmath=(), part=True)
+def _pack_plane(codes, words, line, place, width):
+    """One plane of a unit of an output: `width` bits of its codes from bit `place` on. Callers give
+    constants, with which the loops are written out."""
+    fours = 8 // width
+    mask = np.uint32(0x01010101 * ((1 << width) - 1))
+    for i in range(width):
+        word = np.uint32(0)
+        for k in range(fours):
+            word |= (codes[fours * i + k] >> np.uint32(place) & mask) << np.uint32(k * width)
+        words[line + (place + i) * PANEL] = word
+
+
+@compiled(fastmath=(), part=True)
+def _word(rows, at):
+    """Four bytes from here on; the compiler makes one load of them."""
+    low = np.uint32(rows[at]) | np.uint32(rows[at + 1]) << np.uint32(8)
+    high = np.uint32(rows[at + 2]) | np.uint32(rows[at + 3]) << np.uint32(8)
+    return low | high << np.uint32(16)
+
+
+@compiled(fastmath=())
+def _pack_codes(rows, size, places, widths, data, first, step, header, bits, flip, lo, hi):
+    words, flat, codes = data.view(np.uint32), rows.reshape(-1), empty((FOURS,), np.uint32)
+    (count, row_bytes), each = rows.shape, len(places) // FOURS
+    units = row_bytes // size * each
+    low, high = widths
+    low_mask = np.uint32(0x01010101 * ((1 << low) - 1))
+    high_mask, spread = np.uint32(0x01010101 * ((1 << abs(high)) - 1)), high < 0
+    for p in range(lo, hi):
+        for j in range(min(PANEL, count - p * PANEL)):
+            at, four = np.uint64((p * PANEL + j) * row_bytes), 0
+            for unit in range(units):
+                for i in range(FOURS):
+                    place = places[four + i]
+                    code = _word(flat, at + place[LOW]) >> np.uint32(place[LOW_SHIFT]) & low_mask
+                    if spread:
+                        # Four bits side by side go to four bytes.
+                        more = np.uint32(flat[at + place[HIGH]]) >> np.uint32(place[HIGH_SHIFT])
+                        more = (more & np.uint32(15)) * np.uint32(0x204081) & high_mask
+                        code |= more << np.uint32(low)
+                    elif high:
+                        more = _word(flat, at + place[HIGH]) >> np.uint32(place[HIGH_SHIFT])
+                        code |= (more & high_mask) << np.uint32(low)
+                    codes[i] = code ^ flip
+                four += FOURS
+                if four == len(places):
+                    four = 0
+                    at += np.uint64(size)
+                start = first + p * step + LINE + (unit // UNITS + 1) * header
+                line = (start + unit * bits * LINE) // 4 + j
+                if bits == 8:
+                    _pack_plane(codes, words, line, 0, 8)
+                elif bits >= 4:
+                    _pack_plane(codes, words, line, 0, 4)
+                else:
+                    _pack_plane(codes, words, line, 0, 2)
+                if bits == 6:
+                    _pack_plane(codes, words, line, 4, 2)
+                elif bits == 5:
+                    _pack_plane(codes, words, line, 4, 1)
+                elif bits == 3:
+                    _pack_plane(codes, words, line, 2, 1)
+
+
+@compiled(fastmath=())
+def pack_codes(rows, size, places, widths, data, first, step, header, bits, flip, num_workers):
+    """Writes the codes of rows into the panels that begin at byte `first` of data.
+
+    Args:
+        rows: uint8 [N, row bytes], whole blocks of `size` bytes.
+        places: uint64 [C, 4], of each four codes of a block: their byte, and how far their bits are
+            to be shifted down; the same of their upper bits.
+        widths: bits of a code there, and upper ones: 0, or negative if those of four codes are side
+            by side in one byte.
+        bits, flip: of a code in the panels, and which of them are turned over, in each byte.
+    """
+    operands = rows, size, places, widths, data, first, step, header, bits, np.uint32(flip)
+    parallel_for(_pack_codes, -(-len(rows) // PANEL), num_workers, operands)
+
+
+@compiled(fastmath=())
+def _pack_lines(numbers, data, first, step, block, groups, stride, lo, hi):
+    lines, (count, columns) = data.view(numbers.dtype), numbers.shape
+    width = numbers.itemsize
+    for p in range(lo, hi):
+        rows = min(PANEL, count - p * PANEL)
+        for group in range(-(-columns // groups) * groups):
+            at = first + p * step + group // groups * block + group % groups * stride
+            for j in range(PANEL):
+                there = j < rows and group < columns
+                lines[at // width + j] = numbers[p * PANEL + j, group] if there else 0
+
+
+@compiled(fastmath=())
+def pack_lines(numbers, data, first, step, block, groups, stride, num_workers):
+    """Writes numbers [N, G] of groups, 16 outputs side by side, from byte `first` of data on, which
+    is where the first panel's first block has those of its first group.
+
+    Args:
+        step, block, stride: bytes from panel to panel, block to block and group to group.
+        groups: of a block; those behind the last one are 0, and so are outputs that fill a panel.
+    """
+    operands = numbers, data, first, step, block, groups, stride
+    parallel_for(_pack_lines, -(-len(numbers) // PANEL), num_workers, operands)
