@@ -29,6 +29,6 @@ def take_head_off(model: CausalLM) -> CausalLM:
     Why afterwards: so every family's model is made as it always is.
     """
     embedding = model.model.embed_tokens
-    embedding.lookup = embedding.plain_lookup
+    embedding.lookup, embedding.store = embedding.plain_lookup, embedding.weight.copy_
     model.lm_head = NoHead()
     return model
