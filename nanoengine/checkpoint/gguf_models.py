@@ -402,7 +402,8 @@ class GGUFModel:
                 continue
             ours, shape, stem = self._our_name(name), tensor.shape, name.split(".")[-2:][0]
             parts = ("gate", "up") if ours.count("{}") == 2 else ("",)
-            if "{}" in ours and len(shape) == 3 and not shape[1] % len(parts):
+            stacked = "{}" in ours and not {"{", "}"} & set(name)
+            if stacked and len(shape) == 3 and not shape[1] % len(parts):
                 one = tensor._replace(shape=(shape[1] // len(parts), shape[2]))
                 for n in range(shape[0] * len(parts)):
                     place = tensor.offset + n * one.num_rows * one.row_bytes

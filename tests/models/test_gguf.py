@@ -310,6 +310,19 @@ def test_one_tensor_of_another_size_is_refused(
         load_model_config(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize("layer", ["}", "{}", "{0.x}"])
+def test_braces_in_a_name_are_no_number(
+    layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_gguf(tmp_path / "m.gguf", "mixtral", sliding_window=None)
+    file = read_gguf(tmp_path / "m.gguf")
+    tensors = {name.replace("blk.1.", f"blk.{layer}."): it for name, it in file.tensors.items()}
+    told = file._replace(tensors=tensors)
+    monkeypatch.setattr(gguf_models, "read_gguf", lambda path: told)
+    with pytest.raises(WeightLoadError, match=r"missing: model\.layers\.1\."):
+        build(tmp_path / "m.gguf")
+
+
 LIES = [
     0, 1, -1, 7, 2**31, -(2**40), 1e300, float("nan"), 0.5, "", "x", True, [], [1], [0, 0], ["a"],
     np.array([1, 2, 3], "u4"), np.array([], "f4"), np.array([0, 0, 0], "i4"),
