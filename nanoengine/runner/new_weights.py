@@ -97,7 +97,7 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
         warnings.warn(
             f"new weights are rounded to {kept}, in which this model has kept its own since it was"
             f" loaded: load it from a checkpoint of {runner.dtype} to keep all digits",
-            stacklevel=2,
+            stacklevel=5,  # at the call of `LLM.load_weights`
         )
     return slots
 
@@ -155,8 +155,8 @@ def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) 
     if not slots or any(problems.values()):
         found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
         raise WeightLoadError(
-            "new weights don't fit the model, which keeps its own; "
-            + ("; ".join(found) or "there are none")
+            "new weights don't fit the model, which keeps its own: names and shapes are those of"
+            f" its checkpoint; {'; '.join(found) or 'there are none'}"
         )
 
 
