@@ -41,7 +41,7 @@ def load_weights(runner: RunnerParts, source: Source) -> list[str]:
 
     Raises:
         WeightLoadError: they don't fit, and nothing was written.
-        EngineDeadError: a file can't be read, so that the model has a part of the new weights.
+        EngineDeadError: one can't be read or written, so that the model has a part of them.
     """
     slots = _slots_for(runner, source)
     try:
@@ -51,7 +51,7 @@ def load_weights(runner: RunnerParts, source: Source) -> list[str]:
             for module in runner.model.modules():
                 if isinstance(module, LinearMethod):
                     module.finish()
-    except WeightLoadError as error:
+    except Exception as error:
         raise EngineDeadError(f"{error}; the model has only a part of the new weights") from error
     return sorted(slots)
 
