@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from nanoengine.checkpoint.files import INDEX_NAME
 from nanoengine.core.plan import StepPlan
 from nanoengine.engine import LLMEngine
-from nanoengine.errors import ModelError, WeightLoadError
+from nanoengine.errors import EngineDeadError, WeightLoadError
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.new_weights import load_weights as load_into
 
@@ -53,19 +53,17 @@ def load_weights(engine: LLMEngine, weights: str | os.PathLike[str] | Pairs) -> 
                 if not isinstance(source, Path):
                     source = _written(source, Path(folder))
                 return set(executor.load_weights(source))
-        except ModelError:
-            raise
-        except BaseException:
+        except (EngineDeadError, KeyboardInterrupt):  # the model may have a part of them
             engine.close()
             raise
 
 
 def _named(pairs: Pairs) -> dict[str, torch.Tensor]:
     """Tensors by name."""
-    if isinstance(pairs, Mapping):
-        return dict(pairs)
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in pairs:
+    for name, tensor in pairs.items() if isinstance(pairs, Mapping) else pairs:
+        if not isinstance(tensor, torch.Tensor):
+            raise WeightLoadError(f"new weights are torch tensors, got {name}: {type(tensor)}")
         if name in found:
             raise WeightLoadError(f"new weights have {name} twice: give each tensor once")
         found[name] = tensor

@@ -41,7 +41,7 @@ def load_weights(runner: RunnerParts, source: Source) -> list[str]:
 
     Raises:
         WeightLoadError: they don't fit, and nothing was written.
-        EngineDeadError: a file can't be read, so that the model has a part of the new weights.
+        EngineDeadError: one can't be read or written, so that the model has a part of them.
     """
     slots = _slots_for(runner, source)
     try:
@@ -51,7 +51,7 @@ def load_weights(runner: RunnerParts, source: Source) -> list[str]:
             for module in runner.model.modules():
                 if isinstance(module, LinearMethod):
                     module.finish()
-    except WeightLoadError as error:
+    except Exception as error:
         raise EngineDeadError(f"{error}; the model has only a part of the new weights") from error
     return sorted(slots)
 
@@ -97,7 +97,7 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
         warnings.warn(
             f"new weights are rounded to {kept}, in which this model has kept its own since it was"
             f" loaded: load it from a checkpoint of {runner.dtype} to keep all digits",
-            stacklevel=2,
+            stacklevel=5,  # at the call of `LLM.load_weights`
         )
     return slots
 
@@ -155,8 +155,8 @@ def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) 
     if not slots or any(problems.values()):
         found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
         raise WeightLoadError(
-            "new weights don't fit the model, which keeps its own; "
-            + ("; ".join(found) or "there are none")
+            "new weights don't fit the model, which keeps its own: names and shapes are those of"
+            f" its checkpoint; {'; '.join(found) or 'there are none'}"
         )
 
 
