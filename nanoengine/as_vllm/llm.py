@@ -19,11 +19,7 @@ from nanoengine.as_vllm.outputs import VLLMBeams, VLLMOutput, beams, request_out
 from nanoengine.as_vllm.params import VLLMParams, VLLMPooler, ours
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.errors import RequestError
-from nanoengine.features.pooled_outputs import (
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringRequestOutput,
-)
+from nanoengine.features.pooled_outputs import PoolingOutput, ScoringRequestOutput
 from nanoengine.llm import LLM
 from nanoengine.llm_calls import check_lora
 from nanoengine.outputs import OutputBuilder, OutputKind
@@ -108,9 +104,10 @@ class VLLM(LLM):
         if self._wants_processed:
             del options["logprobs_mode"]
         for name in ("pooler_config", "override_pooler_config"):
-            if isinstance(pooler := options.get(name), VLLMPooler):
+            pooler = options.pop(name, None)
+            if pooler is not None:
+                pooler = VLLMPooler(**pooler) if isinstance(pooler, dict) else pooler
                 self._pooler, self._task = pooler.ours(), pooler.task
-                del options[name]
         if options.get("logits_processors"):
             from nanoengine.as_vllm.processors import stages
 
@@ -127,9 +124,19 @@ class VLLM(LLM):
         """An LLM of an EngineArgs."""
         return cls(**dataclasses.asdict(engine_args))
 
+    def params(self, given: Any) -> Any:
+        """Parameters of a call as `LLM.generate` takes them."""
+        found = ours(given)
+        if self._wants_processed:
+            require_raw(found or self.default_sampling_params)
+        return found
+
     def _pool(
         self, ask: Any, prompts: Any, pooling_params: Any = None, **options: Any
     ) -> list[Any]:
+        if not isinstance(pooling_params, PoolingParams | None):
+            told = f"pooling_params must be one PoolingParams for all, got {pooling_params!r}"
+            raise RequestError(told)
         given, cut = dataclasses.asdict(pooling_params or PLAIN), {}
         if (options.get("tokenization_kwargs") or {}).keys() == {"truncate_prompt_tokens"}:
             cut = options.pop("tokenization_kwargs")
@@ -139,10 +146,16 @@ class VLLM(LLM):
 
     def encode(
         self, prompts: Any, pooling_params: Any = None, *, pooling_task: Any = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
-        """The numbers of `embed` or `classify` as tensors; with token_..., those of each token."""
+    ) -> list[Any]:
+        """The numbers of `embed` or `classify` as tensors; with token_..., those of each token.
+
+        Args:
+            pooling_task: None: as `embed`, which this was in vLLM 0.6.
+        """
         import torch
 
+        if pooling_task is None:
+            return self.embed(prompts, pooling_params=pooling_params, **options)
         ask = functools.partial(self._pools.encode, pooling_task)
         found = self._pool(ask, prompts, pooling_params, **options)
         return [
@@ -173,9 +186,7 @@ class VLLM(LLM):
         ids = options.pop("prompt_token_ids", None)
         if (prompts is None) == (ids is None):
             raise RequestError("give prompts, or prompt_token_ids in their place")
-        prompts, params = ids if prompts is None else prompts, ours(sampling_params)
-        if self._wants_processed:
-            require_raw(params or self.default_sampling_params)
+        prompts, params = ids if prompts is None else prompts, self.params(sampling_params)
         found = super().generate(prompts, params, *args, **obeyed(options))
         failed = [output.error for output in found if output.error]
         if failed:
@@ -245,7 +256,7 @@ class VLLMEngine:
         check_lora(lora_request)
         require_nothing(options)
         llm = self._llm
-        (read,) = llm.open_reader().read_all([prompt], [ours(params)], priority, "raise")
+        (read,) = llm.open_reader().read_all([prompt], [llm.params(params)], priority, "raise")
         if self._call is None or llm._calls.latest is not self._call:
             self._call, self._running = llm._calls.begin(), {}
         if any(name == request_id for name, *_ in self._running.values()):
