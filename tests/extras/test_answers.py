@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.assets import demo_model_path
 
 CATEGORIES = {
     "simple_python": 90,
@@ -82,7 +84,6 @@ def outcome(completion: Any, tools: list[dict[str, Any]]) -> str:
         return "cut"
     assert completion.parse_error is None
     assert completion.tool_calls
-    jsonschema = pytest.importorskip("jsonschema")
     schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
     for call in completion.tool_calls:
         jsonschema.validate(
