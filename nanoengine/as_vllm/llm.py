@@ -69,7 +69,7 @@ def answers_of(overrides: Any) -> tuple[str, str] | None:
     return None
 
 
-PLAIN, UNPROCESSED = PoolingParams(), SamplingParams()
+PLAIN, PLAIN_POOLING = SamplingParams(), PoolingParams()
 
 PROCESSING = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
@@ -83,13 +83,14 @@ def require_raw(params: Any) -> None:
     """Raises RequestError for parameters whose processed logprobs are not the raw ones, which are
     the only ones here."""
     for one in params if isinstance(params, list) else [params]:
-        found = {name: getattr(one, name) for name in PROCESSING} | {"top_k": max(one.top_k, 0)}
-        for name, value in found.items():
-            if one.logprobs is not None and value not in (getattr(UNPROCESSED, name), (), {}):
-                raise RequestError(
-                    f"logprobs are those of the model's own logits, and with {name}={value!r} those"
-                    " of logprobs_mode='processed_logprobs' are others: leave one of them out"
-                )
+        values = [(name, getattr(one, name)) for name in PROCESSING]
+        changed = [name for name, value in values if value not in (getattr(PLAIN, name), (), {})]
+        changed += ["top_k"] if one.top_k > 0 else []
+        if changed and one.logprobs is not None:
+            raise RequestError(
+                f"logprobs are those of the model's own logits, and with {', '.join(changed)} those"
+                " of logprobs_mode='processed_logprobs' are others: leave one of them out"
+            )
 
 
 class VLLM(LLM):
@@ -97,7 +98,7 @@ class VLLM(LLM):
 
     def __init__(self, model: str, **options: Any) -> None:
         self._answers = answers_of(options.get("hf_overrides"))
-        self._pooler, self._task = PLAIN, None
+        self._pooler, self._task = PLAIN_POOLING, None
         if self._answers:
             del options["hf_overrides"]
         self._wants_processed = options.get("logprobs_mode") == "processed_logprobs"
@@ -137,7 +138,7 @@ class VLLM(LLM):
         if not isinstance(pooling_params, PoolingParams | None):
             told = f"pooling_params must be one PoolingParams for all, got {pooling_params!r}"
             raise RequestError(told)
-        given, cut = dataclasses.asdict(pooling_params or PLAIN), {}
+        given, cut = dataclasses.asdict(pooling_params or PLAIN_POOLING), {}
         if (options.get("tokenization_kwargs") or {}).keys() == {"truncate_prompt_tokens"}:
             cut = options.pop("tokenization_kwargs")
         given = {name: value for name, value in given.items() if value is not None} | cut
