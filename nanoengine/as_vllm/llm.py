@@ -19,11 +19,7 @@ from nanoengine.as_vllm.outputs import VLLMBeams, VLLMOutput, beams, request_out
 from nanoengine.as_vllm.params import VLLMParams, VLLMPooler, ours
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.errors import RequestError
-from nanoengine.features.pooled_outputs import (
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringRequestOutput,
-)
+from nanoengine.features.pooled_outputs import PoolingOutput, ScoringRequestOutput
 from nanoengine.llm import LLM
 from nanoengine.llm_calls import check_lora
 from nanoengine.outputs import OutputBuilder, OutputKind
@@ -73,7 +69,7 @@ def answers_of(overrides: Any) -> tuple[str, str] | None:
     return None
 
 
-PLAIN, UNPROCESSED = PoolingParams(), SamplingParams()
+PLAIN, PLAIN_POOLING = SamplingParams(), PoolingParams()
 
 PROCESSING = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
@@ -87,13 +83,14 @@ def require_raw(params: Any) -> None:
     """Raises RequestError for parameters whose processed logprobs are not the raw ones, which are
     the only ones here."""
     for one in params if isinstance(params, list) else [params]:
-        found = {name: getattr(one, name) for name in PROCESSING} | {"top_k": max(one.top_k, 0)}
-        for name, value in found.items():
-            if one.logprobs is not None and value not in (getattr(UNPROCESSED, name), (), {}):
-                raise RequestError(
-                    f"logprobs are those of the model's own logits, and with {name}={value!r} those"
-                    " of logprobs_mode='processed_logprobs' are others: leave one of them out"
-                )
+        values = [(name, getattr(one, name)) for name in PROCESSING]
+        changed = [name for name, value in values if value not in (getattr(PLAIN, name), (), {})]
+        changed += ["top_k"] if one.top_k > 0 else []
+        if changed and one.logprobs is not None:
+            raise RequestError(
+                f"logprobs are those of the model's own logits, and with {', '.join(changed)} those"
+                " of logprobs_mode='processed_logprobs' are others: leave one of them out"
+            )
 
 
 class VLLM(LLM):
@@ -101,16 +98,17 @@ class VLLM(LLM):
 
     def __init__(self, model: str, **options: Any) -> None:
         self._answers = answers_of(options.get("hf_overrides"))
-        self._pooler, self._task = PLAIN, None
+        self._pooler, self._task = PLAIN_POOLING, None
         if self._answers:
             del options["hf_overrides"]
         self._wants_processed = options.get("logprobs_mode") == "processed_logprobs"
         if self._wants_processed:
             del options["logprobs_mode"]
         for name in ("pooler_config", "override_pooler_config"):
-            if isinstance(pooler := options.get(name), VLLMPooler):
+            pooler = options.pop(name, None)
+            if pooler is not None:
+                pooler = VLLMPooler(**pooler) if isinstance(pooler, dict) else pooler
                 self._pooler, self._task = pooler.ours(), pooler.task
-                del options[name]
         if options.get("logits_processors"):
             from nanoengine.as_vllm.processors import stages
 
@@ -127,10 +125,20 @@ class VLLM(LLM):
         """An LLM of an EngineArgs."""
         return cls(**dataclasses.asdict(engine_args))
 
+    def params(self, given: Any) -> Any:
+        """Parameters of a call as `LLM.generate` takes them."""
+        found = ours(given)
+        if self._wants_processed:
+            require_raw(found or self.default_sampling_params)
+        return found
+
     def _pool(
         self, ask: Any, prompts: Any, pooling_params: Any = None, **options: Any
     ) -> list[Any]:
-        given, cut = dataclasses.asdict(pooling_params or PLAIN), {}
+        if not isinstance(pooling_params, PoolingParams | None):
+            told = f"pooling_params must be one PoolingParams for all, got {pooling_params!r}"
+            raise RequestError(told)
+        given, cut = dataclasses.asdict(pooling_params or PLAIN_POOLING), {}
         if (options.get("tokenization_kwargs") or {}).keys() == {"truncate_prompt_tokens"}:
             cut = options.pop("tokenization_kwargs")
         given = {name: value for name, value in given.items() if value is not None} | cut
@@ -139,10 +147,16 @@ class VLLM(LLM):
 
     def encode(
         self, prompts: Any, pooling_params: Any = None, *, pooling_task: Any = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
-        """The numbers of `embed` or `classify` as tensors; with token_..., those of each token."""
+    ) -> list[Any]:
+        """The numbers of `embed` or `classify` as tensors; with token_..., those of each token.
+
+        Args:
+            pooling_task: None: as `embed`, which this was in vLLM 0.6.
+        """
         import torch
 
+        if pooling_task is None:
+            return self.embed(prompts, pooling_params=pooling_params, **options)
         ask = functools.partial(self._pools.encode, pooling_task)
         found = self._pool(ask, prompts, pooling_params, **options)
         return [
@@ -173,9 +187,7 @@ class VLLM(LLM):
         ids = options.pop("prompt_token_ids", None)
         if (prompts is None) == (ids is None):
             raise RequestError("give prompts, or prompt_token_ids in their place")
-        prompts, params = ids if prompts is None else prompts, ours(sampling_params)
-        if self._wants_processed:
-            require_raw(params or self.default_sampling_params)
+        prompts, params = ids if prompts is None else prompts, self.params(sampling_params)
         found = super().generate(prompts, params, *args, **obeyed(options))
         failed = [output.error for output in found if output.error]
         if failed:
@@ -245,7 +257,7 @@ class VLLMEngine:
         check_lora(lora_request)
         require_nothing(options)
         llm = self._llm
-        (read,) = llm.open_reader().read_all([prompt], [ours(params)], priority, "raise")
+        (read,) = llm.open_reader().read_all([prompt], [llm.params(params)], priority, "raise")
         if self._call is None or llm._calls.latest is not self._call:
             self._call, self._running = llm._calls.begin(), {}
         if any(name == request_id for name, *_ in self._running.values()):

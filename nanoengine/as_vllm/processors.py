@@ -5,7 +5,8 @@
 
 `stages` makes stages of the engine (runner/logits.py) of what `LLM(logits_processors=...)` is
 given. Such a stage keeps the indices, as vLLM's batch does: a request that ends leaves a gap, a new
-one fills it, and moves bring the others to the rows that they have in a step.
+one fills it, and moves bring the others to the rows that they have in a step. What a grammar drafts
+is a request for that step: an edit must follow from parameters, prompt and output alone.
 """
 
 from __future__ import annotations
@@ -103,20 +104,19 @@ def process_dict_updates(
     req_entries: dict[int, Any], batch_update: BatchUpdate | None, new_state: Callable[..., Any]
 ) -> bool:
     """Brings a dict by index up to date; `new_state` gives an entry or None, of parameters, prompt
-    and output ids. Returns whether something has changed."""
+    and output ids. Returns whether something may have changed."""
     if batch_update is None:
         return False
-    before = dict(req_entries)
     for index in batch_update.removed:
         req_entries.pop(index, None)
     for index, *request in batch_update.added:
         req_entries[index] = new_state(*request)
     for start, end, _ in batch_update.moved:
-        moving = {end: req_entries.pop(start, None), start: req_entries.pop(end, None)}
-        req_entries.update(moving)
+        found = req_entries.get(start), req_entries.get(end)
+        req_entries[end], req_entries[start] = found
     for index in [index for index, entry in req_entries.items() if entry is None]:
         del req_entries[index]
-    return before != req_entries
+    return True
 
 
 def stages(given: Iterable[Any], device: str | None) -> list[Any]:
@@ -153,12 +153,12 @@ class Batched:
     """A stage around an object of a processor's class.
 
     Attributes:
-        requests: by index; None: a gap.
+        requests: those of the step before, by index.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self.processor = processor
-        self.requests: list[Request | None] = []
+        self.requests: list[Request] = []
 
     def admit(self, sequence: AdmittedSequence) -> Request:
         """Every row has a state: the processor sees all requests."""
@@ -174,19 +174,18 @@ class Batched:
     def _arrange(self, states: Sequence[Request]) -> BatchUpdate | None:
         """Brings each request to the index that it has among `states`."""
         held = set(states)
-        before, old = [one if one in held else None for one in self.requests], self.requests
-        now, added, moved = list(before), [], []
-        for state in held.difference(before):
+        now, added, moved = [one if one in held else None for one in self.requests], [], []
+        for state in held.difference(self.requests):
             index = now.index(None) if None in now else len(now)
             now[index : index + 1] = [state]
             added.append((index, state.params, state.prompt, state.output))
-        removed = [i for i, one in enumerate(now) if one is None and old[i] is not None]
+        removed = [i for i, one in enumerate(now) if one is None]
         for end, state in enumerate(states):
             start = now.index(state)
             if start != end:
                 way = "UNIDIRECTIONAL" if now[end] is None else "SWAP"
                 moved.append((start, end, MoveDirectionality[way]))
                 now[start], now[end] = now[end], state
-        self.requests = now[: len(states)]
+        self.requests = list(states)
         changed = removed or added or moved
         return BatchUpdate(len(states), removed, added, moved) if changed else None

@@ -34,9 +34,15 @@ KINDS = {
 }
 _PARAMS = (*(one.name for one in dataclasses.fields(PoolingParams)), *POOLING_PARAMS)
 _PAIR = ("answers", "template")
+TEXTS = {
+    **dict.fromkeys(("queries", "data_1"), "text_1"),
+    **dict.fromkeys(("documents", "items", "data_2"), "text_2"),
+}
+"""Other names of what a score is of. Source: vLLM's score requests."""
+
 BODY = {
     "embedding": ("model", "input", "encoding_format", *_PARAMS),
-    "score": ("model", "text_1", "text_2", *_PAIR, *_PARAMS),
+    "score": ("model", "text_1", "text_2", *TEXTS, *_PAIR, *_PARAMS),
     "rerank": ("model", "query", "documents", "top_n", *_PAIR, *_PARAMS),
 }
 """Fields of a body, in the order in which a message names them."""
@@ -53,6 +59,8 @@ def read(
         RequestError: a field is missing or wrong.
     """
     names = {"embedding": ("input",), "score": ("text_1", "text_2")}
+    if kind == "score":
+        body = {TEXTS.get(name, name): value for name, value in body.items()}
     for name in names.get(kind, ("query", "documents")):
         if name not in body:
             raise RequestError(f"the body has no {name}; {nearest(name, list(body))}")

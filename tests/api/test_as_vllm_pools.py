@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def test_encode_gives_tensors(llm: VLLM) -> None:
         assert one.outputs.data.shape == (len(one.prompt_token_ids), 3)
         assert one.outputs.data.dtype == torch.float32
     with pytest.raises(RequestError, match="pooling_task must be one of"):
-        llm.encode(TEXTS)
+        llm.encode(TEXTS, pooling_task="plugin")
+    old = llm.encode(TEXTS, **QUIET)
+    assert [one.outputs.embedding for one in old] == wanted.tolist()
 
 
 def test_a_prompt_is_cut_by_an_argument_of_the_tokenizer(llm: VLLM) -> None:
@@ -61,7 +64,8 @@ def test_a_prompt_is_cut_by_an_argument_of_the_tokenizer(llm: VLLM) -> None:
 def test_a_pooler_config_is_what_calls_begin_with(path: Path, llm: VLLM, name: str) -> None:
     config = VLLMPooler(pooling_type="MEAN", use_activation=False, task="embed")
     mean, raw = PoolingParams(pooling="mean"), PoolingParams(pooling="mean", use_activation=False)
-    with VLLM(str(path), num_gpu_blocks_override=64, **{name: config}) as other:
+    given = config if name == "pooler_config" else dataclasses.asdict(config)
+    with VLLM(str(path), num_gpu_blocks_override=64, **{name: given}) as other:
         assert other.embed(TEXTS, **QUIET)[0].outputs == (
             llm.embed(TEXTS, pooling_params=raw, **QUIET)[0].outputs
         )
@@ -100,6 +104,11 @@ def test_a_reranker_is_named_by_overrides(path: Path, llm: VLLM, how: dict[str, 
             VLLM(str(path), hf_overrides=wrong)
 
 
+def test_parameters_are_one_for_all(llm: VLLM) -> None:
+    with pytest.raises(RequestError, match="one PoolingParams for all"):
+        llm.embed(TEXTS, pooling_params=[PoolingParams()] * 2)
+
+
 def test_vectors_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     print_embeddings([[0.5, 1.0], [2.0, 3.0]], prefix="Rows")
     print_embeddings([1.0, 2.0, 3.0, 4.0, 5.0])
@@ -122,5 +131,7 @@ def test_processed_logprobs_are_given_where_they_are_the_raw_ones(path: Path) ->
             processed = VLLMParams(max_tokens=2, logprobs=0, **changed)
             with pytest.raises(RequestError, match=next(iter(changed))):
                 llm.generate(["a", "b"], [plain, processed], **QUIET)
+            with pytest.raises(RequestError, match=next(iter(changed))):
+                llm.llm_engine.add_request("x", "a", processed)
     with pytest.raises(ConfigError, match="logprobs_mode"):
         VLLM(str(path), logprobs_mode="raw_logits")

@@ -20,6 +20,7 @@ from nanoengine.as_vllm.processors import (
     Batched,
     BatchUpdate,
     LogitsProcessor,
+    MoveDirectionality,
     Request,
     process_dict_updates,
 )
@@ -43,6 +44,11 @@ class Recorder(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is not None:
             self.size, self.changes = batch_update.batch_size, self.changes + 1
+            held = self.told.keys() - set(batch_update.removed)
+            held |= {index for index, *_ in batch_update.added}
+            for start, end, way in batch_update.moved:
+                assert start in held and (end in held) == (way is MoveDirectionality.SWAP)
+                held = held | {end} if end in held else held - {start} | {end}
         process_dict_updates(self.told, batch_update, lambda params, prompt, output: output)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nanoengine import LLM
 from nanoengine.assets import demo_model_path
 from tests.support.as_vllm import run_apart
 
@@ -113,6 +114,50 @@ def test_langchain_generates(tmp_path: Path) -> None:
     found = json.loads(run_program(tmp_path, LANGCHAIN).splitlines()[-1])
     assert len(found) == 2
     assert all(text.strip() and "." not in text for text in found)
+
+
+MTEB = """
+import json, sys
+import mteb
+from datasets import Dataset, DatasetDict
+from mteb.abstasks.sts import AbsTaskSTS
+from mteb.abstasks.task_metadata import TaskMetadata
+from mteb.models.vllm_wrapper import VllmEncoderWrapper
+
+FIRST = ["Tom had a dog.", "A red bird sang.", "The cat slept.", "Once upon a time"]
+SECOND = ["Tom had a cat.", "The bird was red.", "He ran to the park.", "Long ago"]
+
+class Pairs(AbsTaskSTS):
+    min_score, max_score = 0, 5
+    metadata = TaskMetadata(
+        name="Pairs", dataset={"path": "own/pairs", "revision": "1"}, description="Pairs.",
+        type="STS", category="t2t", modalities=["text"], eval_splits=["test"], reference=None,
+        eval_langs=["eng-Latn"], main_score="cosine_spearman", date=("2020-01-01", "2020-01-02"),
+        domains=["Fiction"], task_subtypes=None, license="mit", annotations_creators="derived",
+        dialect=[], sample_creation="created", bibtex_citation="",
+    )
+    def load_data(self, *args, **options):
+        rows = {"sentence1": FIRST, "sentence2": SECOND, "score": json.loads(sys.argv[2])}
+        self.dataset = DatasetDict({"test": Dataset.from_dict(rows)})
+        self.data_loaded = True
+
+model = VllmEncoderWrapper(sys.argv[1], max_model_len=256)
+found = mteb.evaluate(model, [Pairs()], cache=None).task_results[0]
+print("FOUND", found.scores["test"][0]["main_score"])
+"""
+
+
+@pytest.mark.extra
+def test_mteb_evaluates_vectors(tmp_path: Path) -> None:
+    """Ranks of the cosines of `LLM.embed`, given as what people said, are met wholly."""
+    pytest.importorskip("mteb")
+    first = ["Tom had a dog.", "A red bird sang.", "The cat slept.", "Once upon a time"]
+    second = ["Tom had a cat.", "The bird was red.", "He ran to the park.", "Long ago"]
+    with LLM(MODEL) as llm:
+        scores = [one.outputs.score for one in llm.score(first, second, use_tqdm=False)]
+    for asked, wanted in ((scores, 1.0), ([-one for one in scores], -1.0)):
+        out = run_program(tmp_path, MTEB, json.dumps(asked))
+        assert float(re.findall("FOUND (.*)", out)[0]) == pytest.approx(wanted)
 
 
 WHO = ("The little dog", "A red bird", "Tom", "The old cat")

@@ -138,7 +138,8 @@ def test_layers_of_another_form_are_refused(tmp_path):
 def test_a_chat_template_joins_a_pair(tmp_path):
     make_pooled(tmp_path, "lm")
     words, pair = ("n", "y"), ("a dog", "the {query} cat")
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} | {% endfor %}?"
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} | {% endfor %}"
+    template += "{% if add_generation_prompt %}!{% endif %}?"
     with LLM(tmp_path, **OPTIONS) as llm:
         (found,) = llm.score(*pair, answers=words, chat_template=template, use_tqdm=False)
         text = f"query: {pair[0]} | document: {pair[1]} | ?"

@@ -210,7 +210,7 @@ def test_a_reader_without_a_model_knows_no_vectors():
 def test_vectors_and_scores_are_verified_and_checked_without_a_run(run, model, capsys):
     rows = [
         row("/v1/embeddings", "a", input=TEXTS[:2]),
-        row("/v1/score", "b", text_1=TEXTS[0], text_2=TEXTS[1:]),
+        row("/v1/score", "b", queries=TEXTS[0], documents=TEXTS[1:]),
         row("/v1/embeddings", "c", input="x" * 5000),
     ]
     assert run(model, rows, "--verify", "9")[0] == 1, "a row has failed"
