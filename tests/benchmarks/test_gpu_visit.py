@@ -29,6 +29,8 @@ pytestmark = [
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
+LACKED = absent([*NEEDED, *gpu_visit.PACKAGES])
+"""What is installed here and may be missing where a visit goes."""
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +42,10 @@ def compiled(tmp_path_factory):
 @pytest.mark.parametrize("visit", ["1", "2", "3"])
 def test_every_part_runs(compiled, tmp_path, visit):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    code = f"import runpy, sys; sys.modules.update(dict.fromkeys({LACKED}));"
+    code += " runpy.run_module('tests.support.emulated_visit', run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.emulated_visit", visit], cwd=ROOT,
+        [sys.executable, "-c", code, visit], cwd=ROOT,
         env=env | {"OUT": str(tmp_path), "TRITON_CACHE_DIR": str(compiled)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -68,8 +72,7 @@ def test_every_part_runs(compiled, tmp_path, visit):
 
 def test_the_tests_for_a_gpu_need_no_package_that_a_visit_lacks():
     """What the preparation unpacks is enough."""
-    blocked = absent([*NEEDED, *gpu_visit.PACKAGES])
-    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import pytest; "
+    code = f"import sys; sys.modules.update(dict.fromkeys({LACKED})); import pytest; "
     code += "sys.exit(pytest.main(['tests/gpu', '--collect-only', '-qp', 'no:cacheprovider']))"
     env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
