@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.suite import gpu_visit
 from benchmarks.suite.gpu import parts as gpu_parts
@@ -109,7 +110,9 @@ def test_a_part_that_crashes_or_hangs_costs_itself_alone(odd_parts, monkeypatch,
         lambda path, report: (seen.append([*report["parts"]]), write(path, report)),
     )
     started = time.monotonic()
-    gpu_visit.main("1")
+    with pytest.raises(SystemExit) as ended:
+        gpu_visit.main("1")
+    assert ended.value.code == 1
     assert time.monotonic() - started < 60
     assert seen == [["crash", "hang", "missing", "fine"][: n + 1] for n in range(4)]
     summary = json.loads((odd_parts / "summary.json").read_text())
@@ -126,8 +129,22 @@ def test_a_part_that_crashes_or_hangs_costs_itself_alone(odd_parts, monkeypatch,
 
 
 def test_parts_by_name(odd_parts):
-    gpu_visit.main("1", "fine")
+    with pytest.raises(SystemExit) as ended:
+        gpu_visit.main("1", "fine")
+    assert ended.value.code == 0
     assert list(json.loads((odd_parts / "summary.json").read_text())["parts"]) == ["fine"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_nothing_seems_to_pass(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        gpu_visit.main("1")
+    assert ended.value.code == 1
+    parts = json.loads((tmp_path / "summary.json").read_text())["parts"]
+    stack, *others = parts.values()
+    assert stack["failed"] == "exit code 1"
+    assert {part["failed"] for part in others} == {"not run: torch finds no GPU, see stack.txt"}
 
 
 @pytest.mark.parametrize("asked", [["4"], [""], ["1", "report", "rapport"]])
