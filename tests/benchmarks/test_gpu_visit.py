@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.suite import gpu_visit
 from benchmarks.suite.gpu import parts as gpu_parts
@@ -29,6 +30,8 @@ pytestmark = [
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
+LACKED = absent([*NEEDED, *gpu_visit.PACKAGES])
+"""What is installed here and may be missing where a visit goes."""
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +43,10 @@ def compiled(tmp_path_factory):
 @pytest.mark.parametrize("visit", ["1", "2", "3"])
 def test_every_part_runs(compiled, tmp_path, visit):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    code = f"import runpy, sys; sys.modules.update(dict.fromkeys({LACKED}));"
+    code += " runpy.run_module('tests.support.emulated_visit', run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.emulated_visit", visit], cwd=ROOT,
+        [sys.executable, "-c", code, visit], cwd=ROOT,
         env=env | {"OUT": str(tmp_path), "TRITON_CACHE_DIR": str(compiled)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -68,8 +73,7 @@ def test_every_part_runs(compiled, tmp_path, visit):
 
 def test_the_tests_for_a_gpu_need_no_package_that_a_visit_lacks():
     """What the preparation unpacks is enough."""
-    blocked = absent([*NEEDED, *gpu_visit.PACKAGES])
-    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import pytest; "
+    code = f"import sys; sys.modules.update(dict.fromkeys({LACKED})); import pytest; "
     code += "sys.exit(pytest.main(['tests/gpu', '--collect-only', '-qp', 'no:cacheprovider']))"
     env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
@@ -106,7 +110,9 @@ def test_a_part_that_crashes_or_hangs_costs_itself_alone(odd_parts, monkeypatch,
         lambda path, report: (seen.append([*report["parts"]]), write(path, report)),
     )
     started = time.monotonic()
-    gpu_visit.main("1")
+    with pytest.raises(SystemExit) as ended:
+        gpu_visit.main("1")
+    assert ended.value.code == 1
     assert time.monotonic() - started < 60
     assert seen == [["crash", "hang", "missing", "fine"][: n + 1] for n in range(4)]
     summary = json.loads((odd_parts / "summary.json").read_text())
@@ -123,8 +129,22 @@ def test_a_part_that_crashes_or_hangs_costs_itself_alone(odd_parts, monkeypatch,
 
 
 def test_parts_by_name(odd_parts):
-    gpu_visit.main("1", "fine")
+    with pytest.raises(SystemExit) as ended:
+        gpu_visit.main("1", "fine")
+    assert ended.value.code == 0
     assert list(json.loads((odd_parts / "summary.json").read_text())["parts"]) == ["fine"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_nothing_seems_to_pass(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        gpu_visit.main("1")
+    assert ended.value.code == 1
+    parts = json.loads((tmp_path / "summary.json").read_text())["parts"]
+    stack, *others = parts.values()
+    assert stack["failed"] == "exit code 1"
+    assert {part["failed"] for part in others} == {"not run: torch finds no GPU, see stack.txt"}
 
 
 @pytest.mark.parametrize("asked", [["4"], [""], ["1", "report", "rapport"]])
