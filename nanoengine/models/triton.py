@@ -14,8 +14,6 @@ has such layers.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from nanoengine.attention.base import AttentionBackend
@@ -106,15 +104,16 @@ class TritonKernels(Kernels):
                 if TritonExperts.takes(mlp.experts):
                     mlp.routed = TritonExperts(mlp.gate, mlp.experts)
         if model.config.states is not None:
-            from nanoengine.layers import triton_states
+            from nanoengine.layers.triton_states import TritonConv, TritonDelta
             from nanoengine.models.states import GatedDeltaNet
 
             for mixer in model.state_layers:
                 if isinstance(mixer, GatedDeltaNet):
-                    mixer.one_token_each = triton_states.TritonDeltaSteps(mixer.plan, mixer.conv1d)
-                    mixer.through_chunks = triton_states.through_chunks
+                    kernel = TritonDelta(mixer.plan, mixer.conv1d)
                 else:
-                    mixer.conv_step = functools.partial(triton_states.conv_step, mixer.conv)
+                    kernel = TritonConv(mixer.conv)
+                mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan
+                mixer.graph_safe = True
 
 
 def norm_warps(size: int) -> int:

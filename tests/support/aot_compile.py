@@ -30,15 +30,16 @@ from triton.runtime.jit import create_function_from_signature
 
 from nanoengine.attention import triton as backend_module
 from nanoengine.attention.base import HeadNormWeights
+from nanoengine.attention.batch import Pieces, StateWave
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
 from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling, triton_states
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.layers import triton_experts, triton_linear
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import DeltaInputs, DeltaTokens, scan
+from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
 from nanoengine.layers.triton_experts import TritonExperts
-from nanoengine.layers.triton_states import TritonDeltaSteps, through_chunks
+from nanoengine.layers.triton_states import TritonDelta
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
@@ -175,12 +176,12 @@ def run_states(dtype):
         context=make_context(dtype),
     )  # fmt: skip
     conv.bind(states[:, -3 * plan.channels :])
-    slots, gates = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 32)
-    qkv = torch.zeros(1, plan.channels, dtype=dtype)
-    TritonDeltaSteps(plan, conv)(DeltaTokens(qkv, gates, gates, states, slots, slots))
-    heads = torch.zeros(100, 32, 128)
-    inputs = DeltaInputs(heads, heads, heads, torch.zeros(100, 32), torch.zeros(100, 32))
-    scan(inputs, torch.zeros(32, 128, 128), 0, through_chunks)
+    slots, gates = torch.zeros(1, dtype=torch.int64), torch.zeros(100, 32)
+    qkv, delta = torch.zeros(100, plan.channels, dtype=dtype), TritonDelta(plan, conv)
+    delta.step(DeltaTokens(qkv[:1], gates[:1], gates[:1], states, slots, slots))
+    pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
+    delta.scan(DeltaSpans(qkv, gates, gates, states, wave), torch.zeros(100, 32, 128))
 
 
 def bind(kernel, args, options, backend):

@@ -556,6 +556,7 @@ class EmulatedGPU:
         for owner, name, value in (
             (InterpretedFunction, "run", run),
             (torch.Tensor, "is_pinned", lambda t, device=None: self.is_pinned(t)),
+            (torch.Tensor, "contiguous", made_contiguous(torch.Tensor.contiguous)),
             (torch, "tensor", made_on_host(torch.tensor)),
             (torch, "as_tensor", made_on_host(torch.as_tensor)),
         ):
@@ -579,6 +580,18 @@ def with_index(value: Any) -> Any:
 
 def unwrapped(value: Any) -> Any:
     return value.held if isinstance(value, GPUTensor) else value
+
+
+def made_contiguous(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Tensor.contiguous copies by torch's own kernel for the device, past all dispatch."""
+
+    @functools.wraps(original)
+    def made(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        if not isinstance(tensor, GPUTensor) or tensor.is_contiguous(**options):
+            return original(tensor, **options)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA).copy_(tensor)
+
+    return made
 
 
 def made_on_host(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
