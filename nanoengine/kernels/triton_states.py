@@ -174,65 +174,75 @@ def conv_keep_kernel(
 
 
 @triton.jit
-def _unit(x):
-    """Rows of length 1."""
-    return x / tl.sqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+def _activated(x, mask):
+    return _silu(tl.load(x, mask=mask, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def delta_chunks_kernel(
     read, recalls, write, values, attended, forget, mixed, decay, beta, pieces,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    P: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    P: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """What each piece does to a head's matrix, as `delta_rule.Chunks` has it, but by tokens: read,
     recalls and write [T, H, E], values [T, H, V], attended [T, H, P]; forget [pieces, H]. Grid:
     [pieces, H].
 
-    mixed, decay, beta, KEYS as in `delta_step_kernel`.
+    mixed, decay and beta as in `delta_step_kernel`. Keys and values pass through registers in
+    slices of K, twice: a product of keys is as good before they get length 1 as behind it.
     """
     piece, head = pieces + tl.program_id(0) * PIECE, tl.program_id(1)
-    start, end = tl.load(piece), tl.load(piece + 1)
-    local, keys = tl.arange(0, P), tl.arange(0, KEYS)
+    start, end, local = tl.load(piece), tl.load(piece + 1), tl.arange(0, P)
     tokens = start + local
-    live, in_key = tokens < end, keys < KEY
+    live, gates = tokens < end, tokens * VALUE_HEADS + head
+    queries = mixed + tokens[:, None] * (2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE)
+    queries += head // (VALUE_HEADS // KEY_HEADS) * KEY
+    keys, vs = queries + KEY_HEADS * KEY, queries + 2 * KEY_HEADS * KEY
+    vs += head * VALUE - head // (VALUE_HEADS // KEY_HEADS) * KEY
+    q_length, k_length = tl.full([P], 1e-6, tl.float32), tl.full([P], 1e-6, tl.float32)
+    system, pairs = tl.full([P, P], 0, tl.float32), tl.full([P, P], 0, tl.float32)
+    for first in range(0, KEY, K):
+        at = (first + tl.arange(0, K))[None, :]
+        inside = live[:, None] & (at < KEY)
+        q, k = _activated(queries + at, inside), _activated(keys + at, inside)
+        q_length += tl.sum(q * q, 1)
+        k_length += tl.sum(k * k, 1)
+        system = tl.dot(k, tl.trans(k), system, input_precision="tf32x3")
+        pairs = tl.dot(q, tl.trans(k), pairs, input_precision="tf32x3")
+    q_scale, k_scale = 1 / tl.sqrt(q_length * KEY), 1 / tl.sqrt(k_length)
     # Why zeros do no harm: a token without key, decay and beta neither reads nor changes anything.
-    gates = tokens * VALUE_HEADS + head
     since = tl.cumsum(tl.load(decay + gates, mask=live, other=0.0), 0)
     learns = tl.load(beta + gates, mask=live, other=0.0)
     last = tl.min(since, 0)  # decays are at most 0
+    tl.store(forget + tl.program_id(0) * VALUE_HEADS + head, tl.exp(last))
     row, column = local[:, None], local[None, :]
     between = tl.exp(tl.where(row >= column, since[:, None] - since[None, :], float("-inf")))
-    own = mixed + tokens[:, None] * (2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE)
-    inside = live[:, None] & in_key[None, :]
-    at = (head // (VALUE_HEADS // KEY_HEADS) * KEY + keys)[None, :]
-    cells = gates[:, None] * KEY + keys[None, :]
-    k = tl.load(own + KEY_HEADS * KEY + at, mask=inside, other=0.0).to(tl.float32)
-    k = _unit(_silu(k))
-    tl.store(write + cells, k * tl.exp(last - since)[:, None], mask=inside)
-    tl.store(forget + tl.program_id(0) * VALUE_HEADS + head, tl.exp(last))
-    system = tl.dot(k, tl.trans(k), input_precision="tf32x3") * learns[:, None] * between
-    q = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
-    q = _unit(_silu(q)) / tl.sqrt(KEY * 1.0)
-    pairs = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between
-    tl.store(attended + gates[:, None] * P + column, pairs, mask=live[:, None])
-    tl.store(read + cells, q * tl.exp(since)[:, None], mask=inside)
+    between *= k_scale[None, :]
+    cells = gates[:, None] * P + column
+    tl.store(attended + cells, pairs * between * q_scale[:, None], mask=live[:, None])
     # The inverse of the system, row by row: each takes from its own the rows above it.
-    inverse = tl.where(row > column, -system, 0.0)
+    system = tl.where(row > column, -system * between * (learns * k_scale)[:, None], 0.0)
     for solved in range(1, P):
-        line = tl.sum(tl.where(row == solved, inverse, 0.0), 0)
-        line += tl.sum(tl.reshape(line, [P, 1]) * inverse, 0)
-        inverse = tl.where(row == solved, line[None, :], inverse)
-    inverse = tl.where(row == column, 1.0, inverse)
-    recalled = tl.dot(inverse, k * (learns * tl.exp(since))[:, None], input_precision="tf32x3")
-    tl.store(recalls + cells, recalled, mask=inside)
-    for first in range(0, VALUE, WIDTH):
-        columns = first + tl.arange(0, WIDTH)
-        inside = live[:, None] & (columns < VALUE)[None, :]
-        place = 2 * KEY_HEADS * KEY + head * VALUE + columns
-        v = tl.load(own + place[None, :], mask=inside, other=0.0).to(tl.float32)
-        v = tl.dot(inverse, _silu(v) * learns[:, None], input_precision="tf32x3")
-        tl.store(values + gates[:, None] * VALUE + columns[None, :], v, mask=inside)
+        line = tl.sum(tl.where(row == solved, system, 0.0), 0)
+        line += tl.sum(line[:, None] * system, 0)
+        system = tl.where(row == solved, line[None, :], system)
+    inverse = tl.where(row == column, 1.0, system)
+    to_recalls, to_write = k_scale * learns * tl.exp(since), k_scale * tl.exp(last - since)
+    to_read = q_scale * tl.exp(since)
+    for first in range(0, KEY, K):
+        at = (first + tl.arange(0, K))[None, :]
+        inside, places = live[:, None] & (at < KEY), gates[:, None] * KEY + at
+        tl.store(read + places, _activated(queries + at, inside) * to_read[:, None], mask=inside)
+        k = _activated(keys + at, inside)
+        tl.store(write + places, k * to_write[:, None], mask=inside)
+        k = tl.dot(inverse, k * to_recalls[:, None], input_precision="tf32x3")
+        tl.store(recalls + places, k, mask=inside)
+    for first in range(0, VALUE, K):
+        at = (first + tl.arange(0, K))[None, :]
+        inside = live[:, None] & (at < VALUE)
+        v = _activated(vs + at, inside) * learns[:, None]
+        v = tl.dot(inverse, v, input_precision="tf32x3")
+        tl.store(values + gates[:, None] * VALUE + at, v, mask=inside)
 
 
 @triton.jit

@@ -20,13 +20,13 @@ from nanoengine.layers.delta_rule import CHUNK, DeltaSpans, DeltaTokens
 
 CONV_WIDTH = 512
 """Channels of a token that one program takes: 4 a thread, 16 bytes of a float32 state."""
-TILE_WIDTH = 64
-"""Channels of a piece, or columns of its values, that one program holds: 32 numbers a thread."""
+TILE_WIDTH = 32
+"""Channels of a piece that one program takes: 16 numbers a thread."""
 STEP_WIDTH = 32
 """Columns of a matrix that one program of a step holds, with all of its rows: 16 KiB of 128."""
 SCAN_WIDTH, SCAN_KEYS = 32, 16
-"""Columns that a program takes through all pieces, and rows of them in registers at once: with
-twice as many it takes all 255 registers of a thread."""
+"""Columns that a program takes through all pieces, and how many keys are in registers at once: with
+twice as many a program takes all 255 registers of a thread."""
 
 
 def width_of(size: int, most: int) -> int:
@@ -123,8 +123,7 @@ class TritonDelta:
         kernels.delta_chunks_kernel[(len(pieces), heads)](
             *parts, mixed, decay.contiguous(), beta.contiguous(), pieces,
             KEY_HEADS=plan.num_key_heads, VALUE_HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
-            KEYS=max(16, triton.next_power_of_2(key)), WIDTH=width_of(value, TILE_WIDTH),
-            num_warps=8, num_stages=1,
+            K=SCAN_KEYS, num_warps=4, num_stages=1,
         )  # fmt: skip
         width = width_of(value, SCAN_WIDTH)
         kernels.delta_scan_kernel[(len(firsts) - 1, heads, triton.cdiv(value, width))](
