@@ -42,6 +42,7 @@ class TritonConv:
 
     def step(self, x: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor) -> torch.Tensor:
         """See `CausalConv.step`."""
+        assert reads.stride() == writes.stride() == (1,), "slots must be contiguous"
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         width = width_of(x.shape[1], CONV_WIDTH)
         kernels.conv_step_kernel[(len(x), triton.cdiv(x.shape[1], width))](

@@ -83,9 +83,7 @@ class DecodeStep:
         from nanoengine.runner.states import decodes_are_apart
 
         numbers = np.array(plan.rows), np.array(plan.starts)
-        return decodes_are_apart(
-            rows.block_tables[-1], rows.first_state, rows.block_size, *numbers
-        )
+        return decodes_are_apart(rows.block_tables[-1], rows.first_state, rows.block_size, *numbers)
 
     def update(self, plan: StepPlan) -> None:
         """Notes which entries of block tables have changed; `load` uploads them when needed."""

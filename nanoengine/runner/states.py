@@ -77,8 +77,9 @@ def decode_wave(
 ) -> StateWave:
     """As `state_waves`, of decodes that depend on no other one, by their positions [S] and the
     state group's table [S, M], without a look at the values. Padding reads and writes slot 0."""
-    at = torch.stack(((positions - 1).clip(0), positions), 1) // block_size
-    before, writes = state_slots(table.gather(1, at).long(), first_state).unbind(1)
+    at = torch.stack(((positions - 1).clip(0), positions)) // block_size  # [2, S]
+    ids = table.expand(2, *table.shape).gather(2, at[..., None])[..., 0].long()
+    before, writes = state_slots(ids, first_state)
     reads = slots_read(before, writes, positions)
     return StateWave(tokens=slice(None), reads=reads, writes=writes)
 
@@ -87,9 +88,7 @@ def decodes_are_apart(
     table: NDArray[np.int32], first_state: int, block_size: int, rows: Ints, starts: Ints
 ) -> bool:
     """Whether none of these decodes starts from what another one writes."""
-    before, writes = _around(
-        table, first_state, block_size, rows, starts, starts // block_size
-    )
+    before, writes = _around(table, first_state, block_size, rows, starts, starts // block_size)
     return _are_apart(slots_read(before, writes, starts), writes)
 
 

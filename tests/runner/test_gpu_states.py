@@ -25,16 +25,16 @@ pytestmark = [
     ),
 ]
 FAMILIES = ["qwen3_5", "lfm2"]
-SIZES = {"max_num_seqs": 3, "max_model_len": 64, "block_size": 8, "dtype": "float32"}
+SIZES = {"max_num_seqs": 3, "max_model_len": 64, "block_size": 16, "dtype": "float32"}
 ON_GPU = {"device": "cuda", "attention_backend": "triton"}
-[SHARED] = random_prompts(1, [30], seed=3)
-PROMPTS = [SHARED[:26] + tail for tail in random_prompts(2, [7, 1], seed=4)]
+[SHARED] = random_prompts(1, [36], seed=3)
+PROMPTS = [SHARED + tail for tail in random_prompts(2, [7, 1], seed=4)]
 PROMPTS += random_prompts(2, [13, 1], seed=5)
 FORKED = SamplingParams(n=2, temperature=1.0, seed=7, max_tokens=6, ignore_eos=True)
 CASES = {
     "hits": ({"num_kv_blocks": 60}, greedy(6)),
-    "chunks": ({"num_kv_blocks": 60, "max_num_batched_tokens": 11}, greedy(6)),
-    "small": ({"num_kv_blocks": 9}, greedy(12)),
+    "chunks": ({"num_kv_blocks": 60, "max_num_batched_tokens": 21}, greedy(6)),
+    "small": ({"num_kv_blocks": 7}, greedy(12)),
     "forks": ({"num_kv_blocks": 60}, FORKED),
 }
 
@@ -70,7 +70,7 @@ def test_launches_do_not_depend_on_the_number_of_prompts(family, most):
     with EmulatedGPU() as gpu:
         for count in (1, 3):
             engine = make_engine(directory, **SIZES, **ON_GPU, num_kv_blocks=40)
-            for number, prompt in enumerate(random_prompts(count, [20, 9, 30][:count])):
+            for number, prompt in enumerate(random_prompts(count, [20, 9, 25][:count])):
                 engine.add_request(str(number), prompt, greedy(4))
             launches.append([])
             while engine.has_unfinished():
@@ -85,18 +85,19 @@ def test_launches_do_not_depend_on_the_number_of_prompts(family, most):
 
 
 def test_a_decode_that_reads_what_another_one_writes_is_no_graph():
-    """Both of block 8's last token; the second sequence has found the state that the first one is
-    to leave there, and computes one token behind it."""
+    """The second sequence has found the state that the first one is to leave behind block 0, and
+    computes one token from there on; the third is a stranger."""
+    directory = checkpoint("lfm2")
     with EmulatedGPU():
-        engine = make_engine(checkpoint("lfm2"), **SIZES, **ON_GPU, num_kv_blocks=40)
+        engine = make_engine(directory, **SIZES, **ON_GPU, num_kv_blocks=40)
         step: DecodeStep = engine.executor.graphed.step
         rows = engine.executor.rows
         rows.block_tables[-1, 0, 0] = rows.block_tables[-1, 1, 0] = 40
         rows.block_tables[-1, 1, 1], rows.block_tables[-1, 2, 0] = 41, 42
         late, apart = StepPlan(step=0), StepPlan(step=0)
         for plan, row in ((late, 1), (apart, 2)):
-            plan.add(0, 7, 1, num_logits=1)
-            plan.add(row, 8 if row == 1 else 5, 1, num_logits=1)
+            plan.add(0, 15, 1, num_logits=1)
+            plan.add(row, 17 - row, 1, num_logits=1)
         assert step.fits(apart)
         assert not step.fits(late)
         engine.close()

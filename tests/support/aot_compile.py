@@ -6,7 +6,7 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, attention, or fp8: attention over an fp8 cache. The last two have sinks.
+`what` is all, states, attention, or fp8: attention over an fp8 cache. The last two have sinks.
 """
 
 from __future__ import annotations
@@ -85,6 +85,9 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
         sinks=None if what == "all" else 1.0,
     )  # fmt: skip
     with caught_launches() as caught:
+        if what == "states":
+            run_states(dtype)
+            return caught
         backend = TritonBackend(
             device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim,
             block_size=block_size,
@@ -234,7 +237,7 @@ def report(kernel, compiled):
         "wide_copies": len(re.findall(r"cp\.async\.cg\.shared.*?, 0x10", ptx)),
         "in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
         "wgmma": ptx.count("wgmma.mma_async"),
-        "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", ptx)),
+        "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
         "counted": counted(ptx),
         "atomics": len(re.findall(r"\batom\.", ptx)),
