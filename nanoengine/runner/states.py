@@ -62,7 +62,7 @@ def state_waves(
         tokens, *slots = ship(device, offsets[one], reads[one], writes[one], *cuts)
         found.append(
             StateWave(
-                tokens=slice(len(one)) if (one < len(one)).all() else tokens,
+                tokens=slice(len(one)) if not len(one) or one[-1] < len(one) else tokens,
                 reads=slots[0],
                 writes=slots[1],
                 spans=several,
