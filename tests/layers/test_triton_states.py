@@ -71,7 +71,7 @@ def test_single_tokens_give_what_plain_steps_give(heads, sizes):
 SPANS = (
     Span(1, 6, 0, 0, ((5, 1),)),  # from nothing on
     Span(6, 80, 62, 2, ((1, 2), (2, 4), (74, 3))),  # over a chunk's end, past two snapshots
-    Span(80, 83, 5, 5, ((1, 5), (3, 6))),  # its first snapshot is where it starts
+    Span(80, 82, 5, 5, ((1, 5), (2, 6))),  # its first snapshot is where it starts
     Span(83, 85, 128, 7, ((2, 7),)),  # shorter than the taps, in its own state
 )
 
@@ -84,7 +84,7 @@ def wave_of(spans: tuple[Span, ...]) -> StateWave:
 
 def test_spans_are_cut_where_chunks_end_and_states_are_written():
     cuts, firsts = pieces_of(SPANS[1:3])
-    ends = [(6, 7, 2), (7, 8, 4), (8, 72, 0), (72, 80, 3), (80, 81, 5), (81, 83, 6)]
+    ends = [(6, 7, 2), (7, 8, 4), (8, 72, 0), (72, 80, 3), (80, 81, 5), (81, 82, 6)]
     assert [(start, end, slot) for start, end, _, _, slot in cuts.tolist()] == ends
     assert cuts[:, 2:4].tolist() == [[6, 2]] * 4 + [[80, 5]] * 2
     assert firsts.tolist() == [0, 4, 6]
