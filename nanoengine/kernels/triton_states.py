@@ -1,5 +1,7 @@
 """Layers that keep states on a GPU, in Triton: the convolution and the gated delta rule.
 
+    gates_kernel         how much each head forgets at each token, and how much it learns
+    gate_norm_kernel     what a head has read, normed and weighed by its gate
     conv_step_kernel     a token of each of several sequences: its taps; the inputs move by one
     delta_step_kernel    the same tokens: a matrix forgets, learns, is asked; read and written once
     conv_scan_kernel     many tokens of several sequences: their taps
@@ -7,8 +9,9 @@
     delta_chunks_kernel  the same tokens: what each piece does to a matrix, whichever it is
     delta_scan_kernel    the matrices of these sequences, each through all of its pieces
 
-Called by `layers/triton_states.py` alone. The readable forms are `CausalConv.step` and `scan`
-(`layers/causal_conv.py`), `step` and `scan` (`layers/delta_rule.py`). A program owns what it writes
+Called by `layers/triton_states.py` alone. The readable forms are `Decay` and `GateNorm`
+(`models/states.py`), `CausalConv.step` and `scan` (`layers/causal_conv.py`), `step` and `scan`
+(`layers/delta_rule.py`). A program owns what it writes
 of a state, and reads nothing else of it, so a sequence may go on in the state that it starts from.
 Nothing is written to slot 0.
 
@@ -71,6 +74,41 @@ def conv_step_kernel(
 @triton.jit
 def _silu(x):
     return x * tl.sigmoid(x)
+
+
+@triton.jit
+def gates_kernel(
+    beta, decay, ba, a_log, dt_bias, ROW: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """beta, decay [T, H] from ba [T, 2 H], whose second half is that of decays. Grid: [T]."""
+    token, heads = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    mask = heads < HEADS
+    b = tl.load(ba + token * ROW + heads, mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(ba + token * ROW + HEADS + heads, mask=mask, other=0.0).to(tl.float32)
+    a += tl.load(dt_bias + heads, mask=mask, other=0.0)
+    rate = -tl.exp(tl.load(a_log + heads, mask=mask, other=0.0))
+    soft = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+    tl.store(beta + token * HEADS + heads, tl.sigmoid(b), mask=mask)
+    tl.store(decay + token * HEADS + heads, rate * soft, mask=mask)
+
+
+@triton.jit
+def gate_norm_kernel(
+    out, x, gate, weight,
+    GATE_ROW: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+):  # fmt: skip
+    """out [L, H, V] = the norm of each head of x [L, H, V], times the silu of its gate, whose rows
+    are GATE_ROW numbers apart. Grid: [L, H]."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, WIDTH)
+    mask, cells = columns < SIZE, (row * HEADS + head) * SIZE + columns
+    value = tl.load(x + cells, mask=mask, other=0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
+    value = value.to(out.dtype.element_ty) * tl.load(weight + columns, mask=mask, other=0.0)
+    asked = tl.load(gate + row * GATE_ROW + head * SIZE + columns, mask=mask, other=0.0)
+    value = value.to(tl.float32) * _silu(asked.to(tl.float32))
+    tl.store(out + cells, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

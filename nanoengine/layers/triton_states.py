@@ -1,8 +1,8 @@
 """Layers that keep states, by Triton: what a GPU runs in place of a dozen small operations a token.
 
 Put in place by `TritonKernels.fuse` once a model is loaded. The readable forms are
-`GatedDeltaNet.steps` and `scans`, `CausalConv.step` and `scan`. This file chooses grids and widths;
-the arithmetic is in `kernels/triton_states.py`.
+`GatedDeltaNet.gates`, `steps` and `scans`, `GateNorm`, `CausalConv.step` and `scan`. This file
+chooses grids and widths; the arithmetic is in `kernels/triton_states.py`.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
@@ -32,6 +32,36 @@ twice as many a program takes all 255 registers of a thread."""
 def width_of(size: int, most: int) -> int:
     """How many of `size` numbers a program takes; products have 16 at least."""
     return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def delta_gates(
+    a_log: torch.Tensor, dt_bias: torch.Tensor, ba: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `GatedDeltaNet.gates`."""
+    count, heads = len(ba), len(a_log)
+    assert ba.stride(1) == 1, "rows must be contiguous"
+    beta = torch.empty((count, heads), dtype=a_log.dtype, device=ba.device)
+    decay = torch.empty_like(beta)
+    kernels.gates_kernel[(count,)](
+        beta, decay, ba, a_log, dt_bias,
+        ROW=ba.stride(0), HEADS=heads, WIDTH=triton.next_power_of_2(heads), num_warps=1,
+    )  # fmt: skip
+    return beta, decay
+
+
+def gate_norm(
+    weight: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See `GateNorm`."""
+    count, heads, size = x.shape
+    assert x.is_contiguous() and gate.stride()[1:] == (size, 1), "rows must be contiguous"
+    out = torch.empty(x.shape, dtype=gate.dtype, device=gate.device)
+    kernels.gate_norm_kernel[(count, heads)](
+        out, x, gate, weight,
+        GATE_ROW=gate.stride(0), HEADS=heads, SIZE=size, WIDTH=triton.next_power_of_2(size),
+        EPS=eps, num_warps=1,
+    )  # fmt: skip
+    return out
 
 
 class TritonConv:
@@ -97,7 +127,7 @@ class TritonDelta:
         width = min(STEP_WIDTH, triton.next_power_of_2(plan.value_dim))
         grid = (*shape[:2], triton.cdiv(plan.value_dim, width))
         kernels.delta_step_kernel[grid](
-            out, mixed, decay.contiguous(), beta.contiguous(), states, reads, writes,
+            out, mixed, decay, beta, states, reads, writes,
             STATE_ROW=states.stride(0), KEY_HEADS=plan.num_key_heads,
             VALUE_HEADS=plan.num_value_heads, KEY=plan.key_dim, VALUE=plan.value_dim,
             KEYS=triton.next_power_of_2(plan.key_dim), WIDTH=width, num_warps=4,
@@ -122,7 +152,7 @@ class TritonDelta:
         )
         parts = read, recalls, write, values, attended, room(len(pieces), heads)
         kernels.delta_chunks_kernel[(len(pieces), heads)](
-            *parts, mixed, decay.contiguous(), beta.contiguous(), pieces,
+            *parts, mixed, decay, beta, pieces,
             KEY_HEADS=plan.num_key_heads, VALUE_HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
             K=SCAN_KEYS, num_warps=4, num_stages=1,
         )  # fmt: skip

@@ -124,6 +124,7 @@ class GatedDeltaNet(StateLayer):
             )
         self.states = self.rows = torch.empty(0)
         self.one_token_each, self.several_tokens_each = self.steps, self.scans
+        self.gates_of, self.norm_of = self.gates, self.norm.forward
 
     def bind(self, states: torch.Tensor) -> None:
         plan, self.rows = self.plan, states
@@ -137,11 +138,10 @@ class GatedDeltaNet(StateLayer):
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """All rows advance their states; those that `rows` names come out."""
-        plan, wide = self.plan, self.states.dtype
+        plan = self.plan
         qkvz = self.in_proj_qkvz(x)
         qkv, z = qkvz.split((plan.channels, qkvz.shape[1] - plan.channels), dim=1)
-        beta, a = self.in_proj_ba(x).to(wide).chunk(2, dim=1)
-        beta, decay = beta.sigmoid(), self.decay(a)
+        beta, decay = self.gates_of(self.in_proj_ba(x))
 
         def one_each(tokens: torch.Tensor | slice, wave: StateWave) -> torch.Tensor:
             inputs = qkv[tokens], decay[tokens], beta[tokens]
@@ -151,11 +151,18 @@ class GatedDeltaNet(StateLayer):
             self.several_tokens_each(DeltaSpans(qkv, decay, beta, self.rows, wave), out)
 
         shape = (len(x), plan.num_value_heads, plan.value_dim)
-        out = self.over_waves(batch, x.new_empty(shape, dtype=wide), one_each, several_each)
+        empty = x.new_empty(shape, dtype=self.states.dtype)
+        out = self.over_waves(batch, empty, one_each, several_each)
         gate = taken(z, rows).view(-1, plan.num_value_heads, plan.value_dim)
-        normed = self.norm(taken(out, rows), gate, self.eps)
+        normed = self.norm_of(taken(out, rows), gate, self.eps)
         normed = normed if self.out_order is None else normed[:, self.out_order]
         return self.out_proj(normed.flatten(1))
+
+    def gates(self, ba: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How much each head learns at a token, and how much it forgets: [T, 2 H] -> [T, H] each,
+        as `DeltaInputs` has them."""
+        beta, a = ba.to(self.states.dtype).chunk(2, dim=1)
+        return beta.sigmoid(), self.decay(a)
 
     def steps(self, tokens: DeltaTokens) -> torch.Tensor:
         """One token of each of several sequences -> [T, H, V]."""

@@ -14,6 +14,8 @@ has such layers.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from nanoengine.attention.base import AttentionBackend
@@ -104,14 +106,17 @@ class TritonKernels(Kernels):
                 if TritonExperts.takes(mlp.experts):
                     mlp.routed = TritonExperts(mlp.gate, mlp.experts)
         if model.config.states is not None:
-            from nanoengine.layers.triton_states import TritonConv, TritonDelta
+            from nanoengine.layers import triton_states
             from nanoengine.models.states import GatedDeltaNet
 
             for mixer in model.state_layers:
                 if isinstance(mixer, GatedDeltaNet):
-                    kernel = TritonDelta(mixer.plan, mixer.conv1d)
+                    kernel = triton_states.TritonDelta(mixer.plan, mixer.conv1d)
+                    decays = mixer.decay.a_log, mixer.decay.dt_bias
+                    mixer.gates_of = functools.partial(triton_states.delta_gates, *decays)
+                    mixer.norm_of = functools.partial(triton_states.gate_norm, mixer.norm.weight)
                 else:
-                    kernel = TritonConv(mixer.conv)
+                    kernel = triton_states.TritonConv(mixer.conv)
                 mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan
                 mixer.graph_safe = True
 

@@ -37,6 +37,7 @@ FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
 PIECES = ("delta_chunks_kernel", "delta_scan_kernel")
 STATES = ("conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel", *PIECES)
+STATES += ("gates_kernel", "gate_norm_kernel")
 BLACKWELL = [f"{arch},bfloat16,128,64,8,2,states" for arch in (100, 120)]
 KERNELS = {
     "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + (FILTERED,) + ROWS + STATES,

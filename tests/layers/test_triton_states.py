@@ -8,7 +8,8 @@ import torch
 from nanoengine.attention.batch import Pieces, Span, StateWave
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
-from nanoengine.layers.triton_states import TritonConv, TritonDelta
+from nanoengine.layers.triton_states import TritonConv, TritonDelta, delta_gates, gate_norm
+from nanoengine.models.states import GateNorm
 from nanoengine.runner.states import pieces_of
 from tests.support.attention_cases import DEVICE
 from tests.support.model_helpers import make_context
@@ -66,6 +67,27 @@ def test_single_tokens_give_what_plain_steps_give(heads, sizes):
     steps = TritonDelta(plan, layer.conv1d).step
     torch.testing.assert_close(steps(tokens._replace(states=kept)), expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gates_and_norms_give_what_torch_gives(dtype):
+    """In rows of something wider; with a decay that forgets nothing, and one that forgets all."""
+    plan = delta_plan(1, 3, value_dim=40)
+    layer = delta_layer(plan, torch.float32, torch.zeros(2, plan.size)).to(DEVICE)
+    torch.manual_seed(4)
+    layer.decay.a_log.copy_(torch.randn(3))
+    layer.decay.dt_bias.copy_(torch.tensor([-30.0, 0.5, 90.0]))
+    norm = GateNorm(40, make_context(dtype)).to(DEVICE)
+    norm.weight.copy_(torch.randn(40))
+    wide = torch.randn(5, 200).to(DEVICE, dtype)
+    decays = layer.decay.a_log, layer.decay.dt_bias
+    found = delta_gates(*decays, wide[:, 7:13])
+    torch.testing.assert_close(found, layer.gates(wide[:, 7:13]), **CLOSE)
+    x, gate = torch.randn(5, 3, 40, device=DEVICE), wide[:, 30:150].view(5, 3, 40)
+    found, expected = gate_norm(norm.weight, x, gate, 1e-5), norm(x, gate, 1e-5)
+    assert found.dtype == dtype
+    close = CLOSE if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    torch.testing.assert_close(found, expected, **close)
 
 
 SPANS = (

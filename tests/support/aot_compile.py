@@ -39,7 +39,7 @@ from nanoengine.layers import triton_experts, triton_linear
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
 from nanoengine.layers.triton_experts import TritonExperts
-from nanoengine.layers.triton_states import TritonDelta
+from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
@@ -182,6 +182,9 @@ def run_states(dtype):
     slots, gates = torch.zeros(1, dtype=torch.int64), torch.zeros(100, 32)
     qkv, delta = torch.zeros(100, plan.channels, dtype=dtype), TritonDelta(plan, conv)
     delta.step(DeltaTokens(qkv[:1], gates[:1], gates[:1], states, slots, slots))
+    delta_gates(gates[0], gates[0], torch.zeros(100, 64, dtype=dtype))
+    heads = torch.zeros(100, 32, 128)
+    gate_norm(torch.zeros(128, dtype=dtype), heads, heads.to(dtype), 1e-6)
     pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
     delta.scan(DeltaSpans(qkv, gates, gates, states, wave), torch.zeros(100, 32, 128))
