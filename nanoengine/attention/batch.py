@@ -31,6 +31,19 @@ class Span(NamedTuple):
     writes: tuple[tuple[int, int], ...]
 
 
+class Pieces(NamedTuple):
+    """The spans of a wave on a GPU, cut where a state is written and at multiples of 64 of their
+    positions.
+
+    `cuts` [C, 5] int64 has a row for each piece: its `start` and `end` in [T], the `start` of its
+    span and the slot that the span starts from, and the slot where the state behind the piece goes;
+    0: nowhere. Those of span n are `firsts[n]` to `firsts[n + 1]` of them, `firsts` [N + 1] int64.
+    """
+
+    cuts: torch.Tensor
+    firsts: torch.Tensor
+
+
 @dataclass(slots=True, kw_only=True)
 class StateWave:
     """Sequences that advance their states side by side. One that starts from what another writes in
@@ -39,15 +52,17 @@ class StateWave:
     Slot 0 holds zeros, from which a sequence's first token starts; nothing is written there.
 
     Attributes:
-        tokens: [D] int64, those of sequences with one query token, in [T].
+        tokens: those of sequences with one query token, in [T]: a slice, or [D] int64.
         reads, writes: [D] int64, the slot that each starts from, and where its state goes.
         spans: the sequences with several query tokens.
+        pieces: the same, for kernels of a GPU.
     """
 
-    tokens: torch.Tensor
+    tokens: torch.Tensor | slice
     reads: torch.Tensor
     writes: torch.Tensor
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
+    pieces: Pieces | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,11 +18,12 @@ C chunks, P tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from nanoengine.attention.batch import StateWave
 
 CHUNK = 64
 
@@ -50,6 +51,16 @@ class DeltaTokens(NamedTuple):
     states: torch.Tensor  # all of the layer's, as its `bind` had it
     reads: torch.Tensor  # [T], as `step` has it
     writes: torch.Tensor  # [T]
+
+
+class DeltaSpans(NamedTuple):
+    """All tokens of a step, of which the spans of a wave are to go through the rule."""
+
+    qkv: torch.Tensor  # [T, channels], before the convolution
+    decay: torch.Tensor  # [T, H]
+    beta: torch.Tensor  # [T, H]
+    states: torch.Tensor  # all of the layer's, as its `bind` had it
+    wave: StateWave
 
 
 def step(
@@ -97,14 +108,8 @@ def through_chunks(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, t
     return out, state
 
 
-ThroughChunks = Callable[[Chunks, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
 def scan(
-    inputs: DeltaInputs,
-    state: torch.Tensor,
-    position: int,
-    through: ThroughChunks = through_chunks,
+    inputs: DeltaInputs, state: torch.Tensor, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of one sequence, the first at `position`, from `state` [H, E, V] on.
 
@@ -131,7 +136,7 @@ def scan(
     last = since[..., -1:]
     write = k * (last - since).exp().unsqueeze(-1)
     forget = last.exp().unsqueeze(-1)
-    out, state = through(Chunks(read, recalls, write, values, attended, forget), state)
+    out, state = through_chunks(Chunks(read, recalls, write, values, attended, forget), state)
     return out.transpose(1, 2).flatten(0, 1)[front : front + count], state
 
 

@@ -1,8 +1,8 @@
 """Layers that keep states, by Triton: what a GPU runs in place of a dozen small operations a token.
 
 Put in place by `TritonKernels.fuse` once a model is loaded. The readable forms are
-`GatedDeltaNet.steps`, `CausalConv.step` and `scan`. This file chooses grids and widths; the
-arithmetic is in `kernels/triton_states.py`.
+`GatedDeltaNet.gates`, `steps` and `scans`, `GateNorm`, `CausalConv.step` and `scan`. This file
+chooses grids and widths; the arithmetic is in `kernels/triton_states.py`.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
@@ -12,39 +12,103 @@ from __future__ import annotations
 import torch
 import triton
 
+from nanoengine.attention.batch import StateWave
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.kernels import triton_states as kernels
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import CHUNK, Chunks, DeltaTokens
+from nanoengine.layers.delta_rule import CHUNK, DeltaSpans, DeltaTokens
 
 CONV_WIDTH = 512
 """Channels of a token that one program takes: 4 a thread, 16 bytes of a float32 state."""
+TILE_WIDTH = 32
+"""Channels of a piece that one program takes: 16 numbers a thread."""
 STEP_WIDTH = 32
 """Columns of a matrix that one program of a step holds, with all of its rows: 16 KiB of 128."""
 SCAN_WIDTH, SCAN_KEYS = 32, 16
-"""Columns that a program takes through all chunks, and rows of them in registers at once: with
-twice as many it takes all 255 registers of a thread."""
+"""Columns that a program takes through all pieces, and how many keys are in registers at once: with
+twice as many a program takes all 255 registers of a thread."""
 
 
-def conv_step(
-    conv: CausalConv, x: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor
+def width_of(size: int, most: int) -> int:
+    """How many of `size` numbers a program takes; products have 16 at least."""
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def delta_gates(
+    a_log: torch.Tensor, dt_bias: torch.Tensor, ba: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `GatedDeltaNet.gates`."""
+    count, heads = len(ba), len(a_log)
+    assert ba.stride(1) == 1, "rows must be contiguous"
+    beta = torch.empty((count, heads), dtype=a_log.dtype, device=ba.device)
+    decay = torch.empty_like(beta)
+    kernels.gates_kernel[(count,)](
+        beta, decay, ba, a_log, dt_bias,
+        ROW=ba.stride(0), HEADS=heads, WIDTH=triton.next_power_of_2(heads), num_warps=1,
+    )  # fmt: skip
+    return beta, decay
+
+
+def gate_norm(
+    weight: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """See `CausalConv.step`."""
-    (taps, channels), states = conv.shape, conv.states
-    assert x.stride(1) == 1 and states.stride()[1:] == (channels, 1), "rows must be contiguous"
-    out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
-    width = min(CONV_WIDTH, triton.next_power_of_2(channels))
-    kernels.conv_step_kernel[(len(x), triton.cdiv(channels, width))](
-        out, x, states, conv.weight, conv.weight if conv.bias is None else conv.bias,
-        reads, writes,
-        X_ROW=x.stride(0), STATE_ROW=states.stride(0), CHANNELS=channels, TAPS=taps,
-        BIAS=conv.bias is not None, WIDTH=width, num_warps=4,
+    """See `GateNorm`."""
+    count, heads, size = x.shape
+    assert x.is_contiguous() and gate.stride()[1:] == (size, 1), "rows must be contiguous"
+    out = torch.empty(x.shape, dtype=gate.dtype, device=gate.device)
+    kernels.gate_norm_kernel[(count, heads)](
+        out, x, gate, weight,
+        GATE_ROW=gate.stride(0), HEADS=heads, SIZE=size, WIDTH=triton.next_power_of_2(size),
+        EPS=eps, num_warps=1,
     )  # fmt: skip
     return out
 
 
-class TritonDeltaSteps:
-    """The steps of one GatedDeltaNet.
+class TritonConv:
+    """A convolution over single tokens, and over the sequences of a wave."""
+
+    def __init__(self, conv: CausalConv) -> None:
+        self.conv = conv
+
+    def step(self, x: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor) -> torch.Tensor:
+        """See `CausalConv.step`."""
+        assert reads.stride() == writes.stride() == (1,), "slots must be contiguous"
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        width = width_of(x.shape[1], CONV_WIDTH)
+        kernels.conv_step_kernel[(len(x), triton.cdiv(x.shape[1], width))](
+            out, x, *self._weights(), reads, writes, **self._sizes(x), WIDTH=width, num_warps=4
+        )
+        return out
+
+    def scan(self, x: torch.Tensor, wave: StateWave, out: torch.Tensor) -> None:
+        """The tokens of a wave's spans, all at once: see `CausalConv.scan`."""
+        assert wave.pieces is not None
+        pieces, firsts = wave.pieces
+        channels, sizes = x.shape[1], self._sizes(x)
+        width = width_of(channels, TILE_WIDTH)
+        kernels.conv_scan_kernel[(len(pieces), triton.cdiv(channels, width))](
+            out, x, *self._weights(), pieces, **sizes, P=CHUNK, WIDTH=width, num_warps=4
+        )
+        width = width_of(channels, CONV_WIDTH)
+        kernels.conv_keep_kernel[(len(firsts) - 1, triton.cdiv(channels, width))](
+            x, self.conv.states, pieces, firsts, **sizes, WIDTH=width, num_warps=4
+        )
+
+    def _weights(self) -> tuple[torch.Tensor, ...]:
+        conv = self.conv
+        return conv.states, conv.weight, conv.weight if conv.bias is None else conv.bias
+
+    def _sizes(self, x: torch.Tensor) -> dict[str, int]:
+        (taps, channels), states = self.conv.shape, self.conv.states
+        assert x.stride(1) == 1 and states.stride()[1:] == (channels, 1), "rows must be contiguous"
+        return {
+            "X_ROW": x.stride(0), "STATE_ROW": states.stride(0), "CHANNELS": channels,
+            "TAPS": taps, "BIAS": self.conv.bias is not None,
+        }  # fmt: skip
+
+
+class TritonDelta:
+    """The delta rule of one GatedDeltaNet.
 
     Args:
         plan: of this rank's part of the layer.
@@ -52,35 +116,49 @@ class TritonDeltaSteps:
     """
 
     def __init__(self, plan: StatePlan, conv: CausalConv) -> None:
-        self.plan, self.conv = plan, conv
+        self.plan, self.conv = plan, TritonConv(conv)
 
-    def __call__(self, tokens: DeltaTokens) -> torch.Tensor:
+    def step(self, tokens: DeltaTokens) -> torch.Tensor:
         """See `GatedDeltaNet.steps`."""
         qkv, decay, beta, states, reads, writes = tokens
-        plan, mixed = self.plan, conv_step(self.conv, qkv, reads, writes)
+        plan, mixed = self.plan, self.conv.step(qkv, reads, writes)
         shape = (len(qkv), plan.num_value_heads, plan.value_dim)
         out = torch.empty(shape, dtype=states.dtype, device=states.device)
         width = min(STEP_WIDTH, triton.next_power_of_2(plan.value_dim))
         grid = (*shape[:2], triton.cdiv(plan.value_dim, width))
         kernels.delta_step_kernel[grid](
-            out, mixed, decay.contiguous(), beta.contiguous(), states, reads, writes,
+            out, mixed, decay, beta, states, reads, writes,
             STATE_ROW=states.stride(0), KEY_HEADS=plan.num_key_heads,
             VALUE_HEADS=plan.num_value_heads, KEY=plan.key_dim, VALUE=plan.value_dim,
             KEYS=triton.next_power_of_2(plan.key_dim), WIDTH=width, num_warps=4,
         )  # fmt: skip
         return out
 
+    def scan(self, spans: DeltaSpans, out: torch.Tensor) -> None:
+        """See `GatedDeltaNet.scans`."""
+        qkv, decay, beta, states, wave = spans
+        plan = self.plan
+        mixed = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        self.conv.scan(qkv, wave, mixed)
+        assert wave.pieces is not None
+        pieces, firsts = wave.pieces
+        heads, key, value = plan.num_value_heads, plan.key_dim, plan.value_dim
 
-def through_chunks(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `delta_rule.through_chunks`."""
-    count, heads, _, key = chunks.read.shape
-    value = chunks.values.shape[-1]
-    out = torch.empty(chunks.values.shape, dtype=state.dtype, device=state.device)
-    last = state.clone(memory_format=torch.contiguous_format)
-    width = min(SCAN_WIDTH, max(16, triton.next_power_of_2(value)))
-    kernels.delta_scan_kernel[(heads, triton.cdiv(value, width))](
-        out, last, *(part.contiguous() for part in chunks), count,
-        HEADS=heads, KEY=key, VALUE=value, P=CHUNK, K=SCAN_KEYS, WIDTH=width,
-        num_warps=4, num_stages=1,
-    )  # fmt: skip
-    return out, last
+        def room(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=states.dtype, device=states.device)
+
+        read, recalls, write, values, attended = (
+            room(len(qkv), heads, size) for size in (key, key, key, value, CHUNK)
+        )
+        parts = read, recalls, write, values, attended, room(len(pieces), heads)
+        kernels.delta_chunks_kernel[(len(pieces), heads)](
+            *parts, mixed, decay, beta, pieces,
+            KEY_HEADS=plan.num_key_heads, VALUE_HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
+            K=SCAN_KEYS, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        width = width_of(value, SCAN_WIDTH)
+        kernels.delta_scan_kernel[(len(firsts) - 1, heads, triton.cdiv(value, width))](
+            out, states, *parts, pieces, firsts,
+            STATE_ROW=states.stride(0), HEADS=heads, KEY=key, VALUE=value, P=CHUNK, K=SCAN_KEYS,
+            WIDTH=width, num_warps=4, num_stages=1,
+        )  # fmt: skip

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.attention.base import Rotation
-from nanoengine.attention.batch import Batch, Span
+from nanoengine.attention.batch import Batch, StateWave
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.collectives import Shard
-from nanoengine.layers.delta_rule import DeltaInputs, DeltaTokens, scan, step, through_chunks
+from nanoengine.layers.delta_rule import DeltaInputs, DeltaSpans, DeltaTokens, scan, step
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.variants import OneTensor
@@ -39,9 +39,10 @@ class StateLayer(Layer):
     Attributes:
         name: of the module in a checkpoint's layer.
         plan: of this rank's part of the layer.
+        graph_safe: a decode decides nothing on the host, and writes nothing to slot 0.
     """
 
-    name = ""
+    name, graph_safe = "", False
     plan: StatePlan
 
     def bind(self, states: torch.Tensor) -> None:
@@ -52,19 +53,22 @@ class StateLayer(Layer):
         self,
         batch: Batch,
         out: torch.Tensor,
-        one_each: Callable[[torch.Tensor | slice, torch.Tensor, torch.Tensor], torch.Tensor],
-        one_span: Callable[[slice, Span], torch.Tensor],
+        one_each: Callable[[torch.Tensor | slice, StateWave], torch.Tensor],
+        several_each: Callable[[StateWave, torch.Tensor], None],
     ) -> torch.Tensor:
-        """Fills `out` [T, ...] in the order in which the step's sequences depend on each other."""
+        """Fills `out` [T, ...] in the order in which the step's sequences depend on each other.
+
+        Args:
+            one_each: the tokens of sequences with one, as indices, and their wave -> [D, ...].
+            several_each: fills the rows of a wave's spans.
+        """
         for wave in batch.state_waves:
-            if len(wave.tokens) == len(out):
-                return one_each(slice(None), wave.reads, wave.writes)
-            if len(wave.tokens):
-                found = one_each(wave.tokens, wave.reads, wave.writes)
-                out.index_copy_(0, wave.tokens, found)
-            for span in wave.spans:
-                tokens = slice(span.start, span.end)
-                out[tokens] = one_span(tokens, span)
+            if len(wave.reads) == len(out):
+                return one_each(slice(None), wave)
+            if len(wave.reads):
+                out[wave.tokens] = one_each(wave.tokens, wave)
+            if wave.spans:
+                several_each(wave, out)
         return out
 
 
@@ -119,7 +123,8 @@ class GatedDeltaNet(StateLayer):
                 f" {path}.out_proj has its inputs in another order than its heads: use 1"
             )
         self.states = self.rows = torch.empty(0)
-        self.one_token_each, self.through_chunks = self.steps, through_chunks
+        self.one_token_each, self.several_tokens_each = self.steps, self.scans
+        self.gates_of, self.norm_of = self.gates, self.norm.forward
 
     def bind(self, states: torch.Tensor) -> None:
         plan, self.rows = self.plan, states
@@ -133,42 +138,54 @@ class GatedDeltaNet(StateLayer):
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """All rows advance their states; those that `rows` names come out."""
-        plan, wide = self.plan, self.states.dtype
+        plan = self.plan
         qkvz = self.in_proj_qkvz(x)
         qkv, z = qkvz.split((plan.channels, qkvz.shape[1] - plan.channels), dim=1)
-        beta, a = self.in_proj_ba(x).to(wide).chunk(2, dim=1)
-        beta, decay = beta.sigmoid(), self.decay(a)
+        beta, decay = self.gates_of(self.in_proj_ba(x))
 
-        def one_each(
-            tokens: torch.Tensor | slice, reads: torch.Tensor, writes: torch.Tensor
-        ) -> torch.Tensor:
+        def one_each(tokens: torch.Tensor | slice, wave: StateWave) -> torch.Tensor:
             inputs = qkv[tokens], decay[tokens], beta[tokens]
-            return self.one_token_each(DeltaTokens(*inputs, self.rows, reads, writes))
+            return self.one_token_each(DeltaTokens(*inputs, self.rows, wave.reads, wave.writes))
 
-        def one_span(tokens: slice, span: Span) -> torch.Tensor:
-            mixed = self.conv1d.scan(qkv[tokens], span)
-            inputs = self._heads(mixed, decay[tokens], beta[tokens])
-            state, done, found = self.states[span.read], 0, []
-            for count, block in span.writes:
-                part = inputs.part(slice(done, count))
-                out, state = scan(part, state, span.position + done, self.through_chunks)
-                self.states[block].copy_(state)
-                found.append(out)
-                done = count
-            return torch.cat(found)
+        def several_each(wave: StateWave, out: torch.Tensor) -> None:
+            self.several_tokens_each(DeltaSpans(qkv, decay, beta, self.rows, wave), out)
 
         shape = (len(x), plan.num_value_heads, plan.value_dim)
-        out = self.over_waves(batch, x.new_empty(shape, dtype=wide), one_each, one_span)
+        empty = x.new_empty(shape, dtype=self.states.dtype)
+        out = self.over_waves(batch, empty, one_each, several_each)
         gate = taken(z, rows).view(-1, plan.num_value_heads, plan.value_dim)
-        normed = self.norm(taken(out, rows), gate, self.eps)
+        normed = self.norm_of(taken(out, rows), gate, self.eps)
         normed = normed if self.out_order is None else normed[:, self.out_order]
         return self.out_proj(normed.flatten(1))
+
+    def gates(self, ba: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How much each head learns at a token, and how much it forgets: [T, 2 H] -> [T, H] each,
+        as `DeltaInputs` has them."""
+        beta, a = ba.to(self.states.dtype).chunk(2, dim=1)
+        return beta.sigmoid(), self.decay(a)
 
     def steps(self, tokens: DeltaTokens) -> torch.Tensor:
         """One token of each of several sequences -> [T, H, V]."""
         qkv, decay, beta, _, reads, writes = tokens
         mixed = self.conv1d.step(qkv, reads, writes)
         return step(self._heads(mixed, decay, beta), self.states, reads, writes)
+
+    def scans(self, spans: DeltaSpans, out: torch.Tensor) -> None:
+        """Several tokens of each of a wave's sequences, one after the other, into `out` [T, H,
+        V]."""
+        qkv, decay, beta, _, wave = spans
+        for span in wave.spans:
+            tokens = slice(span.start, span.end)
+            mixed = self.conv1d.scan(qkv[tokens], span)
+            inputs = self._heads(mixed, decay[tokens], beta[tokens])
+            state, done, found = self.states[span.read], 0, []
+            for count, block in span.writes:
+                part = inputs.part(slice(done, count))
+                rows, state = scan(part, state, span.position + done)
+                self.states[block].copy_(state)
+                found.append(rows)
+                done = count
+            out[tokens] = torch.cat(found)
 
     def _heads(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> DeltaInputs:
         """Queries and keys of length 1, each for all value heads that its head serves."""
@@ -209,10 +226,16 @@ class ShortConv(StateLayer):
         self.out_proj = RowParallelLinear(
             f"{path}.out_proj", hidden, hidden, bias=plan.bias, context=context
         )
-        self.conv_step = self.conv.step
+        self.one_token_each, self.several_tokens_each = self.conv.step, self.scans
 
     def bind(self, states: torch.Tensor) -> None:
         self.conv.bind(states)
+
+    def scans(self, x: torch.Tensor, wave: StateWave, out: torch.Tensor) -> None:
+        """As `GatedDeltaNet.scans`; x and `out` are [T, C]."""
+        for span in wave.spans:
+            tokens = slice(span.start, span.end)
+            out[tokens] = self.conv.scan(x[tokens], span)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
@@ -223,8 +246,8 @@ class ShortConv(StateLayer):
         out = self.over_waves(
             batch,
             torch.empty_like(gated),
-            lambda tokens, reads, writes: self.conv_step(gated[tokens], reads, writes),
-            lambda tokens, span: self.conv.scan(gated[tokens], span),
+            lambda tokens, wave: self.one_token_each(gated[tokens], wave.reads, wave.writes),
+            lambda wave, out: self.several_tokens_each(gated, wave, out),
         )
         return self.out_proj(taken(behind, rows) * taken(out, rows))
 

@@ -111,10 +111,14 @@ class TritonKernels(Kernels):
 
             for mixer in model.state_layers:
                 if isinstance(mixer, GatedDeltaNet):
-                    mixer.one_token_each = triton_states.TritonDeltaSteps(mixer.plan, mixer.conv1d)
-                    mixer.through_chunks = triton_states.through_chunks
+                    kernel = triton_states.TritonDelta(mixer.plan, mixer.conv1d)
+                    decays = mixer.decay.a_log, mixer.decay.dt_bias
+                    mixer.gates_of = functools.partial(triton_states.delta_gates, *decays)
+                    mixer.norm_of = functools.partial(triton_states.gate_norm, mixer.norm.weight)
                 else:
-                    mixer.conv_step = functools.partial(triton_states.conv_step, mixer.conv)
+                    kernel = triton_states.TritonConv(mixer.conv)
+                mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan
+                mixer.graph_safe = True
 
 
 def norm_warps(size: int) -> int:

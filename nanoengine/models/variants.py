@@ -69,9 +69,8 @@ class VariantLM(CausalLM):
 
     @property
     def graph_safe(self) -> bool:
-        mlps = [layer.mlp for layer in self.model.layers]
-        # Why not states: the host looks for their slots.
-        return self.config.states is None and all(getattr(mlp, "graph_safe", True) for mlp in mlps)
+        parts = [part for layer in self.model.layers for part in (layer.mixer, layer.mlp)]
+        return all(getattr(part, "graph_safe", True) for part in parts)
 
 
 class CappedHead(OutputHead):

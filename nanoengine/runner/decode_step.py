@@ -73,9 +73,17 @@ class DecodeStep:
         self._stale: dict[tuple[int, int], tuple[int, int]] = {}  # (group, row) -> table entries
 
     def fits(self, plan: StepPlan) -> bool:
-        """True if each row of a plan computes one token, and samples after it."""
-        one = {1}
-        return set(plan.num_scheduled_tokens) == one and set(plan.num_logits) == one
+        """True if each row of a plan computes one token, and samples after it; with states, if none
+        starts from what another one writes."""
+        one, rows = {1}, self._rows
+        if set(plan.num_scheduled_tokens) != one or set(plan.num_logits) != one:
+            return False
+        if rows.first_state is None:
+            return True
+        from nanoengine.runner.states import decodes_are_apart
+
+        numbers = np.array(plan.rows), np.array(plan.starts)
+        return decodes_are_apart(rows.block_tables[-1], rows.first_state, rows.block_size, *numbers)
 
     def update(self, plan: StepPlan) -> None:
         """Notes which entries of block tables have changed; `load` uploads them when needed."""
@@ -148,6 +156,11 @@ class DecodeStep:
             max_query_len=1,
             max_seq_len=self._max_model_len,
         )
+        if self._rows.first_state is not None:
+            from nanoengine.runner.states import decode_wave
+
+            states = batch.block_tables[-1], self._rows.first_state, self._rows.block_size
+            batch.state_waves = (decode_wave(batch.positions, *states),)
         batch.attention = self._backend.prepare(batch)
         # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
         return (self._logits_out[:size].copy_(self._model.logits(self._model(batch))),)

@@ -5,16 +5,20 @@ Called by RowBuffers where there is a state group. Legend: S sequences, D sequen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanoengine.attention.batch import Span, StateWave
+from nanoengine.attention.batch import Pieces, Span, StateWave
+from nanoengine.layers.delta_rule import CHUNK
 from nanoengine.runner.transfers import ship
 
 Ints = NDArray[np.int64]
+Numbers = TypeVar("Numbers", Ints, torch.Tensor)
 
 
 def state_waves(
@@ -35,9 +39,8 @@ def state_waves(
     """
     size = block_size
     firsts, lasts = starts // size, (starts + counts - 1) // size
-    writes = state_slots(table[rows, lasts], first_state)
-    before = state_slots(table[rows, np.maximum(starts - 1, 0) // size], first_state)
-    reads = np.where(before > 0, before, writes) * (starts > 0)
+    before, writes = _around(table, first_state, size, rows, starts, lasts)
+    reads = slots_read(before, writes, starts)
     spans: dict[int, Span] = {}
     for i in np.flatnonzero(counts > 1):
         start, count = int(starts[i]), int(counts[i])
@@ -54,19 +57,80 @@ def state_waves(
     found = []
     for wave in range(int(waves.max(initial=0)) + 1):
         one = np.flatnonzero((counts == 1) & (waves == wave))
-        tokens, *slots = ship(device, offsets[one], reads[one], writes[one])
         several = tuple(span for i, span in spans.items() if waves[i] == wave)
-        found.append(StateWave(tokens=tokens, reads=slots[0], writes=slots[1], spans=several))
+        cuts = pieces_of(several) if several and device.type != "cpu" else ()
+        tokens, *slots = ship(device, offsets[one], reads[one], writes[one], *cuts)
+        found.append(
+            StateWave(
+                tokens=slice(len(one)) if not len(one) or one[-1] < len(one) else tokens,
+                reads=slots[0],
+                writes=slots[1],
+                spans=several,
+                pieces=Pieces(*slots[2:]) if cuts else None,
+            )
+        )
     return tuple(found)
 
 
-def state_slots(ids: Ints, num_blocks: int) -> Ints:
+def decode_wave(
+    positions: torch.Tensor, table: torch.Tensor, first_state: int, block_size: int
+) -> StateWave:
+    """As `state_waves`, of decodes that depend on no other one, by their positions [S] and the
+    state group's table [S, M], without a look at the values. Padding reads and writes slot 0."""
+    at = torch.stack(((positions - 1).clip(0), positions)) // block_size  # [2, S]
+    ids = table.expand(2, *table.shape).gather(2, at[..., None])[..., 0].long()
+    before, writes = state_slots(ids, first_state)
+    reads = slots_read(before, writes, positions)
+    return StateWave(tokens=slice(None), reads=reads, writes=writes)
+
+
+def decodes_are_apart(
+    table: NDArray[np.int32], first_state: int, block_size: int, rows: Ints, starts: Ints
+) -> bool:
+    """Whether none of these decodes starts from what another one writes."""
+    before, writes = _around(table, first_state, block_size, rows, starts, starts // block_size)
+    return _are_apart(slots_read(before, writes, starts), writes)
+
+
+def state_slots(ids: Numbers, num_blocks: int) -> Numbers:
     """Where states lie, by their ids, which follow those of the blocks; slot 0 for the null block.
 
     >>> state_slots(np.array([0, 64, 65]), num_blocks=64)
     array([0, 1, 2])
     """
-    return np.maximum(ids.astype(np.int64) - (num_blocks - 1), 0)
+    return (ids - (num_blocks - 1)).clip(0)
+
+
+def slots_read(before: Numbers, writes: Numbers, starts: Numbers) -> Numbers:
+    """The slots from which sequences start: that of the block before their first token, or, where
+    none is left there, the one that they write; slot 0 at position 0."""
+    return (before + writes * (before == 0)) * (starts > 0)
+
+
+def pieces_of(spans: Sequence[Span]) -> tuple[Ints, Ints]:
+    """What `Pieces` has of these spans."""
+    cuts: list[tuple[int, ...]] = []
+    firsts = [0]
+    for start, end, position, read, writes in spans:
+        slots = {start + count: slot for count, slot in writes}
+        ends = {*slots, *range(start + CHUNK - position % CHUNK, end, CHUNK)}
+        for one, other in pairwise(sorted({start, *ends})):
+            cuts.append((one, other, start, read, slots.get(other, 0)))
+        firsts.append(len(cuts))
+    return np.array(cuts, np.int64), np.array(firsts, np.int64)
+
+
+def _around(
+    table: NDArray[np.int32], first_state: int, size: int, rows: Ints, starts: Ints, lasts: Ints
+) -> tuple[Ints, Ints]:
+    """Slots in the blocks of the tokens before these sequences' own, and of their last ones."""
+    blocks = np.array((np.maximum(starts - 1, 0) // size, lasts))
+    before, writes = state_slots(table[rows, blocks].astype(np.int64), first_state)
+    return before, writes
+
+
+def _are_apart(reads: Ints, writes: Ints) -> bool:
+    return not np.isin(reads[reads != writes], writes).any()
 
 
 def _waves(order: Ints, reads: Ints, writes: Ints, spans: Mapping[int, Span]) -> Ints:
@@ -76,7 +140,7 @@ def _waves(order: Ints, reads: Ints, writes: Ints, spans: Mapping[int, Span]) ->
     writes it has been planned.
     """
     waves = np.zeros(len(order), np.int64)
-    if not spans and not np.isin(reads[reads != writes], writes).any():
+    if not spans and _are_apart(reads, writes):
         return waves
     written = {slot: i for i, span in spans.items() for _, slot in span.writes}
     written |= {int(slot): i for i, slot in enumerate(writes)}

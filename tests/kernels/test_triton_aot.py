@@ -1,4 +1,5 @@
-"""The Triton kernels become good machine code for sm_80, sm_89 and sm_90, without a GPU.
+"""The Triton kernels become good machine code for sm_80, sm_89 and sm_90, without a GPU; those of
+states for sm_100 and sm_120 too.
 
 What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
 instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The
@@ -34,16 +35,21 @@ PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", "expert_gemm_kernel", "gated_exp
 DRAWN = "drawn_sample_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
-STATES = ("conv_step_kernel", "delta_step_kernel", "delta_scan_kernel")
+PIECES = ("delta_chunks_kernel", "delta_scan_kernel")
+STATES = ("conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel", *PIECES)
+STATES += ("gates_kernel", "gate_norm_kernel")
+BLACKWELL = [f"{arch},bfloat16,128,64,8,2,states" for arch in (100, 120)]
 KERNELS = {
     "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + (FILTERED,) + ROWS + STATES,
     "fp8": STORES + ATTENTION + UNIFORM,
     "attention": STORES + ATTENTION,
+    "states": STATES,
 }
 SPILLED_BYTES = 16
 """A few values may make room for a loop that does not use them: Triton 3.6 puts away 8 bytes of the
 decode kernel so, 3.9 none."""
 SHARED_BYTES = {"80": 163 * 1024, "89": 99 * 1024, "90": 227 * 1024}
+SHARED_BYTES |= {"10": 227 * 1024, "12": 99 * 1024}
 
 
 def sources() -> str:
@@ -80,7 +86,8 @@ def compile_all(folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.aot_compile", *MAIN, *FP8, *OTHERS], cwd=ROOT,
+        [sys.executable, "-m", "tests.support.aot_compile", *MAIN, *FP8, *OTHERS, *BLACKWELL],
+        cwd=ROOT,
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -88,7 +95,7 @@ def compile_all(folder):
 
 
 def test_every_kernel_compiles_for_every_target(reports):
-    targets = MAIN + FP8 + OTHERS
+    targets = MAIN + FP8 + OTHERS + BLACKWELL
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
     assert set(reports) == expected | {(t, k) for t in MAIN for k in (DRAWN,)}
 
@@ -136,6 +143,12 @@ def test_attention_multiplies_on_tensor_cores(reports, target):
         assert reports[target, kernel]["mma"] > 0
     if target.startswith("90"):
         assert reports[target, "varlen_kernel"]["wgmma"] > 0
+
+
+@pytest.mark.parametrize("target", MAIN + BLACKWELL)
+def test_pieces_of_prompts_multiply_on_tensor_cores(reports, target):
+    for kernel in PIECES:
+        assert reports[target, kernel]["mma"] > 0
 
 
 @pytest.mark.parametrize("target", MAIN)

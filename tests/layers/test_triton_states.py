@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanoengine.attention.batch import Pieces, Span, StateWave
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, DeltaTokens, scan
-from nanoengine.layers.triton_states import TritonDeltaSteps, conv_step, through_chunks
-from nanoengine.models.triton import TritonKernels
+from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
+from nanoengine.layers.triton_states import TritonConv, TritonDelta, delta_gates, gate_norm
+from nanoengine.models.states import GateNorm
+from nanoengine.runner.states import pieces_of
 from tests.support.attention_cases import DEVICE
-from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import make_context
-from tests.support.states import delta_layer, delta_plan, random_inputs
+from tests.support.states import delta_layer, delta_plan
 
 pytestmark = pytest.mark.guards(
     "nanoengine/*/triton*.py",
@@ -27,21 +28,27 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_convolution_has_the_bits_of_its_twin(channels, bias, dtype):
     """Also where a sequence goes on in the state that it starts from."""
-    picked = channels, torch.arange(channels)
-    conv = CausalConv(3, channels, bias=bias, picked=picked, context=make_context(dtype))
-    torch.manual_seed(0)
-    conv.weight.copy_(torch.randn(3, channels))
-    if bias:
-        conv.bias.copy_(torch.randn(channels))
-    states = torch.randn(5, 2 * channels + 7).to(DEVICE)  # rows that hold something else too
+    conv, states = random_conv(channels, bias, dtype, kernel=3)
     kept = states.clone()
     x = torch.randn(3, channels).to(DEVICE, dtype)
     reads, writes = (torch.tensor(slots).to(DEVICE) for slots in ([1, 0, 4], [2, 3, 4]))
-    conv.to(DEVICE).bind(states[:, : 2 * channels])
     expected = conv.step(x, reads, writes)
     conv.bind(kept[:, : 2 * channels])
-    assert torch.equal(conv_step(conv, x, reads, writes), expected)
+    assert torch.equal(TritonConv(conv).step(x, reads, writes), expected)
     assert torch.equal(kept, states)
+
+
+def random_conv(channels, bias, dtype, kernel):
+    """A convolution, and all states: their rows hold something else too."""
+    picked = channels, torch.arange(channels)
+    conv = CausalConv(kernel, channels, bias=bias, picked=picked, context=make_context(dtype))
+    torch.manual_seed(0)
+    conv.weight.copy_(torch.randn(kernel, channels))
+    if bias:
+        conv.bias.copy_(torch.randn(channels))
+    states = torch.randn(9, (kernel - 1) * channels + 7).to(DEVICE)
+    conv.to(DEVICE).bind(states[:, : (kernel - 1) * channels])
+    return conv, states
 
 
 @pytest.mark.parametrize(("heads", "sizes"), [((2, 4), {}), ((1, 1), {"key_dim": 12})])
@@ -57,23 +64,112 @@ def test_single_tokens_give_what_plain_steps_give(heads, sizes):
     tokens = DeltaTokens(qkv, decay, beta, states, reads, writes)
     expected = layer.steps(tokens)
     layer.bind(kept)
-    steps = TritonDeltaSteps(plan, layer.conv1d)
+    steps = TritonDelta(plan, layer.conv1d).step
     torch.testing.assert_close(steps(tokens._replace(states=kept)), expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
 
-@pytest.mark.parametrize(("count", "position"), [(5, 0), (CHUNK + 9, CHUNK - 3)])
-def test_chunks_give_what_plain_chunks_give(count, position):
-    inputs = DeltaInputs(*(x.float().to(DEVICE) for x in random_inputs(count, value=40)))
-    state = torch.randn(3, 8, 40).to(DEVICE)
-    expected, found = (scan(inputs, state, position, *how) for how in ((), (through_chunks,)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gates_and_norms_give_what_torch_gives(dtype):
+    """In rows of something wider; with a decay that forgets nothing, and one that forgets all."""
+    plan = delta_plan(1, 3, value_dim=40)
+    layer = delta_layer(plan, torch.float32, torch.zeros(2, plan.size)).to(DEVICE)
+    torch.manual_seed(4)
+    layer.decay.a_log.copy_(torch.randn(3))
+    layer.decay.dt_bias.copy_(torch.tensor([-30.0, 0.5, 90.0]))
+    norm = GateNorm(40, make_context(dtype)).to(DEVICE)
+    norm.weight.copy_(torch.randn(40))
+    wide = torch.randn(5, 200).to(DEVICE, dtype)
+    decays = layer.decay.a_log, layer.decay.dt_bias
+    found = delta_gates(*decays, wide[:, 7:13])
+    torch.testing.assert_close(found, layer.gates(wide[:, 7:13]), **CLOSE)
+    x, gate = torch.randn(5, 3, 40, device=DEVICE), wide[:, 30:150].view(5, 3, 40)
+    found, expected = gate_norm(norm.weight, x, gate, 1e-5), norm(x, gate, 1e-5)
+    assert found.dtype == dtype
+    close = CLOSE if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    torch.testing.assert_close(found, expected, **close)
+
+
+SPANS = (
+    Span(1, 6, 0, 0, ((5, 1),)),  # from nothing on
+    Span(6, 80, 62, 2, ((1, 2), (2, 4), (74, 3))),  # over a chunk's end, past two snapshots
+    Span(80, 82, 5, 5, ((1, 5), (2, 6))),  # its first snapshot is where it starts
+    Span(83, 85, 128, 7, ((2, 7),)),  # shorter than the taps, in its own state
+)
+
+
+def wave_of(spans: tuple[Span, ...]) -> StateWave:
+    none = torch.empty(0, dtype=torch.int64)
+    pieces = Pieces(*(torch.from_numpy(part).to(DEVICE) for part in pieces_of(spans)))
+    return StateWave(tokens=none, reads=none, writes=none, spans=spans, pieces=pieces)
+
+
+def test_spans_are_cut_where_chunks_end_and_states_are_written():
+    cuts, firsts = pieces_of(SPANS[1:3])
+    ends = [(6, 7, 2), (7, 8, 4), (8, 72, 0), (72, 80, 3), (80, 81, 5), (81, 82, 6)]
+    assert [(start, end, slot) for start, end, _, _, slot in cuts.tolist()] == ends
+    assert cuts[:, 2:4].tolist() == [[6, 2]] * 4 + [[80, 5]] * 2
+    assert firsts.tolist() == [0, 4, 6]
+
+
+@pytest.mark.parametrize("heads", [(2, 4), (1, 1)])
+def test_spans_give_what_each_gives_alone(heads):
+    """Of several sequences at once, and of sizes that fill no tile."""
+    plan = delta_plan(*heads, key_dim=12, value_dim=40)
+    torch.manual_seed(2)
+    states = torch.randn(9, plan.size).to(DEVICE)
+    layer = delta_layer(plan, torch.float32, states).to(DEVICE)
+    qkv = torch.randn(86, plan.channels, device=DEVICE)
+    decay, beta = -torch.rand(86, heads[1], device=DEVICE), torch.rand(86, heads[1], device=DEVICE)
+    kept, shape = states.clone(), (86, heads[1], 40)
+    expected, found = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
+    spans = DeltaSpans(qkv, decay, beta, states, wave_of(SPANS))
+    layer.scans(spans, expected)
+    layer.bind(kept)
+    TritonDelta(plan, layer.conv1d).scan(spans._replace(states=kept), found)
     torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(kept, states, **CLOSE)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
-def test_a_model_runs_by_them(family):
-    options = {"block_size": 8, "num_kv_blocks": 40, "dtype": "float32", "max_model_len": 64}
-    one, two = (make_engine(checkpoint(family), **options) for _ in range(2))
-    TritonKernels(two.executor.backend, dtype=torch.float32).fuse(two.executor.model)
-    prompts = random_prompts(2, [9, 20])
-    assert tokens(run(two, prompts, greedy(4))) == tokens(run(one, prompts, greedy(4)))
+def test_keys_that_hardly_differ_are_told_apart():
+    """Equal tokens again and again: the inverse of their system is small, its powers are not."""
+    plan = delta_plan(1, 1, key_dim=16, value_dim=16)
+    states = torch.zeros(2, plan.size, device=DEVICE)
+    layer = delta_layer(plan, torch.float32, states).to(DEVICE)
+    torch.manual_seed(3)
+    qkv = torch.randn(1, plan.channels).expand(128, -1).to(DEVICE)
+    qkv = qkv + 1e-4 * torch.randn(128, plan.channels).to(DEVICE)
+    decay, beta = torch.full((128, 1), -1e-3).to(DEVICE), torch.full((128, 1), 0.99).to(DEVICE)
+    kept = states.clone()
+    expected, found = (torch.zeros(128, 1, 16, device=DEVICE) for _ in range(2))
+    spans = DeltaSpans(qkv, decay, beta, states, wave_of((Span(0, 128, 0, 0, ((128, 1),)),)))
+    layer.scans(spans, expected)
+    layer.bind(kept)
+    TritonDelta(plan, layer.conv1d).scan(spans._replace(states=kept), found)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("channels", "bias"), [(6, True), (70, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_convolution_of_spans_has_the_bits_of_its_twin(channels, bias, dtype):
+    conv, states = random_conv(channels, bias, dtype, kernel=4)
+    x, kept = torch.randn(86, channels).to(DEVICE, dtype), states.clone()
+    expected, found = torch.zeros_like(x), torch.zeros_like(x)
+    for span in SPANS:
+        expected[span.start : span.end] = conv.scan(x[span.start : span.end], span)
+    conv.bind(kept[:, : 3 * channels])
+    TritonConv(conv).scan(x, wave_of(SPANS), found)
+    assert torch.equal(found, expected)
+    assert torch.equal(kept, states)
+
+
+def test_padding_writes_nothing():
+    """Slot 0 holds the zeros from which sequences start."""
+    plan = delta_plan(1, 2)
+    states = torch.zeros(2, plan.size, device=DEVICE)
+    layer = delta_layer(plan, torch.float32, states).to(DEVICE)
+    tokens = [torch.rand(2, size, device=DEVICE) for size in (plan.channels, 2, 2)]
+    slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    TritonDelta(plan, layer.conv1d).step(DeltaTokens(*tokens, states, slots, slots))
+    assert not states.any()

@@ -6,7 +6,7 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, attention, or fp8: attention over an fp8 cache. The last two have sinks.
+`what` is all, states, attention, or fp8: attention over an fp8 cache. The last two have sinks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from triton.runtime.jit import create_function_from_signature
 
 from nanoengine.attention import triton as backend_module
 from nanoengine.attention.base import HeadNormWeights
+from nanoengine.attention.batch import Pieces, StateWave
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
 from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling, triton_states
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.layers import triton_experts, triton_linear
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import DeltaInputs, DeltaTokens, scan
+from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
 from nanoengine.layers.triton_experts import TritonExperts
-from nanoengine.layers.triton_states import TritonDeltaSteps, through_chunks
+from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
@@ -84,6 +85,9 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
         sinks=None if what == "all" else 1.0,
     )  # fmt: skip
     with caught_launches() as caught:
+        if what == "states":
+            run_states(dtype)
+            return caught
         backend = TritonBackend(
             device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim,
             block_size=block_size,
@@ -175,12 +179,15 @@ def run_states(dtype):
         context=make_context(dtype),
     )  # fmt: skip
     conv.bind(states[:, -3 * plan.channels :])
-    slots, gates = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 32)
-    qkv = torch.zeros(1, plan.channels, dtype=dtype)
-    TritonDeltaSteps(plan, conv)(DeltaTokens(qkv, gates, gates, states, slots, slots))
+    slots, gates = torch.zeros(1, dtype=torch.int64), torch.zeros(100, 32)
+    qkv, delta = torch.zeros(100, plan.channels, dtype=dtype), TritonDelta(plan, conv)
+    delta.step(DeltaTokens(qkv[:1], gates[:1], gates[:1], states, slots, slots))
+    delta_gates(gates[0], gates[0], torch.zeros(100, 64, dtype=dtype))
     heads = torch.zeros(100, 32, 128)
-    inputs = DeltaInputs(heads, heads, heads, torch.zeros(100, 32), torch.zeros(100, 32))
-    scan(inputs, torch.zeros(32, 128, 128), 0, through_chunks)
+    gate_norm(torch.zeros(128, dtype=dtype), heads, heads.to(dtype), 1e-6)
+    pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
+    delta.scan(DeltaSpans(qkv, gates, gates, states, wave), torch.zeros(100, 32, 128))
 
 
 def bind(kernel, args, options, backend):
@@ -233,7 +240,7 @@ def report(kernel, compiled):
         "wide_copies": len(re.findall(r"cp\.async\.cg\.shared.*?, 0x10", ptx)),
         "in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
         "wgmma": ptx.count("wgmma.mma_async"),
-        "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", ptx)),
+        "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
         "counted": counted(ptx),
         "atomics": len(re.findall(r"\batom\.", ptx)),
