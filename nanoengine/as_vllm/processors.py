@@ -47,8 +47,8 @@ class BatchUpdate:
     moved: Sequence[tuple[int, int, MoveDirectionality]]
 
 
-class LogitsProcessor(ABC):
-    """What a program derives its own from."""
+class VLLMProcessor(ABC):
+    """vLLM's LogitsProcessor: what a program derives its own from."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -71,7 +71,7 @@ class LogitsProcessor(ABC):
         """The edited logits, which may be the same tensor."""
 
 
-class AdapterLogitsProcessor(LogitsProcessor):
+class AdapterLogitsProcessor(VLLMProcessor):
     """Functions of one request, for the requests that have one."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -126,14 +126,14 @@ def stages(given: Iterable[Any], device: str | None) -> list[Any]:
     config = absent("vllm_config", "the keyword arguments of LLM are the configuration")
     return [
         Batched(one(config, where, False))
-        if isinstance(one, type) and issubclass(one, LogitsProcessor)
+        if isinstance(one, type) and issubclass(one, VLLMProcessor)
         else one
         for one in found
     ]
 
 
 @dataclass(eq=False)
-class Request:
+class ProcessedRequest:
     """The state of a row."""
 
     params: Any
@@ -144,7 +144,7 @@ class Request:
         """The list that the processor has grows."""
         self.output.append(token_id)
 
-    def fork(self) -> Request:
+    def fork(self) -> ProcessedRequest:
         """Another request."""
         return replace(self, output=list(self.output))
 
@@ -156,22 +156,24 @@ class Batched:
         requests: those of the step before, by index.
     """
 
-    def __init__(self, processor: LogitsProcessor) -> None:
+    def __init__(self, processor: VLLMProcessor) -> None:
         self.processor = processor
-        self.requests: list[Request] = []
+        self.requests: list[ProcessedRequest] = []
 
-    def admit(self, sequence: AdmittedSequence) -> Request:
+    def admit(self, sequence: AdmittedSequence) -> ProcessedRequest:
         """Every row has a state: the processor sees all requests."""
         self.processor.validate_params(sequence.params)
         ids, start = list(sequence.token_ids), sequence.num_prompt_tokens
-        return Request(sequence.params, ids[:start], ids[start:])
+        return ProcessedRequest(sequence.params, ids[:start], ids[start:])
 
-    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Request]) -> None:
+    def apply(
+        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ProcessedRequest]
+    ) -> None:
         """Tells what has changed, and edits the lines."""
         self.processor.update_state(self._arrange(states))
         logits[list(lines)] = self.processor.apply(logits[list(lines)])
 
-    def _arrange(self, states: Sequence[Request]) -> BatchUpdate | None:
+    def _arrange(self, states: Sequence[ProcessedRequest]) -> BatchUpdate | None:
         """Brings each request to the index that it has among `states`."""
         held = set(states)
         now, added, moved = [one if one in held else None for one in self.requests], [], []

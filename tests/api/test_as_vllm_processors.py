@@ -19,9 +19,9 @@ from nanoengine.as_vllm.processors import (
     AdapterLogitsProcessor,
     Batched,
     BatchUpdate,
-    LogitsProcessor,
     MoveDirectionality,
-    Request,
+    ProcessedRequest,
+    VLLMProcessor,
     process_dict_updates,
 )
 from nanoengine.assets import demo_model_path
@@ -31,7 +31,7 @@ MODEL = str(demo_model_path())
 PROMPTS = ["Once upon a time", "The little dog", "A red bird", "Tom", "The old cat", "One day"]
 
 
-class Recorder(LogitsProcessor):
+class Recorder(VLLMProcessor):
     """Keeps by index what it is told, by `process_dict_updates`."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -60,7 +60,7 @@ class Recorder(LogitsProcessor):
 def test_indices_are_those_of_the_rows(steps: list[list[int]]) -> None:
     recorder = Recorder(None, torch.device("cpu"), False)
     stage = Batched(recorder)
-    requests = [Request(None, [], [n]) for n in range(8)]
+    requests = [ProcessedRequest(None, [], [n]) for n in range(8)]
     before: list[int] = []
     for step in steps:
         states = [requests[n] for n in step]
