@@ -101,7 +101,7 @@ def test_each_room_stands_in_the_table_with_a_file_to_read_first():
 
 FILES = {
     path.relative_to(ROOT).as_posix()
-    for folder in ("nanoengine", "tests", "tools", "benchmarks", "docs")
+    for folder in ("nanoengine", "tests", "tools", "benchmarks", "docs", "examples")
     for path in (ROOT / folder).rglob("*.py")
 } | {path.name for path in ROOT.glob("*.py")}
 ELSEWHERE = re.compile(r"^# (\S+\.py)$|(modular_\S+\.py|convert_hf_to_gguf\.py)", re.MULTILINE)
