@@ -9,8 +9,8 @@ alike are a *part*; q, k and v are up to three, since a checkpoint may give one 
 
     64 bytes          number of parts; panels; outputs; whether no panel is padded; inputs
     192 a part        first panel; panels; byte where they begin; bytes of a panel; shift; header;
-                      rows of the largest tile; first output; outputs; addresses of the form's
-                      functions
+                      rows of the largest tile; first output; outputs; bytes of a unit that is
+                      spread out; addresses of the form's functions
     panels            of all parts, one after the other
 
 The same panels serve float activations (`linear_floats`) and look-ups of rows (`grouped_rows`),
@@ -35,16 +35,21 @@ from nanoengine.kernels.grouped_tiles import (
     UNITS,
     Form,
     keep_addresses,
+    most_grouped,
     multiply_grouped,
-    panel_floats,
+    panel_made,
+    rows_of_spread,
 )
+from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import LINE, PANEL, PANELS
 
 HEAD, RECORD = 8, 24  # words of 64 bits, see above
 PARTS, ALL_PANELS, OUTPUTS, IS_WHOLE, INPUTS = range(5)
-BEFORE, OF_PART, START, STEP, SHIFT, HEADER, ROWS, FIRST, COUNT, FUNCTIONS = range(10)
+BEFORE, OF_PART, START, STEP, SHIFT, HEADER, ROWS, FIRST, COUNT, SPREAD, FUNCTIONS = range(11)
+FIRST_SPREAD = 2 + most_grouped(CURRENT) - rows_of_spread(CURRENT)[0]
+TILES_OF_SPREAD = 3  # of rows, from which on a panel is spread out for them
 
 
 @compiled(fastmath=FASTMATH)
@@ -136,16 +141,27 @@ def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
             rows = min(ROW_BLOCK, num_rows - row)
             tiles = -(-rows // most)
             share = -(-LINE // tiles)  # bytes for each line
+            is_spread = tiles >= TILES_OF_SPREAD
+            room = empty((LINE + units * part[SPREAD] if is_spread else 0,), np.uint8)
             for p in range(max(lo, before), min(hi, before + part[OF_PART])):
+                n, at = p * PANEL, part[START] + (p - before) * step
+                if is_spread:
+                    panel_made(part[FUNCTIONS + 1 + most], data, at, units, part[SHIFT],
+                               part[HEADER], room, 0)  # fmt: skip
                 for t in range(tiles):
                     first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
-                    n = p * PANEL
+                    if is_spread:
+                        multiply_grouped(
+                            part[FUNCTIONS + FIRST_SPREAD + last - first], x, first * size, size,
+                            offsets, first * units * 3, units * 3, x_scales, first, room, 0, units,
+                            0, 0, bias, n, flat, first * num_outputs + n, num_outputs, 0, 0,
+                        )  # fmt: skip
+                        continue
                     multiply_grouped(
                         part[FUNCTIONS + last - first], x, first * size, size, offsets,
                         first * units * 3, units * 3, x_scales, first, data,
-                        part[START] + (p - before) * step, units, part[SHIFT], part[HEADER],
-                        bias, n, flat, first * num_outputs + n, num_outputs,
-                        ahead + t * share * lines, share,
+                        at, units, part[SHIFT], part[HEADER], bias, n, flat,
+                        first * num_outputs + n, num_outputs, ahead + t * share * lines, share,
                     )  # fmt: skip
 
 
@@ -187,7 +203,7 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
             panels, n = PANELS if p + PANELS <= stop else 1, p * PANEL
             for k in range(panels):
                 at = part[START] + (p + k - before) * part[STEP]
-                panel_floats(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], floats,
+                panel_made(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], floats,
                              k * step)  # fmt: skip
             for row in range(0, num_rows, ROW_BLOCK_OF_FLOATS):
                 rows = min(ROW_BLOCK_OF_FLOATS, num_rows - row)
@@ -220,7 +236,7 @@ def _grouped_rows(data, ids, out, lo, hi):
                 part = words[HEAD + number * RECORD : HEAD + (number + 1) * RECORD]
         place, row = ids[i] - part[FIRST], out[i]
         at = part[START] + place // PANEL * part[STEP]
-        panel_floats(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], panel, 0)
+        panel_made(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], panel, 0)
         for k in range(len(row)):
             row[k] = panel[k * PANEL + place % PANEL]
 

@@ -82,6 +82,11 @@ class Form(NamedTuple):
         """Whether tiles multiply by values of a whole signed byte, in place of codes."""
         return self.bits == 8 or self.table > 0
 
+    @property
+    def most_pairs(self) -> int:
+        """How many sums of two products with codes fit 16 bits."""
+        return 32767 // (2 * 127 * ((1 << self.bits) - 1))
+
 
 def most_grouped(isa: ISA) -> int:
     """Rows of the largest tile."""
@@ -134,25 +139,30 @@ class GroupedTile(ByteTile):
         name = f"llvm.x86.{names[self.isa.byte_bits]}"
         return self.call(name, self.bytes, numbers, codes)
 
+    def starts(self, offsets):
+        """What the sums of each row's inputs with a group's values start from."""
+        form, exact = self.form, self.isa.byte_dots == "vpdpbusd"
+        if not (exact if form.is_signed else form.centered):
+            return [self.every(0)] * len(offsets)
+        # An offset is -8 times the sum of inputs, and codes count from -(2 ** (bits - 1)).
+        left = 4 if form.is_signed else form.bits - 4
+        starts = [self.splat(self.builder.load(offset), self.words) for offset in offsets]
+        move = self.builder.shl if left > 0 else self.builder.ashr
+        return [move(start, self.every(abs(left))) for start in starts] if left else starts
+
+    def ready(self, lines, four: int, vector: int):
+        """The values as they are multiplied."""
+        codes = self.values(lines, four, vector)
+        return self.prepared(codes) if self.form.is_signed else codes
+
     def sums(self, lines, fours: range, inputs, offsets):
         """Whole numbers [row][vector]: dot products of a group's inputs with its values."""
-        zero, form = self.every(0), self.form
+        form, most = self.form, self.form.most_pairs
         exact = self.isa.byte_dots == "vpdpbusd"
-        starts = [zero] * len(inputs)
-        if (form.is_signed and exact) or (not form.is_signed and form.centered):
-            # An offset is -8 times the sum of inputs, and codes count from -(2 ** (bits - 1)).
-            left = 4 if form.is_signed else form.bits - 4
-            starts = [self.splat(self.builder.load(offset), self.words) for offset in offsets]
-            if left:
-                move = self.builder.shl if left > 0 else self.builder.ashr
-                starts = [move(start, self.every(abs(left))) for start in starts]
-        totals = [[start] * self.vectors for start in starts]
-        most = 32767 // (2 * 127 * ((1 << form.bits) - 1))  # sums of pairs that fit 16 bits
+        totals = [[start] * self.vectors for start in self.starts(offsets)]
         waiting = [[None] * self.vectors for _ in inputs]
         for count, four in enumerate(fours, 1):
-            codes = [self.values(lines, four, vector) for vector in range(self.vectors)]
-            if form.is_signed:
-                codes = [self.prepared(code) for code in codes]
+            codes = [self.ready(lines, four, vector) for vector in range(self.vectors)]
             for row, value in enumerate(self.four(each, 4 * four) for each in inputs):
                 for i, code in enumerate(codes):
                     if form.is_signed or exact:
@@ -198,6 +208,10 @@ class GroupedTile(ByteTile):
             found.append((scales, mins))
         return found
 
+    def eighths(self, offsets):
+        """What is taken off, for sums of inputs times -8."""
+        return [self.builder.fmul(offset, self.constant(0.125)) for offset in offsets]
+
     def whole(self, pointer, factors, widen):
         """A group's whole numbers times the factors of its block."""
         narrow, found = ir.VectorType(I8, self.width), []
@@ -235,6 +249,87 @@ class GroupedTile(ByteTile):
         self.loop(build.udiv(build.add(of.units, I64(UNITS - 1)), I64(UNITS)), block)
 
 
+class SpreadTile(GroupedTile):
+    """Reads what `spread_panel` wrote."""
+
+    def ready(self, lines, four: int, vector: int):
+        parts = ready_lines(self.isa, self.form)
+        at = LINE * parts * four + vector * self.bytes.count
+        found = tuple(self.get(self.bytes, lines, at + LINE * i) for i in range(parts))
+        return found if parts > 1 else found[0]
+
+    def sums(self, lines, fours: range, inputs, offsets):
+        """As `GroupedTile.sums`. Why a loop: LLVM adds up in pairs what it sees at once, and keeps
+        sums in memory meanwhile."""
+        if self.isa.byte_dots == "vpdpbusd":
+            return super().sums(lines, fours, inputs, offsets)
+        build, form, starts = self.builder, self.form, self.starts(offsets)
+        fits = not form.is_signed and form.most_pairs >= len(fours)
+        zero = self.every(0, self.pairs)
+        cells = [
+            [self.variable(zero if fits else start) for _ in range(self.vectors)]
+            for start in starts
+        ]
+        step = 1 if form.is_signed else 2
+        line, of_row = self.variable(lines), [self.variable(each) for each in inputs]
+        size = LINE * ready_lines(self.isa, form)
+        build.store(self.at(lines, I64(size * fours[0])), line)
+        for each, cell in zip(inputs, of_row, strict=True):
+            build.store(self.at(each, I64(4 * fours[0])), cell)
+
+        def turn(_):
+            start = self.moved(line, I64(step * size))
+            codes = [[self.ready(start, k, v) for k in range(step)] for v in range(self.vectors)]
+            for place, row in zip(of_row, cells, strict=True):
+                at = self.moved(place, I64(4 * step))
+                values = [self.four(at, 4 * k) for k in range(step)]
+                for cell, of_vector in zip(row, codes, strict=True):
+                    total = build.load(cell)
+                    if form.is_signed:
+                        build.store(self.add8(total, of_vector[0], values[0]), cell)
+                        continue
+                    first, second = map(self.pairs_of, of_vector, values)
+                    more = build.add(first, second)
+                    build.store(build.add(total, more if fits else self.widen(more)), cell)
+
+        self.loop(I64(len(fours) // step), turn)
+        totals = [[build.load(cell) for cell in row] for row in cells]
+        if fits:
+            totals = [
+                [build.add(start, self.widen(pairs)) for pairs in row]
+                for start, row in zip(starts, totals, strict=True)
+            ]
+        return totals
+
+    def blocks(self, of, write):
+        """As `GroupedTile.blocks`."""
+        place = self.variable(self.at(of.w, I64(LINE)))
+        kinds = 2 if self.form.offset else 1
+        size = unit_bytes(self.isa, self.form)
+
+        def unit(index):
+            start, groups = self.moved(place, I64(size)), []
+            for at in range(0, self.form.halves * kinds, kinds):
+                floats = [
+                    [self.get(self.vector, start, LINE * (at + i) + 4 * lane) for lane in self.lanes]
+                    for i in range(kinds)
+                ]
+                groups.append((floats[0], floats[1] if self.form.offset else None))
+            write(self.at(start, I64(LINE * self.form.halves * kinds)), groups, index)
+
+        self.loop(of.units, unit)
+
+
+def ready_lines(isa: ISA, form: Form) -> int:
+    """Lines of 64 bytes that hold four inputs of a panel that is spread out."""
+    return 2 if form.is_signed and isa.byte_dots == "vpmaddubsw" else 1
+
+
+def unit_bytes(isa: ISA, form: Form) -> int:
+    """Of a unit of a panel that is spread out."""
+    return LINE * (form.halves * (2 if form.offset else 1) + UNIT // 4 * ready_lines(isa, form))
+
+
 @tile_function(
     "byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, units, shift,"
     " header, float* bias, float* out, out_stride, ahead, ahead_stride"
@@ -243,13 +338,14 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
     """A tile of a panel: out[r, j] = x_scales[r] * factor[j] * sum over groups of (scale[j] *
     (x . w - zero[j] * sum of x) - min[j] * sum of x) + bias[j].
 
-    `numbers` are the form's and how many rows. `offsets` holds -8 times the sums of each unit of
+    `numbers` are the form's, how many rows, and whether the panel is spread out. `offsets` holds -8 times the sums of each unit of
     inputs and of its halves, see `quantize_rows`. Groups of 1 << `shift` units share scales, where
     these have one level; `header`: bytes of a block's. For each line that is read, a line's
     `ahead_stride` bytes are prefetched, from `ahead` after the panel's first.
     """
-    form, rows = Form(*numbers[:-1]), numbers[-1]
-    tile = GroupedTile(builder, isa, form)
+    *of_form, rows, is_spread = numbers
+    form = Form(*of_form)
+    tile = (SpreadTile if is_spread else GroupedTile)(builder, isa, form)
     inputs, outputs = tile.rows(of.x, of.x_stride, rows), tile.rows(of.out, of.out_stride, rows)
     of_inputs = tile.rows(of.offsets, of.offsets_stride, rows)
     for line in outputs:
@@ -260,8 +356,6 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
         results = [[tile.variable(tile.constant(0.0)) for _ in tile.lanes] for _ in outputs]
     for cell in itertools.chain(*results):
         tile.store(tile.constant(0.0), cell)
-    eighth = tile.constant(0.125)
-
     def write(lines, groups, unit):
         of_unit = [tile.at(row, builder.mul(unit, I64(UNIT))) for row in inputs]
         starts = [tile.at(row, builder.mul(unit, I64(3))) for row in of_inputs]
@@ -272,8 +366,8 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
             else:
                 starts_of_half = starts
             sums = tile.sums(lines, fours, of_unit, starts_of_half)
-            if offsets:
-                offsets = [builder.fmul(offset, eighth) for offset in offsets]
+            if offsets and not is_spread:
+                offsets = tile.eighths(offsets)
             for start, of_sums, of_row in zip(starts_of_half, sums, results, strict=True):
                 for i, (total, cell) in enumerate(zip(of_sums, of_row, strict=True)):
                     total = builder.sitofp(total, tile.vector)
@@ -330,12 +424,56 @@ def grouped_floats(builder, isa: ISA, of, *numbers: int):
     tile.blocks(of, write)
 
 
+@tile_function("byte* w, units, shift, header, byte* out")
+def spread_panel(builder, isa: ISA, of, *numbers: int):
+    """Spreads a panel out for tiles of many rows, which would each take codes and scales apart.
+
+    A line with the outputs' factors, then of each unit: of each group a line of scales and one of
+    what is taken off, if there is any, an eighth of it, float32; of each four inputs their values
+    as they are multiplied, see `ByteTile.prepared`.
+    """
+    form = Form(*numbers)
+    tile, size = GroupedTile(builder, isa, form), unit_bytes(isa, form)
+    for lane in tile.lanes:
+        factors = tile.get(tile.vector, of.w, 4 * lane)
+        tile.store(factors, tile.at(of.out, I64(4 * lane)))
+
+    def write(lines, groups, unit):
+        place = tile.variable(tile.at(of.out, I64(LINE), builder.mul(unit, I64(size))))
+
+        def keep(vectors):
+            start = tile.moved(place, I64(LINE))
+            for i, vector in enumerate(vectors):
+                tile.store(vector, tile.at(start, I64(i * LINE // tile.vectors)))
+
+        for scales, offsets in groups:
+            keep(scales)
+            if offsets:
+                keep(tile.eighths(offsets))
+        for four in range(UNIT // 4):
+            ready = [tile.ready(lines, four, vector) for vector in range(tile.vectors)]
+            for part in zip(*ready, strict=True) if ready_lines(isa, form) > 1 else [ready]:
+                keep(part)
+
+    tile.blocks(of, write)
+
+
+def rows_of_spread(isa: ISA) -> range:
+    """Rows of tiles whose panel is spread out: three tiles or more share their rows equally."""
+    most = most_grouped(isa)
+    return range(max(1, most - 2), most + 1)
+
+
 def functions_of(module, isa: ISA, form: Form) -> list[ir.Function]:
-    """`grouped_floats` of a form, and its tiles of 1, 2, ... rows."""
+    """`grouped_floats` of a form, its tiles of 1, 2, ... rows, `spread_panel`, and tiles of
+    `rows_of_spread`."""
     rows = range(1, most_grouped(isa) + 1)
     return [
-        grouped_floats(module, isa, *form), *(grouped_tile(module, isa, *form, r) for r in rows)
-    ]  # fmt: skip
+        grouped_floats(module, isa, *form),
+        *(grouped_tile(module, isa, *form, r, 0) for r in rows),
+        spread_panel(module, isa, *form),
+        *(grouped_tile(module, isa, *form, r, 1) for r in rows_of_spread(isa)),
+    ]
 
 
 @intrinsic
@@ -381,7 +519,7 @@ def multiply_grouped(typing, address, x, x_at, x_stride, offsets, offsets_at, of
 
 
 @intrinsic
-def panel_floats(typing, address, w, w_at, units, shift, header, out, out_at):
-    """The `grouped_floats` at this address."""
+def panel_made(typing, address, w, w_at, units, shift, header, out, out_at):
+    """The `grouped_floats` or `spread_panel` at this address."""
     given = address, w, w_at, units, shift, header, out, out_at
     return types.void(*given), _calls(grouped_floats.kinds)

@@ -153,7 +153,7 @@ def grouped(*numbers: int):
     """The tiles of a `Form`."""
 
     def write(module, isa, rows, panels):
-        return grouped_tile(module, isa, *Form(*numbers), rows)
+        return grouped_tile(module, isa, *Form(*numbers), rows, 0)
 
     return lambda isa: [(rows, 1) for rows in range(1, most_grouped(isa) + 1)], write, 32, 8
 
