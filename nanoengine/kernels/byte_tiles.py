@@ -93,11 +93,14 @@ class ByteTile(Emit):
         dot products are generic."""
         if self.isa.byte_dots == "vpmaddubsw":
             return self.call("llvm.x86.avx2.pmadd.ub.sw", self.pairs, first, second)
-        build, eight = self.builder, self.every(8, self.pairs)
-        first, second = (build.bitcast(value, self.pairs) for value in (first, second))
-        odd = build.mul(build.ashr(first, eight), build.ashr(second, eight))
-        first, second = (build.ashr(build.shl(value, eight), eight) for value in (first, second))
-        return build.add(build.mul(first, second), odd)
+        odd, even = zip(*map(self.odd_and_even, (first, second)), strict=True)
+        return self.builder.add(self.builder.mul(*even), self.builder.mul(*odd))
+
+    def odd_and_even(self, numbers):
+        """Every second of signed bytes, as words of 16 bits, and the others."""
+        eight, pairs = self.every(8, self.pairs), self.builder.bitcast(numbers, self.pairs)
+        even = self.builder.ashr(self.builder.shl(pairs, eight), eight)
+        return self.builder.ashr(pairs, eight), even
 
     def widen(self, pairs):
         """Neighbouring numbers of 16 bits added in 32."""

@@ -25,6 +25,7 @@ from nanoengine.kernels.grouped_tiles import (
     UNITS,
     ZEROS,
     Form,
+    has_spread,
     most_grouped,
     unit_bytes,
 )
@@ -165,7 +166,8 @@ class GroupedPanels:
             count = sum(run.count for run in runs)
             numbers = [
                 panel, panels, start, step, layout.shift, kernels.header_bytes(*layout),
-                most_grouped(CURRENT), first, count, unit_bytes(CURRENT, layout.form),
+                most_grouped(CURRENT), first, count,
+                unit_bytes(layout.form) if has_spread(CURRENT) else 0, layout.form.is_signed,
                 *kernels.functions(layout.form),
             ]  # fmt: skip
             at = HEAD + i * RECORD
