@@ -93,8 +93,11 @@ class ByteTile(Emit):
         dot products are generic."""
         if self.isa.byte_dots == "vpmaddubsw":
             return self.call("llvm.x86.avx2.pmadd.ub.sw", self.pairs, first, second)
-        odd, even = zip(*map(self.odd_and_even, (first, second)), strict=True)
-        return self.builder.add(self.builder.mul(*even), self.builder.mul(*odd))
+        build, eight = self.builder, self.every(8, self.pairs)
+        first, second = (build.bitcast(value, self.pairs) for value in (first, second))
+        odd = build.mul(build.ashr(first, eight), build.ashr(second, eight))
+        first, second = (build.ashr(build.shl(value, eight), eight) for value in (first, second))
+        return build.add(build.mul(first, second), odd)
 
     def odd_and_even(self, numbers):
         """Every second of signed bytes, as words of 16 bits, and the others."""
