@@ -99,6 +99,12 @@ class ByteTile(Emit):
         first, second = (build.ashr(build.shl(value, eight), eight) for value in (first, second))
         return build.add(build.mul(first, second), odd)
 
+    def odd_and_even(self, numbers):
+        """Every second of signed bytes, as words of 16 bits, and the others."""
+        eight, pairs = self.every(8, self.pairs), self.builder.bitcast(numbers, self.pairs)
+        even = self.builder.ashr(self.builder.shl(pairs, eight), eight)
+        return self.builder.ashr(pairs, eight), even
+
     def widen(self, pairs):
         """Neighbouring numbers of 16 bits added in 32."""
         if self.isa.byte_dots == "vpmaddubsw":

@@ -9,8 +9,8 @@ alike are a *part*; q, k and v are up to three, since a checkpoint may give one 
 
     64 bytes          number of parts; panels; outputs; whether no panel is padded; inputs
     192 a part        first panel; panels; byte where they begin; bytes of a panel; shift; header;
-                      rows of the largest tile; first output; outputs; addresses of the form's
-                      functions
+                      rows of the largest tile; first output; outputs; bytes of a unit that is
+                      spread out, 0: none is; whether inputs are paired for them; addresses of the form's functions
     panels            of all parts, one after the other
 
 The same panels serve float activations (`linear_floats`) and look-ups of rows (`grouped_rows`),
@@ -32,11 +32,13 @@ from nanoengine.kernels.cpu_linear import ROW_BLOCK as ROW_BLOCK_OF_FLOATS
 from nanoengine.kernels.cpu_linear import _rows_of_panels
 from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, ROW_BLOCK, quantize_rows
 from nanoengine.kernels.grouped_tiles import (
+    PAIRED,
     UNITS,
     Form,
     keep_addresses,
     multiply_grouped,
-    panel_floats,
+    pair_inputs,
+    panel_made,
 )
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
@@ -44,7 +46,9 @@ from nanoengine.kernels.tiles import LINE, PANEL, PANELS
 
 HEAD, RECORD = 8, 24  # words of 64 bits, see above
 PARTS, ALL_PANELS, OUTPUTS, IS_WHOLE, INPUTS = range(5)
-BEFORE, OF_PART, START, STEP, SHIFT, HEADER, ROWS, FIRST, COUNT, FUNCTIONS = range(10)
+BEFORE, OF_PART, START, STEP, SHIFT, HEADER, ROWS, FIRST, COUNT, SPREAD, PAIRS, FUNCTIONS = range(12)
+TILES_OF_SPREAD = 4  # of rows, from which on a panel is spread out for them
+PAIRED_ROWS = 64  # that take turns on one panel: they take more room than others
 
 
 @compiled(fastmath=FASTMATH)
@@ -121,6 +125,32 @@ def pack_codes(codes, data, first, step, header, bits, flip, num_workers):
     parallel_for(_pack_codes, panels, num_workers, operands)
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _spread_panels(values, x_scales, offsets, data, part, row, rows, lo, hi, bias, out):
+    """`grouped_panels` of some rows for panels lo ... hi - 1 of a part, each spread out."""
+    size, num_outputs, most = values.shape[1], out.shape[1], part[ROWS]
+    units, tiles, functions = size // UNIT, -(-rows // most), part[FUNCTIONS:]
+    x, of_unit, first_x = values.reshape(-1), UNIT, row * size
+    if part[PAIRS]:
+        paired = empty((rows * units * PAIRED,), np.int8)
+        for unit in range(rows * units):
+            pair_inputs(x, first_x + unit * UNIT, paired, unit * PAIRED)
+        x, of_unit, first_x = paired, PAIRED, 0
+    room, flat = empty((LINE + units * part[SPREAD],), np.uint8), out.reshape(-1)
+    share, following = -(-LINE // tiles), data.ctypes.data - room.ctypes.data + part[STEP]
+    for p in range(lo, hi):
+        n, at = p * PANEL, part[START] + (p - part[BEFORE]) * part[STEP]
+        panel_made(functions[most + 1], data, at, units, part[SHIFT], part[HEADER], room, 0)
+        for t in range(tiles):
+            first, last = rows * t // tiles, rows * (t + 1) // tiles
+            multiply_grouped(
+                functions[last - first + 3], x, first_x + first * units * of_unit, units * of_unit,
+                offsets, (row + first) * units * 3, units * 3, x_scales, row + first, room, 0,
+                units, 0, 0, bias, n, flat, (row + first) * num_outputs + n, num_outputs,
+                following + at + t * share * (part[STEP] // LINE), share,
+            )  # fmt: skip
+
+
 @compiled(fastmath=FASTMATH)
 def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
     """`linear_grouped` of quantized rows for the outputs of panels lo ... hi - 1: what one worker
@@ -131,12 +161,18 @@ def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
     for i in range(words[PARTS]):
         part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD]
         before, step, most = part[BEFORE], part[STEP], part[ROWS]
+        start, stop = max(lo, before), min(hi, before + part[OF_PART])
         ahead, lines = AHEAD if num_rows <= most else step, step // LINE - 1
-        for row in range(0, num_rows, ROW_BLOCK):
-            rows = min(ROW_BLOCK, num_rows - row)
+        block = PAIRED_ROWS if part[SPREAD] and part[PAIRS] else ROW_BLOCK
+        for row in range(0, num_rows, block):
+            rows = min(block, num_rows - row)
             tiles = -(-rows // most)
+            if part[SPREAD] and tiles >= TILES_OF_SPREAD:
+                _spread_panels(values, x_scales, offsets, data, part, row, rows, start, stop, bias,
+                               out)  # fmt: skip
+                continue
             share = -(-LINE // tiles)  # bytes for each line
-            for p in range(max(lo, before), min(hi, before + part[OF_PART])):
+            for p in range(start, stop):
                 for t in range(tiles):
                     first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
                     n = p * PANEL
@@ -187,7 +223,7 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
             panels, n = PANELS if p + PANELS <= stop else 1, p * PANEL
             for k in range(panels):
                 at = part[START] + (p + k - before) * part[STEP]
-                panel_floats(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], floats,
+                panel_made(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], floats,
                              k * step)  # fmt: skip
             for row in range(0, num_rows, ROW_BLOCK_OF_FLOATS):
                 rows = min(ROW_BLOCK_OF_FLOATS, num_rows - row)
@@ -220,7 +256,7 @@ def _grouped_rows(data, ids, out, lo, hi):
                 part = words[HEAD + number * RECORD : HEAD + (number + 1) * RECORD]
         place, row = ids[i] - part[FIRST], out[i]
         at = part[START] + place // PANEL * part[STEP]
-        panel_floats(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], panel, 0)
+        panel_made(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], panel, 0)
         for k in range(len(row)):
             row[k] = panel[k * PANEL + place % PANEL]
 

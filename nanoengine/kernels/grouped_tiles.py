@@ -29,6 +29,7 @@ Source: bit planes apart from each other, ggml's Q5_0 and Q6_K.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -37,11 +38,12 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanoengine.kernels.byte_tiles import UNIT, ByteTile, most_rows
-from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_function
 
 UNITS = 8  # of a block
+PAIRED = 80  # bytes of a unit of inputs from `pair_inputs`
 NONE, ZEROS, MINS = range(3)
 TABLES: tuple[tuple[int, ...], ...] = (
     (),
@@ -82,6 +84,11 @@ class Form(NamedTuple):
         """Whether tiles multiply by values of a whole signed byte, in place of codes."""
         return self.bits == 8 or self.table > 0
 
+    @property
+    def most_pairs(self) -> int:
+        """How many sums of two products with codes fit 16 bits."""
+        return 32767 // (2 * 127 * ((1 << self.bits) - 1))
+
 
 def most_grouped(isa: ISA) -> int:
     """Rows of the largest tile."""
@@ -95,7 +102,7 @@ class GroupedTile(ByteTile):
     def __init__(self, builder, isa: ISA, form: Form):
         super().__init__(builder, isa)
         self.form = form
-        self.lanes = range(0, PANEL, self.width)
+        self.lanes, self.input_bytes = range(0, PANEL, self.width), UNIT
 
     def values(self, lines, four: int, vector: int):
         """The codes of four inputs of a unit, or their values where these are signed, for the
@@ -134,20 +141,22 @@ class GroupedTile(ByteTile):
         name = f"llvm.x86.{names[self.isa.byte_bits]}"
         return self.call(name, self.bytes, numbers, codes)
 
+    def starts(self, offsets):
+        """What the sums of each row's inputs with a group's values start from."""
+        form, exact = self.form, self.isa.byte_dots == "vpdpbusd"
+        if not (exact if form.is_signed else form.centered):
+            return [self.every(0)] * len(offsets)
+        # An offset is -8 times the sum of inputs, and codes count from -(2 ** (bits - 1)).
+        left = 4 if form.is_signed else form.bits - 4
+        starts = [self.splat(self.builder.load(offset), self.words) for offset in offsets]
+        move = self.builder.shl if left > 0 else self.builder.ashr
+        return [move(start, self.every(abs(left))) for start in starts] if left else starts
+
     def sums(self, lines, fours: range, inputs, offsets):
         """Whole numbers [row][vector]: dot products of a group's inputs with its values."""
-        zero, form = self.every(0), self.form
+        form, most = self.form, self.form.most_pairs
         exact = self.isa.byte_dots == "vpdpbusd"
-        starts = [zero] * len(inputs)
-        if (form.is_signed and exact) or (not form.is_signed and form.centered):
-            # An offset is -8 times the sum of inputs, and codes count from -(2 ** (bits - 1)).
-            left = 4 if form.is_signed else form.bits - 4
-            starts = [self.splat(self.builder.load(offset), self.words) for offset in offsets]
-            if left:
-                move = self.builder.shl if left > 0 else self.builder.ashr
-                starts = [move(start, self.every(abs(left))) for start in starts]
-        totals = [[start] * self.vectors for start in starts]
-        most = 32767 // (2 * 127 * ((1 << form.bits) - 1))  # sums of pairs that fit 16 bits
+        totals = [[start] * self.vectors for start in self.starts(offsets)]
         waiting = [[None] * self.vectors for _ in inputs]
         for count, four in enumerate(fours, 1):
             codes = [self.values(lines, four, vector) for vector in range(self.vectors)]
@@ -198,6 +207,10 @@ class GroupedTile(ByteTile):
             found.append((scales, mins))
         return found
 
+    def eighths(self, offsets):
+        """What is taken off, for sums of inputs times -8."""
+        return [self.builder.fmul(offset, self.constant(0.125)) for offset in offsets]
+
     def whole(self, pointer, factors, widen):
         """A group's whole numbers times the factors of its block."""
         narrow, found = ir.VectorType(I8, self.width), []
@@ -235,6 +248,110 @@ class GroupedTile(ByteTile):
         self.loop(build.udiv(build.add(of.units, I64(UNITS - 1)), I64(UNITS)), block)
 
 
+class SpreadTile(GroupedTile):
+    """Reads what `spread_panel` wrote, and of values of a whole byte inputs of `pair_inputs`.
+
+    Two such products take one multiplication, what depends on inputs or on values alone being
+    known, and all is exact:
+
+        x0 * w0 + x1 * w1 = (x0 + w1) * (x1 + w0) - x0 * x1 - w0 * w1
+
+    Source: S. Winograd, "A New Algorithm for Inner Product" (1968).
+    """
+
+    def __init__(self, builder, isa: ISA, form: Form):
+        super().__init__(builder, isa, form)
+        self.input_bytes = PAIRED if form.is_signed else UNIT
+
+    def sums(self, lines, fours: range, inputs, offsets):
+        """As `GroupedTile.sums`. Why a loop: LLVM adds up in pairs what it sees at once, and keeps
+        sums in memory meanwhile."""
+        build, signed, place = self.builder, self.form.is_signed, fours[0]
+        fits = not signed and self.form.most_pairs >= len(fours)
+        first = self.at(lines, I64(2 * LINE * place if signed else LINE * place))
+        if signed:
+            half = 0 if len(fours) == UNIT // 4 else 1 + place // 4
+            at = LINE * (UNIT // 2 + max(0, half - 1))
+            starts = self.known(self.at(lines, I64(at)), inputs, 2 * UNIT + 4 * half)
+        else:
+            starts = [[start] * self.vectors for start in self.starts(offsets)]
+        zero = self.every(0, self.pairs)
+        cells = [[self.variable(zero if fits else start) for start in row] for row in starts]
+
+        def paired(index):
+            line = self.at(first, build.mul(index, I64(2 * LINE)))
+            odd, even = (
+                [self.get(self.pairs, line, LINE * i + 4 * lane) for lane in self.lanes]
+                for i in range(2)
+            )
+            for row, of_row in zip(inputs, cells, strict=True):
+                at = self.at(row, I64(4 * place), build.mul(index, I64(4)))
+                x_even, x_odd = (build.bitcast(self.four(at, i), self.pairs) for i in (0, UNIT))
+                for i, cell in enumerate(of_row):
+                    pair = build.add(x_even, odd[i]), build.add(x_odd, even[i])
+                    build.store(self.add16(build.load(cell), *pair), cell)
+
+        def two(index):
+            line = self.at(first, build.mul(index, I64(2 * LINE)))
+            codes = [
+                [self.get(self.bytes, line, LINE * k + 4 * lane) for k in range(2)]
+                for lane in self.lanes
+            ]
+            for row, of_row in zip(inputs, cells, strict=True):
+                at = self.at(row, I64(4 * place), build.mul(index, I64(8)))
+                values = [self.four(at, 4 * k) for k in range(2)]
+                for of_vector, cell in zip(codes, of_row, strict=True):
+                    more = build.add(*map(self.pairs_of, of_vector, values))
+                    more = more if fits else self.widen(more)
+                    build.store(build.add(build.load(cell), more), cell)
+
+        self.loop(I64(len(fours) // (1 if signed else 2)), paired if signed else two)
+        totals = [[build.load(cell) for cell in row] for row in cells]
+        if not fits:
+            return totals
+        return [
+            [build.add(start, self.widen(total)) for start, total in zip(*rows, strict=True)]
+            for rows in zip(starts, totals, strict=True)
+        ]
+
+    def known(self, of_values, inputs, at: int):
+        """What sums of pairs start from [row][vector]: less the products of values and of inputs."""
+        numbers = [self.get(self.words, of_values, 4 * lane) for lane in self.lanes]
+        of_rows = [self.splat(self.get(I32, row, at), self.words) for row in inputs]
+        return [[self.builder.add(of_row, number) for number in numbers] for of_row in of_rows]
+
+    def blocks(self, of, write):
+        """As `GroupedTile.blocks`."""
+        place, size = self.variable(self.at(of.w, I64(LINE))), unit_bytes(self.form)
+        kinds, asked = 2 if self.form.offset else 1, self.variable(self.at(of.w, of.ahead))
+
+        def unit(index):
+            for _ in range(self.form.bits + 1):  # lines of the panel as it is stored
+                self.prefetch(self.moved(asked, of.ahead_stride), level=of.level)
+            start, groups = self.moved(place, I64(size)), []
+            for _ in range(self.form.halves):
+                floats = []
+                for _ in range(kinds):
+                    floats.append([self.get(self.vector, start, 4 * lane) for lane in self.lanes])
+                    start = self.at(start, I64(LINE))
+                groups.append((floats[0], floats[1] if self.form.offset else None))
+            write(start, groups, index)
+
+        self.loop(of.units, unit)
+
+
+def has_spread(isa: ISA) -> bool:
+    """Whether panels are spread out for many rows. Why not elsewhere: products of four bytes at
+    once leave so few instructions that it gains nothing."""
+    return isa.byte_dots == "vpmaddubsw"
+
+
+def unit_bytes(form: Form) -> int:
+    """Of a unit of a panel that is spread out."""
+    lines = UNIT // 2 + form.halves if form.is_signed else UNIT // 4
+    return LINE * (form.halves * (2 if form.offset else 1) + lines)
+
+
 @tile_function(
     "byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, units, shift,"
     " header, float* bias, float* out, out_stride, ahead, ahead_stride"
@@ -243,13 +360,14 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
     """A tile of a panel: out[r, j] = x_scales[r] * factor[j] * sum over groups of (scale[j] *
     (x . w - zero[j] * sum of x) - min[j] * sum of x) + bias[j].
 
-    `numbers` are the form's and how many rows. `offsets` holds -8 times the sums of each unit of
+    `numbers` are the form's, how many rows, and whether the panel is spread out. `offsets` holds -8 times the sums of each unit of
     inputs and of its halves, see `quantize_rows`. Groups of 1 << `shift` units share scales, where
     these have one level; `header`: bytes of a block's. For each line that is read, a line's
     `ahead_stride` bytes are prefetched, from `ahead` after the panel's first.
     """
-    form, rows = Form(*numbers[:-1]), numbers[-1]
-    tile = GroupedTile(builder, isa, form)
+    *of_form, rows, is_spread = numbers
+    form = Form(*of_form)
+    tile = (SpreadTile if is_spread else GroupedTile)(builder, isa, form)
     inputs, outputs = tile.rows(of.x, of.x_stride, rows), tile.rows(of.out, of.out_stride, rows)
     of_inputs = tile.rows(of.offsets, of.offsets_stride, rows)
     for line in outputs:
@@ -260,10 +378,8 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
         results = [[tile.variable(tile.constant(0.0)) for _ in tile.lanes] for _ in outputs]
     for cell in itertools.chain(*results):
         tile.store(tile.constant(0.0), cell)
-    eighth = tile.constant(0.125)
-
     def write(lines, groups, unit):
-        of_unit = [tile.at(row, builder.mul(unit, I64(UNIT))) for row in inputs]
+        of_unit = [tile.at(row, builder.mul(unit, I64(tile.input_bytes))) for row in inputs]
         starts = [tile.at(row, builder.mul(unit, I64(3))) for row in of_inputs]
         for half, (scales, offsets) in enumerate(groups):
             fours = range(8) if form.halves == 1 else range(4 * half, 4 * half + 4)
@@ -272,8 +388,8 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
             else:
                 starts_of_half = starts
             sums = tile.sums(lines, fours, of_unit, starts_of_half)
-            if offsets:
-                offsets = [builder.fmul(offset, eighth) for offset in offsets]
+            if offsets and not is_spread:
+                offsets = tile.eighths(offsets)
             for start, of_sums, of_row in zip(starts_of_half, sums, results, strict=True):
                 for i, (total, cell) in enumerate(zip(of_sums, of_row, strict=True)):
                     total = builder.sitofp(total, tile.vector)
@@ -330,12 +446,87 @@ def grouped_floats(builder, isa: ISA, of, *numbers: int):
     tile.blocks(of, write)
 
 
+@tile_function("byte* w, units, shift, header, byte* out")
+def spread_panel(builder, isa: ISA, of, *numbers: int):
+    """Spreads a panel out for tiles of many rows, which would each take codes and scales apart.
+
+    A line with the outputs' factors, then of each unit: of each group a line of scales and one of
+    what is taken off, if there is any, an eighth of it, float32; of each four inputs a line of
+    codes. Values of a whole byte have two, as words of 16 bits: those of the second and fourth
+    input, then of the others; behind them of each group, less their products.
+    """
+    form = Form(*numbers)
+    tile, size = GroupedTile(builder, isa, form), unit_bytes(form)
+
+    def keep(place, vectors):
+        start = tile.moved(place, I64(LINE))
+        for lane, vector in zip(tile.lanes, vectors, strict=True):
+            tile.store(vector, tile.at(start, I64(4 * lane)))
+
+    factors = [tile.get(tile.vector, of.w, 4 * lane) for lane in tile.lanes]
+    keep(tile.variable(of.out), factors)
+
+    def write(lines, groups, unit):
+        place = tile.variable(tile.at(of.out, I64(LINE), builder.mul(unit, I64(size))))
+        for scales, offsets in groups:
+            keep(place, scales)
+            if offsets:
+                keep(place, tile.eighths(offsets))
+        products = []
+        for four in range(UNIT // 4):
+            values = [tile.values(lines, four, vector) for vector in range(tile.vectors)]
+            if not form.is_signed:
+                keep(place, values)
+                continue
+            odd, even = zip(*map(tile.odd_and_even, values), strict=True)
+            keep(place, odd)
+            keep(place, even)
+            if four % (UNIT // 4 // form.halves) == 0:
+                products.append([tile.every(0)] * tile.vectors)
+            products[-1] = [*map(tile.add16, products[-1], odd, even)]
+        for totals in products:
+            keep(place, [builder.neg(total) for total in totals])
+
+    tile.blocks(of, write)
+
+
+@intrinsic
+def pair_inputs(typing, values, at, out, out_at):
+    """A unit of inputs for `SpreadTile`: of each four the first and third as words of 16 bits, of
+    each four the others, then less the sums of their products: of the unit and of its halves."""
+
+    def codegen(context, builder, sig, args):
+        tile = ByteTile(builder, replace(CURRENT, byte_bits=8 * UNIT))
+        emit = Emit(context, builder)
+        source, target = emit.operands(sig.args, args)
+        odd, even = tile.odd_and_even(tile.get(tile.bytes, source))
+        tile.store(even, target)
+        tile.store(odd, tile.at(target, I64(UNIT)))
+        products = builder.neg(tile.add16(tile.every(0), odd, even))
+        for place, lanes in ((0, range(8)), (1, range(4)), (2, range(4, 8))):
+            part = tile.shuffle(products, products, [*lanes])
+            total = tile.call(f"llvm.vector.reduce.add.v{len(lanes)}i32", I32, part)
+            tile.store(total, tile.at(target, I64(2 * UNIT + 4 * place)))
+        return context.get_dummy_value()
+
+    return types.void(values, at, out, out_at), codegen
+
+
+def rows_of_spread(isa: ISA) -> range:
+    """Rows of tiles whose panel is spread out: three tiles or more share their rows equally."""
+    most = most_grouped(isa)
+    return range(most - 1, most + 1) if has_spread(isa) else range(0)
+
+
 def functions_of(module, isa: ISA, form: Form) -> list[ir.Function]:
-    """`grouped_floats` of a form, and its tiles of 1, 2, ... rows."""
+    """`grouped_floats` of a form, its tiles of 1, 2, ... rows, `spread_panel` and tiles of
+    `rows_of_spread`, if there are any."""
     rows = range(1, most_grouped(isa) + 1)
-    return [
-        grouped_floats(module, isa, *form), *(grouped_tile(module, isa, *form, r) for r in rows)
-    ]  # fmt: skip
+    found = [grouped_floats(module, isa, *form)]
+    found += [grouped_tile(module, isa, *form, count, 0) for count in rows]
+    if has_spread(isa):
+        found.append(spread_panel(module, isa, *form))
+    return found + [grouped_tile(module, isa, *form, count, 1) for count in rows_of_spread(isa)]
 
 
 @intrinsic
@@ -381,7 +572,7 @@ def multiply_grouped(typing, address, x, x_at, x_stride, offsets, offsets_at, of
 
 
 @intrinsic
-def panel_floats(typing, address, w, w_at, units, shift, header, out, out_at):
-    """The `grouped_floats` at this address."""
+def panel_made(typing, address, w, w_at, units, shift, header, out, out_at):
+    """The `grouped_floats` or `spread_panel` at this address."""
     given = address, w, w_at, units, shift, header, out, out_at
     return types.void(*given), _calls(grouped_floats.kinds)

@@ -20,7 +20,17 @@ from nanoengine.errors import WeightLoadError
 from nanoengine.kernels import cpu_grouped as kernels
 from nanoengine.kernels.byte_tiles import UNIT
 from nanoengine.kernels.cpu_grouped import HEAD, RECORD
-from nanoengine.kernels.grouped_tiles import MINS, NONE, TABLES, UNITS, ZEROS, Form, most_grouped
+from nanoengine.kernels.grouped_tiles import (
+    MINS,
+    NONE,
+    TABLES,
+    UNITS,
+    ZEROS,
+    Form,
+    has_spread,
+    most_grouped,
+    unit_bytes,
+)
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.pack_groups import pack_codes, pack_lines
 from nanoengine.kernels.threads import num_workers
@@ -177,7 +187,9 @@ class GroupedPanels:
             count = sum(run.count for run in runs)
             numbers = [
                 panel, panels, start, step, layout.shift, kernels.header_bytes(*layout),
-                most_grouped(CURRENT), first, count, *kernels.functions(layout.form),
+                most_grouped(CURRENT), first, count,
+                unit_bytes(layout.form) if has_spread(CURRENT) else 0, layout.form.is_signed,
+                *kernels.functions(layout.form),
             ]  # fmt: skip
             at = HEAD + i * RECORD
             words[at : at + RECORD] = torch.tensor(numbers, dtype=torch.int64)

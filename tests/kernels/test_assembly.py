@@ -12,7 +12,15 @@ from llvmlite import ir
 
 from benchmarks.suite import cpu_peak
 from nanoengine.kernels.byte_tiles import shapes8, shapes16, tile8, tile16
-from nanoengine.kernels.grouped_tiles import MINS, NONE, ZEROS, Form, grouped_tile, most_grouped
+from nanoengine.kernels.grouped_tiles import (
+    MINS,
+    NONE,
+    ZEROS,
+    Form,
+    grouped_tile,
+    most_grouped,
+    rows_of_spread,
+)
 from nanoengine.kernels.isa import ISA, ISAS
 from nanoengine.kernels.tiles import PANEL, float_tile, tile_shapes
 from tests.support import assembly
@@ -153,9 +161,20 @@ def grouped(*numbers: int):
     """The tiles of a `Form`."""
 
     def write(module, isa, rows, panels):
-        return grouped_tile(module, isa, *Form(*numbers), rows)
+        return grouped_tile(module, isa, *Form(*numbers), rows, 0)
 
     return lambda isa: [(rows, 1) for rows in range(1, most_grouped(isa) + 1)], write, 32, 8
+
+
+def spread(*numbers: int):
+    """The tiles of a `Form` whose panel is spread out; values of a byte are multiplied in pairs."""
+    form = Form(*numbers)
+
+    def write(module, isa, rows, panels):
+        return grouped_tile(module, isa, *form, rows, 1)
+
+    inputs, bits = (2, 16) if form.is_signed else (8, 8)
+    return lambda isa: [(rows, 1) for rows in rows_of_spread(isa)], write, inputs, bits
 
 
 TILES_OF_BYTES = {
@@ -167,6 +186,10 @@ TILES_OF_BYTES = {
     "Q4_K": grouped(4, 0, 0, 1, 2, MINS),
     "Q6_K": grouped(6, 1, 0, 2, 2, NONE),
     "Q8_0": grouped(8, 1, 0, 1, 1, NONE),
+    "Q4_0, spread": spread(4, 1, 0, 1, 1, NONE),
+    "Q4_K, spread": spread(4, 0, 0, 1, 2, MINS),
+    "Q6_K, spread": spread(6, 1, 0, 2, 2, NONE),
+    "Q8_0, spread": spread(8, 1, 0, 1, 1, NONE),
 }
 
 MULTIPLIES = {
@@ -179,7 +202,8 @@ MULTIPLIES = {
 # The least rows with which tiles spill all the same: with 16 registers (sums are still fewer to
 # move than with smaller tiles), and with the most rows, at more speed than with fewer.
 SPILLING_BYTES = {
-    "avx2": {"int16": 4, "Q4_0": 2, "Q4_0, zeros": 2, "Q4_K": 1, "Q6_K": 2, "Q8_0": 2},
+    "avx2": {"int16": 4, "Q4_0": 2, "Q4_0, zeros": 2, "Q4_K": 1, "Q6_K": 2, "Q8_0": 2,
+             "Q6_K, spread": 3},
     "avx2_vnni": {"int16": 4, "Q4_0": 4, "Q4_0, zeros": 4, "Q4_K": 3, "Q6_K": 1, "Q8_0": 3},
     "avx512": {"int16": 8, "Q6_K": 3},
     "avx512_vnni": {"Q4_0, zeros": 7, "Q4_K": 8, "Q6_K": 8},

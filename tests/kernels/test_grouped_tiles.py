@@ -5,10 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
 from nanoengine.kernels.cpu_grouped import header_bytes, panel_bytes
-from nanoengine.kernels.grouped_tiles import grouped_floats, grouped_tile, most_grouped
-from nanoengine.kernels.isa import ISAS
+from nanoengine.kernels.grouped_tiles import (
+    PAIRED,
+    Form,
+    grouped_floats,
+    grouped_tile,
+    has_spread,
+    most_grouped,
+    pair_inputs,
+    rows_of_spread,
+    spread_panel,
+    unit_bytes,
+)
+from nanoengine.kernels.isa import ISA, ISAS
 from nanoengine.kernels.tiles import PANEL
 from nanoengine.layers.grouped_panels import layout_of, pack
 from nanoengine.layers.quantized_weight import of_groups
@@ -33,6 +45,40 @@ X_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in (ROWS, PANEL))
 DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
 # One of each number of bits, of levels, of halves, of offsets, and a table: what tiles differ in.
 NAMES = ["Q8_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "GPTQ 4", "GPTQ 8"]
+
+
+def paired() -> np.ndarray:
+    """What `pair_inputs` gives of X: every second input apart, and less the products of both."""
+    even, odd = (X.reshape(ROWS, -1, 32)[:, :, i::2].astype(np.int32) for i in range(2))
+    products = -(even * odd).reshape(ROWS, -1, 2, 8).sum(3)
+    known = np.stack((products.sum(2), products[:, :, 0], products[:, :, 1], 0 * products[:, :, 0]))
+    words = np.concatenate((even, odd), 2).astype(np.int16).view(np.int32)
+    whole = np.concatenate((words, known.transpose(1, 2, 0)), 2).astype(np.int32)
+    return whole.reshape(ROWS, -1).view(np.int8)
+
+
+def spread_results(isa: ISA, form: Form, rows: int, data: np.ndarray, place: tuple[int, int, int]):
+    """Of the tile for this many rows, from the panel spread out."""
+    room = np.zeros(64 + place[0] * unit_bytes(form), np.uint8)
+    Compiled(lambda module: spread_panel(module, isa, *form))(data, *place, room)
+    inputs = paired() if form.is_signed else X
+    out, units = np.zeros((rows, PANEL), np.float32), place[0]
+    tile = Compiled(lambda module: grouped_tile(module, isa, *form, rows, 1))
+    tile(inputs, inputs.shape[1], offsets(), 3 * units, X_SCALES, room, units, 0, 0, BIAS, out,
+         PANEL, 0, 0)  # fmt: skip
+    return out
+
+
+def test_inputs_are_paired_as_tiles_of_spread_panels_read_them():
+    @njit
+    def pair(values, out):
+        for unit in range(len(values) // 32):
+            pair_inputs(values, 32 * unit, out, PAIRED * unit)
+
+    found = np.zeros((ROWS, INPUTS // 32 * PAIRED), np.int8)
+    pair(X.reshape(-1), found.reshape(-1))
+    used = found.reshape(-1, PAIRED)[:, :76], paired().reshape(-1, PAIRED)[:, :76]
+    np.testing.assert_array_equal(*used)
 
 
 def offsets() -> np.ndarray:
@@ -75,7 +121,7 @@ def test_every_instruction_set_gives_the_same_bits(form):
         np.testing.assert_array_equal(found.T, weight.dequantized().numpy())
         for rows in {1, most_grouped(isa)}:
             tile = Compiled(
-                lambda module, r=rows, isa=isa: grouped_tile(module, isa, *layout.form, r)
+                lambda module, r=rows, isa=isa: grouped_tile(module, isa, *layout.form, r, 0)
             )
             out = np.zeros((rows, PANEL), np.float32)
             tile(X, INPUTS, of_inputs, 3 * units, X_SCALES, data.numpy(), *place, BIAS, out,
@@ -88,3 +134,7 @@ def test_every_instruction_set_gives_the_same_bits(form):
             shared = min(len(out), len(seen))
             np.testing.assert_array_equal(out[:shared], seen[:shared], name)
             seen = out if len(out) > len(seen) else seen
+        for rows in rows_of_spread(isa):
+            out = spread_results(isa, layout.form, rows, data.numpy(), place)
+            np.testing.assert_array_equal(out, seen[:rows], name)
+        assert has_spread(isa) == (len(rows_of_spread(isa)) > 0)
