@@ -6,7 +6,7 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, attention, or fp8: attention over an fp8 cache. The last two have sinks.
+`what` is all, experts, attention, or fp8: attention over an fp8 cache. The last two have sinks.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ def caught_launches():
 def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     """What the backend and the layers launch for one mixed batch."""
     backend_module.COMPILED = False  # Why: the CPU tensors below only lend their shapes.
+    if what == "experts":
+        with caught_launches() as caught:
+            triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
+            run_experts(dtype)
+        return caught
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
         head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
@@ -273,7 +278,11 @@ def name_of(kernel, options):
     """The kernel's name; kernels of several kinds of code have a name for each."""
     name = kernel.__name__
     if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
-        return f"gated_{name}"
+        name = f"gated_{name}"
+    if "expert_gemm" in name:
+        return {16: "narrow_", 128: "wide_"}.get(options["M"], "") + name
+    if name in ("route_kernel", "align_kernel"):
+        return f"{name}_{options['EXPERTS']}"
     if name == "sample_kernel":
         return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"
     return name
