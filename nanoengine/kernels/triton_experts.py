@@ -1,11 +1,11 @@
 """The experts of a step on a GPU: products whose rows each have a weight of their own, in Triton.
 
     rows sorted by expert    a a a a a | b | c c c         starts: 0, 5, 6, 9
-    tiles of M = 4 rows      [a a a a][a][b][c c c]        an expert's first tile: start // M + e
+    tiles of M = 4 rows      [a a a a][a][b][c c c]        tiles: 0, 2, 3
 
 Called by `layers/triton_experts.py` alone. The grid is made for the most tiles that there can be,
-and each program finds its expert by counting starts, so nothing waits for the host and a launch may
-be captured in a CUDA graph. Each output is one sum over the inputs in tiles of a fixed size: a row
+and each program finds its expert by counting first tiles, so nothing waits for the host and a
+launch may be captured in a CUDA graph. Each output is one sum over the inputs in tiles of a fixed size: a row
 has the same bits alone and among others.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
@@ -22,33 +22,31 @@ import triton.language as tl
 from nanoengine.kernels.triton_gemm import products
 
 
-@triton.jit(do_not_specialize_on_alignment=["order", "starts"])
+@triton.jit(do_not_specialize_on_alignment=["order", "starts", "tiles"])
 def expert_gemm_kernel(
-    out, x, weight, bias, order, starts,
+    out, x, weight, bias, order, starts, tiles,
     X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, SORTED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """out [R, OUT] = each row of x times weight [E, OUT, IN] of its expert, + bias [E, OUT]. Grid:
-    [R // M + E, OUT / N rounded up].
+    [tiles * (OUT / N rounded up)]; programs that run together share rows of x.
 
-    order [R]: the pair of token and choice, token * TAKEN + choice, that each sorted row is;
-    starts [E + 1]. SORTED: x has the sorted rows, and results go to their pairs' places. Else x has
+    order [R], starts [E + 1], tiles [E]: see `align_kernel`. SORTED: x has the sorted rows, and results go to their pairs' places. Else x has
     the tokens' rows, and results stay sorted. ACTIVATION, if not "": weight is [E, 2 OUT, IN], gate
     first, bias [E, 2 OUT], and out is that gate. WIDTH: E rounded up to a power of two.
     """
-    tile = tl.program_id(0)
-    experts = tl.arange(0, WIDTH)
-    firsts = tl.load(starts + experts, mask=experts < EXPERTS, other=0)
-    before = (experts < EXPERTS) & (firsts // M + experts <= tile)
-    expert = tl.sum(before.to(tl.int32), 0) - 1
+    across: tl.constexpr = (OUT + N - 1) // N
+    tile, experts = tl.program_id(0) // across, tl.arange(0, WIDTH)
+    firsts = tl.load(tiles + experts, mask=experts < EXPERTS, other=0)
+    expert = tl.sum(((experts < EXPERTS) & (firsts <= tile)).to(tl.int32), 0) - 1
     first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
-    row = first + (tile - first // M - expert) * M
+    row = first + (tile - tl.load(tiles + expert)) * M
     if row < last:
         rows = row + tl.arange(0, M)
         pairs = tl.load(order + rows, mask=rows < last, other=0)
-        columns = tl.program_id(1) * N + tl.arange(0, N)
+        columns = tl.program_id(0) % across * N + tl.arange(0, N)
         if SORTED:
             sources, places = rows, pairs
         else:

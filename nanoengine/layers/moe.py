@@ -60,7 +60,7 @@ class Router(ExactLinear):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         moe, wide = self.moe, torch.promote_types(hidden.dtype, torch.float32)
-        logits = self.method.apply(hidden, self.bias).to(wide)
+        logits = self.logits(hidden).to(wide)
         scores = logits.softmax(dim=-1) if moe.score == "softmax" else logits.sigmoid()
         preferred = scores
         if self.e_score_correction_bias is not None:
@@ -72,6 +72,10 @@ class Router(ExactLinear):
         if moe.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + moe.norm_epsilon)
         return (weights * moe.scaling_factor).to(hidden.dtype), experts
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, E]."""
+        return self.method.apply(hidden, self.bias)
 
     def _best_groups(self, preferred: torch.Tensor) -> torch.Tensor:
         """The scores [T, E], -inf in all groups but a token's best, by the sum of their two best

@@ -57,9 +57,9 @@ class SparseMLP(Layer):
         if self.shared_experts is None:
             return out
         shared = self.shared_experts(x)
-        if self.shared_expert_gate is not None:
-            shared = shared * self.shared_expert_gate(x)
-        return out + shared
+        if self.shared_expert_gate is None:
+            return out + shared
+        return torch.addcmul(out, shared, self.shared_expert_gate(x))
 
     @property
     def graph_safe(self) -> bool:

@@ -1,5 +1,5 @@
 """The Triton kernels become good machine code for sm_80, sm_89 and sm_90, without a GPU; those of
-states for sm_100 and sm_120 too.
+states and of experts for sm_100 and sm_120 too.
 
 What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
 instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The
@@ -27,11 +27,17 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MAIN = [f"{arch},bfloat16,128,64,8,2,all" for arch in (80, 89, 90)]
 FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
 OTHERS = ["80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention"]
+EXPERTS = [f"{arch},bfloat16,128,64,8,2,experts" for arch in (100, 120)]
 STORES = ("store_kernel", "rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
 LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
 UNIFORM = ("uniform_kernel",)
-PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", "expert_gemm_kernel", "gated_expert_gemm_kernel")
+OF_EXPERTS = ("expert_gemm_kernel", "gated_expert_gemm_kernel")
+WIDE = ("wide_expert_gemm_kernel", "wide_gated_expert_gemm_kernel")
+NARROW = ("narrow_expert_gemm_kernel", "narrow_gated_expert_gemm_kernel")
+PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", *OF_EXPERTS)
+ROUTING = tuple(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
+                for experts in (128, 256, 512))  # fmt: skip
 DRAWN = "drawn_sample_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
@@ -40,7 +46,8 @@ STATES = ("conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_ste
 STATES += ("gates_kernel", "gate_norm_kernel")
 BLACKWELL = [f"{arch},bfloat16,128,64,8,2,states" for arch in (100, 120)]
 KERNELS = {
-    "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + (FILTERED,) + ROWS + STATES,
+    "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + ROUTING + (FILTERED,) + ROWS + STATES,
+    "experts": OF_EXPERTS + WIDE + NARROW + ROUTING + ("add_experts_kernel",),
     "fp8": STORES + ATTENTION + UNIFORM,
     "attention": STORES + ATTENTION,
     "states": STATES,
@@ -48,8 +55,8 @@ KERNELS = {
 SPILLED_BYTES = 16
 """A few values may make room for a loop that does not use them: Triton 3.6 puts away 8 bytes of the
 decode kernel so, 3.9 none."""
-SHARED_BYTES = {"80": 163 * 1024, "89": 99 * 1024, "90": 227 * 1024}
-SHARED_BYTES |= {"10": 227 * 1024, "12": 99 * 1024}
+SHARED_BYTES = {arch: kib * 1024 for arch, kib in
+                (("80", 163), ("89", 99), ("90", 227), ("100", 227), ("120", 99))}  # fmt: skip
 
 
 def sources() -> str:
@@ -86,7 +93,8 @@ def compile_all(folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.aot_compile", *MAIN, *FP8, *OTHERS, *BLACKWELL],
+        [sys.executable, "-m", "tests.support.aot_compile",
+         *MAIN, *FP8, *EXPERTS, *OTHERS, *BLACKWELL],
         cwd=ROOT,
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -95,9 +103,9 @@ def compile_all(folder):
 
 
 def test_every_kernel_compiles_for_every_target(reports):
-    targets = MAIN + FP8 + OTHERS + BLACKWELL
+    targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
-    assert set(reports) == expected | {(t, k) for t in MAIN for k in (DRAWN,)}
+    assert set(reports) == expected | {(t, k) for t in MAIN for k in (DRAWN, *WIDE, *NARROW)}
 
 
 def test_no_kernel_of_the_package_is_missing(reports):
@@ -112,7 +120,7 @@ def test_nothing_spills_and_shared_memory_fits(reports):
     for (target, kernel), figures in reports.items():
         assert figures["stack"] <= SPILLED_BYTES, (target, kernel, figures)
         assert figures["local"] == 0, (target, kernel, figures)
-        assert figures["shared"] <= SHARED_BYTES[target[:2]], (target, kernel, figures)
+        assert figures["shared"] <= SHARED_BYTES[target.split(",")[0]], (target, kernel, figures)
 
 
 @pytest.mark.parametrize("target", MAIN + FP8)
@@ -126,6 +134,20 @@ def test_registers_leave_room_for_enough_programs(reports, target):
         if (target, kernel) in reports:
             product = kernel in PRODUCTS
             assert reports[target, kernel]["registers"] <= (168 if product else 64)
+
+
+@pytest.mark.parametrize("target", MAIN + EXPERTS)
+def test_experts_have_tiles_for_decodes_and_for_prompts(reports, target):
+    """65,536 registers are four programs of 128 threads, or for prompts one of 256."""
+    for kernel in (*NARROW, *OF_EXPERTS, *WIDE):
+        figures = reports[target, kernel]
+        assert figures["registers"] <= (240 if kernel in WIDE else 128)
+        assert figures["async_copies"] == figures["wide_copies"] > 0
+        assert figures["in_flight"] >= 2
+        if not target.startswith("100") or kernel in NARROW:  # it has instructions of its own
+            assert figures["mma"] > 0
+    for kernel in ROUTING:
+        assert reports[target, kernel]["registers"] <= (248 if kernel.endswith("512") else 168)
 
 
 @pytest.mark.parametrize("target", MAIN)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from nanoengine.checkpoint.plan import MoEConfig
+from nanoengine.kernels import cpu_experts
 from nanoengine.layers import triton_experts
-from nanoengine.layers.triton_experts import TritonExperts
+from nanoengine.layers.moe import Router
+from nanoengine.layers.triton_experts import TritonExperts, expert_config
 from nanoengine.layers.triton_linear import GemmConfig
 from nanoengine.models.moe import SparseMLP
 from tests.support.attention_cases import DEVICE
-from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.emulated_gpu import CUDA, EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import build
+from tests.support.model_helpers import build, make_context
 from tests.support.row_products import row_products  # noqa: F401
 
 ATOL = {torch.float32: 2e-5, torch.float16: 8e-3}
@@ -29,7 +35,7 @@ NO_GPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one")
 def small(monkeypatch):
     """Tiles so small that tiny layers have several, and experts' rows too."""
     config = GemmConfig(rows=16, columns=16, inputs=32, warps=4, stages=2)
-    monkeypatch.setattr(triton_experts, "gemm_config", lambda *shape: config)
+    monkeypatch.setattr(triton_experts, "expert_config", lambda *shape: config)
     monkeypatch.setattr(triton_experts, "ADDED_WIDTH", 32)
 
 
@@ -56,10 +62,10 @@ def test_grouped_products_give_what_experts_give_one_by_one(small, family, token
 def test_a_token_has_the_same_bits_alone_and_among_others(small, row_products):  # noqa: F811
     _, grouped = mixture("qwen3_moe", torch.float32)
     x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    weights, ids = grouped.router(x)  # Why once: torch's own product may depend on the rows
+    logits = grouped.router.logits(x)  # Why once: torch's own product may depend on the rows
 
     def of(rows: slice) -> torch.Tensor:
-        grouped.router = lambda _: (weights[rows], ids[rows])
+        grouped.router.logits = lambda _: logits[rows]
         return grouped(x[rows])
 
     whole = of(slice(None))
@@ -73,6 +79,148 @@ def test_each_expert_keeps_its_weights_in_the_stack():
     for index, expert in enumerate(mlp.experts.experts):
         assert expert.gate_up.weight.data_ptr() == grouped.gate_up[index].data_ptr()
         assert expert.down.weight.data_ptr() == grouped.down[index].data_ptr()
+
+
+SOFTMAX = MoEConfig(num_experts=8, num_experts_per_tok=2, intermediate_size=8, layers=())
+SIGMOID = replace(SOFTMAX, score="sigmoid", norm_epsilon=1e-6)
+FORMS = {
+    "softmax over those taken": SOFTMAX,
+    "softmax over all": replace(SOFTMAX, norm_topk_prob=False, scaling_factor=2.5),
+    "one expert": replace(SOFTMAX, num_experts_per_tok=1),
+    "128 experts": replace(SOFTMAX, num_experts=128, num_experts_per_tok=8),
+    "512 experts": replace(SOFTMAX, num_experts=512, num_experts_per_tok=10),
+    "60 experts": replace(SOFTMAX, num_experts=60, num_experts_per_tok=4),
+    "sigmoid": replace(SIGMOID, num_experts=32, num_experts_per_tok=4),
+    "corrected": replace(SIGMOID, num_experts=32, num_experts_per_tok=4, correction_bias=True),
+    "groups": replace(
+        SIGMOID, num_experts=256, num_experts_per_tok=8, correction_bias=True, num_groups=8,
+        groups_per_token=4, scaling_factor=2.5,
+    ),
+    "three groups of 12": replace(
+        SIGMOID, num_experts=36, num_experts_per_tok=5, num_groups=3, groups_per_token=2,
+    ),
+}  # fmt: skip
+"""The forms that the families have, and sizes that are no powers of two."""
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """So few programs that each has several tiles of tokens."""
+    monkeypatch.setattr(triton_experts, "MOST_BLOCKS", 3)
+
+
+def correction_of(moe: MoEConfig) -> torch.Tensor | None:
+    made = torch.randn(moe.num_experts, generator=torch.Generator().manual_seed(1)) / 8
+    return made.to(DEVICE) if moe.correction_bias else None
+
+
+def check_places(ids: torch.Tensor, places: tuple[torch.Tensor, ...], experts: int) -> None:
+    """Those of a stable sort, in tiles of 16 rows."""
+    order, starts, tiles = (each.tolist() for each in places)
+    expected = ids.flatten().sort(stable=True)
+    assert order == expected.indices.tolist()
+    counts = ids.flatten().cpu().long().bincount(minlength=experts)
+    assert starts == [0, *counts.cumsum(0).tolist()]
+    assert tiles == [0, *(-(-counts // 16)).cumsum(0).tolist()[:-1]]
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_experts_and_weights_are_those_of_the_router(few_blocks, form, tokens):
+    moe = FORMS[form]
+    router = Router("gate", 8, moe, context=make_context(torch.float32))
+    router.e_score_correction_bias = None
+    if moe.correction_bias:
+        router.e_score_correction_bias = torch.nn.Parameter(correction_of(moe), False)
+    logits = torch.randn(tokens, moe.num_experts, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(DEVICE)
+    router.logits = lambda hidden: hidden
+    weights, ids, places = triton_experts.route(logits, correction_of(moe), moe, 16)
+    expected, experts = router(logits)
+    assert torch.equal(ids.long(), experts)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
+    check_places(ids, places, moe.num_experts)
+
+
+@pytest.mark.parametrize("form", ["softmax over all", "128 experts", "groups"])
+def test_of_equal_scores_those_of_the_lowest_indices_are_taken(few_blocks, form):
+    """As the CPU's kernel takes them; torch promises no order of equals."""
+    moe, correction = FORMS[form], correction_of(FORMS[form])
+    correction = None if correction is None else torch.zeros_like(correction)
+    logits = torch.randn(60, moe.num_experts, generator=torch.Generator().manual_seed(0))
+    logits = (2 * logits).round() / 2  # 0 and -0 among them
+    logits[7] = 0
+    _, ids, places = triton_experts.route(logits.to(DEVICE), correction, moe, 16)
+    shape = 60, moe.num_experts_per_tok
+    expected, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
+    none = np.zeros(0, np.float32)
+    cpu_experts.route(
+        logits.numpy(), none if correction is None else correction.cpu().numpy(),
+        moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.norm_topk_prob,
+        np.float32(moe.scaling_factor), expected, weights,
+    )  # fmt: skip
+    assert ids.tolist() == expected.tolist()
+    assert ids[7].tolist() == list(range(moe.num_experts_per_tok))
+    check_places(ids, places, moe.num_experts)
+
+
+@pytest.mark.parametrize("form", ["128 experts", "60 experts", "groups"])
+def test_no_score_makes_a_token_take_an_expert_twice_or_one_that_is_not_there(few_blocks, form):
+    """Else rows of the order were never written. Padding of a graph may have any values."""
+    moe = FORMS[form]
+    logits = torch.randn(40, moe.num_experts, generator=torch.Generator().manual_seed(0))
+    for row, value in enumerate((torch.nan, -torch.nan, torch.inf, -torch.inf)):
+        logits[row], logits[10 + row, 3], logits[20 + row, 1:] = value, value, value
+    _, ids, places = triton_experts.route(logits.to(DEVICE), correction_of(moe), moe, 16)
+    assert all(len(set(row)) == moe.num_experts_per_tok for row in ids.tolist())
+    assert 0 <= ids.min() and ids.max() < moe.num_experts
+    check_places(ids, places, moe.num_experts)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_are_chosen_by_the_rows_of_an_expert_unless_bits_are_promised(
+    monkeypatch, deterministic
+):
+    """2 of 4 experts take each token; every size gives what experts give one by one."""
+    mlp, grouped = mixture("qwen3_moe", torch.float16)
+    grouped.deterministic, used = deterministic, []
+
+    def config(*shape: Any) -> GemmConfig:
+        used.append(expert_config(*shape))
+        return used[-1]
+
+    monkeypatch.setattr(triton_experts, "expert_config", config)
+    for tokens, rows in ((1, 16), (100, 64), (300, 128)):
+        x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(0)).half().to(DEVICE)
+        found, expected = grouped(x), mlp.experts(x, *mlp.gate(x))
+        torch.testing.assert_close(found, expected, rtol=0, atol=ATOL[torch.float16])
+        assert {config.rows for config in used} == {64 if deterministic else rows}
+        used.clear()
+
+
+@NO_GPU
+@pytest.mark.parametrize(("family", "tokens", "most"), [
+    ("qwen3_moe", 3, 6), ("qwen3_moe", 40, 6), ("glm4_moe", 40, 10), ("qwen2_moe", 40, 12),
+])  # fmt: skip
+def test_a_layer_is_at_most_12_launches(family, tokens, most):
+    """Six of the router and the experts; one that every token takes, and its gate, have the
+    others."""
+    directory = checkpoint(family)
+    sizes = {"max_num_seqs": 1, "max_model_len": 16, "block_size": 16, "num_kv_blocks": 2}
+    with EmulatedGPU() as gpu, torch.inference_mode():
+        options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
+        engine = make_engine(directory, enforce_eager=True, **options, **sizes)
+        mlp = engine.executor.model.model.layers[-1].mlp
+        x = torch.randn(tokens, 64).to(CUDA)
+        gpu.kernels.clear()
+        gpu.waits.clear()
+        mlp.routed(x)
+        assert gpu.kernels.total() == 6, gpu.kernels
+        gpu.kernels.clear()
+        mlp(x)
+        assert gpu.kernels.total() <= most, gpu.kernels
+        assert not gpu.waits
+        engine.close()
 
 
 @NO_GPU

@@ -6,7 +6,8 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, states, attention, or fp8: attention over an fp8 cache. The last two have sinks.
+`what` is all, states, experts, attention, or fp8: attention over an fp8 cache. The last two have
+sinks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,8 +35,15 @@ from nanoengine.attention import triton as backend_module
 from nanoengine.attention.base import HeadNormWeights
 from nanoengine.attention.batch import Pieces, StateWave
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
+from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import triton_experts as expert_kernels
-from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling, triton_states
+from nanoengine.kernels import (
+    triton_gemm,
+    triton_routing,
+    triton_rows,
+    triton_sampling,
+    triton_states,
+)
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.layers import triton_experts, triton_linear
 from nanoengine.layers.causal_conv import CausalConv
@@ -64,8 +74,8 @@ def caught_launches():
     """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
     caught, originals = [], []
     for module in (
-        store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels, triton_rows,
-        triton_sampling, triton_states,
+        store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels,
+        triton_routing, triton_rows, triton_sampling, triton_states,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
@@ -79,6 +89,11 @@ def caught_launches():
 def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     """What the backend and the layers launch for one mixed batch."""
     backend_module.COMPILED = False  # Why: the CPU tensors below only lend their shapes.
+    if what == "experts":
+        with caught_launches() as caught:
+            triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
+            run_experts(dtype)
+        return caught
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
         head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
@@ -139,18 +154,28 @@ def run_linear(dtype, hidden=4096, inner=12288):
         assert gates == triton_linear.gemm_config(90, inner, True, dtype)
 
 
-def run_experts(dtype, hidden=2048, inner=768, experts=128, taken=8):
-    """A mixture of experts with biases."""
+def run_experts(dtype, hidden=2048, inner=768):
+    """Mixtures of experts with biases: a decode, more sequences and a prompt of Qwen3-30B-A3B's
+    sizes, and the routing of more experts and of groups."""
     mixture = TritonExperts.__new__(TritonExperts)
     mixture.activation, mixture.all_reduce = "silu", lambda tensor: tensor
-    mixture.edges = torch.arange(experts + 1)
-    mixture.gate_up = torch.zeros(experts, 2 * inner, hidden, dtype=dtype)
-    mixture.down = torch.zeros(experts, hidden, inner, dtype=dtype)
+    mixture.deterministic, experts = False, 128
+    moe = MoEConfig(num_experts=experts, num_experts_per_tok=8, intermediate_size=inner, layers=())
+    weights = torch.zeros(1, 2 * inner, hidden, dtype=dtype)
+    mixture.gate_up = weights.expand(experts, -1, -1)
+    mixture.down = weights[:, :inner].transpose(1, 2).expand(experts, -1, -1)
     mixture.gate_up_bias = torch.zeros(experts, 2 * inner, dtype=dtype)
     mixture.down_bias = torch.zeros(experts, hidden, dtype=dtype)
-    ids = torch.arange(2 * taken).view(2, taken)
-    mixture.router = lambda x: (torch.zeros(2, taken, dtype=dtype), ids)
-    mixture(torch.zeros(2, hidden, dtype=dtype))
+    mixture.router = types.SimpleNamespace(
+        moe=moe, e_score_correction_bias=None,
+        logits=lambda x: torch.zeros(len(x), experts, dtype=dtype),
+    )  # fmt: skip
+    for tokens in (2, 512, 4096):
+        mixture(torch.zeros(tokens, hidden, dtype=dtype))
+    more = replace(moe, num_experts=512, num_experts_per_tok=10)
+    groups = replace(moe, num_experts=256, score="sigmoid", num_groups=8, groups_per_token=4)
+    for form, correction in ((more, None), (groups, torch.zeros(256))):
+        triton_experts.route(torch.zeros(2, form.num_experts, dtype=dtype), correction, form, 16)
 
 
 def run_sampling(dtype, size=151936):
@@ -261,7 +286,11 @@ def name_of(kernel, options):
     """The kernel's name; kernels of several kinds of code have a name for each."""
     name = kernel.__name__
     if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
-        return f"gated_{name}"
+        name = f"gated_{name}"
+    if "expert_gemm" in name:
+        return {16: "narrow_", 128: "wide_"}.get(options["M"], "") + name
+    if name in ("route_kernel", "align_kernel"):
+        return f"{name}_{options['EXPERTS']}"
     if name == "sample_kernel":
         return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"
     return name

@@ -1,0 +1,153 @@
+"""Which experts the tokens of a step take, on a GPU: scores, choices, and the choices by expert.
+
+    route_kernel    logits -> each token's experts and their weights; how often each block took each
+    align_kernel    these counts -> where each expert's rows begin, and the choices in that order
+
+Called by `layers/triton_experts.py` alone. A program has a block of tokens, one tile of `ROWS` after
+the other. Counts of whole blocks take the place of atomic additions, so the order is that of a
+stable sort, and nothing waits for the host. What the kernels compute is `layers.moe.Router` and a
+stable sort by expert; of equal scores the expert with the lowest index is taken, as on the CPU.
+
+The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
+have not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-(2**31))
+"""The key of what can't be taken any more. Below that of -inf, so that no expert is taken twice."""
+
+
+@triton.jit
+def keys_of(values, there):
+    """Integers in the order of float32 values, NaN last as in torch; `LOWEST` where nothing is."""
+    bits = values.to(tl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(there, tl.where(values == values, keys, 0x7FFFFFFF), LOWEST)
+
+
+@triton.jit
+def take_largest(keys, lanes):
+    """The place of each row's largest key, the first of equals; the keys without it."""
+    best = tl.argmax(keys, 1)
+    return best, tl.where(lanes[None, :] == best[:, None], LOWEST, keys)
+
+
+@triton.jit
+def best_groups(
+    preferred, experts, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """The scores, -inf in all groups of SIZE experts but a row's KEPT best, by the sum of their two
+    best experts."""
+    groups, group_of = tl.arange(0, WIDTH), experts // SIZE
+    sums = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
+    for group in range(GROUPS):
+        own = tl.where((group_of == group)[None, :], preferred, float("-inf"))
+        others = tl.where(experts[None, :] == tl.argmax(own, 1)[:, None], float("-inf"), own)
+        two = tl.max(own, 1) + tl.max(others, 1)
+        sums = tl.where((groups == group)[None, :], two[:, None], sums)
+    keys = keys_of(sums, (groups < GROUPS)[None, :])
+    kept = tl.full(preferred.shape, 0, tl.int1)
+    for _ in range(KEPT):
+        best, keys = take_largest(keys, groups)
+        kept = kept | (group_of[None, :] == best[:, None])
+    return tl.where(kept, preferred, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "steps"])
+def route_kernel(
+    ids, weights, counts, logits, correction, num_tokens, steps,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, CHOICES: tl.constexpr,
+    ROWS: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_WIDTH: tl.constexpr, KEPT: tl.constexpr,
+    NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """ids [T, k] int32, weights [T, k] of logits [T, E]; counts [blocks, E]: how many of a block's
+    tokens took each expert. Grid: [blocks] of steps * ROWS tokens.
+
+    correction [E] float32, if CORRECTED. WIDTH, CHOICES, GROUP_WIDTH: E, k and the number of groups
+    rounded up to powers of two.
+    """
+    experts, choices = tl.arange(0, WIDTH), tl.arange(0, CHOICES)
+    real = (experts < EXPERTS)[None, :]
+    counted = tl.full([WIDTH], 0, tl.int32)
+    for step in range(steps):
+        tokens = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        there = (tokens < num_tokens)[:, None]
+        row = tokens.to(tl.int64)[:, None]
+        read = tl.load(logits + row * EXPERTS + experts[None, :], mask=there & real, other=0.0)
+        read = tl.where(real, read.to(tl.float32), float("-inf"))
+        if SIGMOID:
+            scores = 1 / (1 + tl.exp(-read))
+        else:
+            scores = tl.exp(read - tl.max(read, 1)[:, None])
+            scores = scores / tl.sum(scores, 1)[:, None]
+        preferred = scores
+        if CORRECTED:
+            preferred += tl.load(correction + experts, mask=experts < EXPERTS, other=0.0)[None, :]
+        if GROUPS > 1:
+            preferred = best_groups(
+                preferred, experts, ROWS, EXPERTS // GROUPS, GROUPS, GROUP_WIDTH, KEPT
+            )
+        keys = keys_of(preferred, real)
+        chosen = tl.full([ROWS, CHOICES], 0, tl.int32)
+        picked = tl.full([ROWS, CHOICES], 0, tl.float32)
+        for choice in range(TAKEN):
+            best, keys = take_largest(keys, experts)
+            score = tl.sum(tl.where(experts[None, :] == best[:, None], scores, 0.0), 1)
+            here = (choices == choice)[None, :]
+            chosen = tl.where(here, best[:, None], chosen)
+            picked = tl.where(here, score[:, None], picked)
+        if NORMALIZED:
+            picked = picked / (tl.sum(picked, 1)[:, None] + EPSILON)
+        mask = there & (choices < TAKEN)[None, :]
+        place = row * TAKEN + choices[None, :]
+        tl.store(ids + place, chosen, mask=mask)
+        tl.store(weights + place, (picked * FACTOR).to(weights.dtype.element_ty), mask=mask)
+        counted += tl.sum((there & real & (keys == LOWEST)).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0) * EXPERTS + experts, counted, mask=experts < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "steps", "blocks"])
+def align_kernel(
+    order, starts, tiles, ids, counts, num_tokens, steps, blocks,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr,
+    M: tl.constexpr,
+):  # fmt: skip
+    """order [T * k]: the pairs of token and choice, token * k + choice, expert after expert, and of
+    one in their order; starts [E + 1]: where each expert's begin; tiles [E]: which of the tiles of
+    M such rows is its first. Grid, ids and counts: those of `route_kernel`.
+    """
+    block, experts = tl.program_id(0), tl.arange(0, WIDTH)
+    real = experts < EXPERTS
+    total, before = tl.full([WIDTH], 0, tl.int32), tl.full([WIDTH], 0, tl.int32)
+    for first in range(0, blocks, 16):
+        others = first + tl.arange(0, 16)[:, None]
+        place = counts + others * EXPERTS + experts[None, :]
+        part = tl.load(place, mask=(others < blocks) & real[None, :], other=0)
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where(others < block, part, 0), 0)
+    begin = tl.cumsum(total, 0) - total
+    if block == 0:
+        needed = (total + M - 1) // M
+        tl.store(starts + experts, begin, mask=real)
+        tl.store(starts + EXPERTS, num_tokens * TAKEN)
+        tl.store(tiles + experts, tl.cumsum(needed, 0) - needed, mask=real)
+    begin += before
+    for step in range(steps):
+        tokens = (block * steps + step) * ROWS + tl.arange(0, ROWS)
+        there = tokens < num_tokens
+        taken = tl.full([ROWS, WIDTH], 0, tl.int32)
+        for choice in range(TAKEN):
+            chosen = tl.load(ids + tokens * TAKEN + choice, mask=there, other=-1)
+            taken += (experts[None, :] == chosen[:, None]).to(tl.int32)
+        places = begin[None, :] + tl.cumsum(taken, 0) - taken
+        for choice in range(TAKEN):
+            chosen = tl.load(ids + tokens * TAKEN + choice, mask=there, other=-1)
+            place = tl.sum(tl.where(experts[None, :] == chosen[:, None], places, 0), 1)
+            tl.store(order + place, tokens * TAKEN + choice, mask=there)
+        begin += tl.sum(taken, 0)
