@@ -249,7 +249,7 @@ LIES = {
         for n in HUGE[1:]
     },
     **{
-        f"{n} texts": (build([key("a", ARRAY, array(STRING, n))]), "strings; at most 4194304 are")
+        f"{n} texts": (build([key("a", ARRAY, array(STRING, n))]), "strings; at most 2097152 are")
         for n in HUGE[1:]
     },
 }  # fmt: skip
