@@ -97,9 +97,7 @@ class GroupedPanels:
         self._loose: list[tuple[int, QuantizedWeight]] = []
         self._whole: dict[PanelLayout, torch.Tensor] = {}
 
-    def add(
-        self, weight: QuantizedWeight, first: int, codes: StoredCodes | None = None
-    ) -> None:
+    def add(self, weight: QuantizedWeight, first: int, codes: StoredCodes | None = None) -> None:
         """Takes rows from `first` on, of whole panels if `codes` are given; see `pack`.
 
         Raises:
