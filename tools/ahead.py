@@ -25,6 +25,11 @@ from nanoengine.layers import packed
 PROMPT = {"prompt_token_ids": list(range(1, 9))}
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
 SAMPLED = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=1)
+LINES = (
+    "pack_groups.pack_lines (Array({}, 2, 'C', False, aligned=True),"
+    " Array(uint8, 1, 'C', False, aligned=True), int64, int64, int64, int64, int64, int64)"
+)
+"""Of K types in GGUF files, of which none is in the package."""
 
 
 def run(model: Path, **form: Any) -> None:
@@ -37,6 +42,7 @@ def run(model: Path, **form: Any) -> None:
 def signatures() -> list[str]:
     """The lines of the table."""
     called: set[str] = {"pool.serve (int64,)"}  # by threads, which compile it before
+    called |= {LINES.format(kind) for kind in ("float32", "int8", "uint8")}
     ask = Kernel._compile_for_args
 
     def note(kernel: Kernel, *arguments: Any, **kws: Any) -> Any:

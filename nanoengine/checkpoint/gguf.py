@@ -31,11 +31,12 @@ HEADER_BYTES = 128 << 20
 """Most bytes of a header. Why: a file that lies may have any; real ones have some 50 MiB at most,
 where a vocabulary is in them twice."""
 
-MOST_ENTRIES = 1 << 17
-"""Most keys of a file, and most tensors."""
+MOST_ENTRIES = 1 << 16
+"""Most keys of a file, and most tensors: of a large mixture of experts there are some 2,000."""
 
-MOST_STRINGS = 1 << 22
-"""Most strings of an array: several times the largest vocabularies and their merges."""
+MOST_STRINGS = 1 << 21
+"""Most strings of a header: several times the largest vocabularies and their merges. Why of all
+arrays: each takes time and memory, however short it is."""
 
 PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 """The name of a part of a model; numbers start at 1."""
@@ -273,11 +274,13 @@ class _Header:
         size: bytes of the file.
         place: the next byte.
         what: what is being read, for messages.
+        strings_left: how many more are read.
     """
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self.path, self.data, self.size = path, data, size
         self.end, self.place, self.what = len(data), 0, "the header"
+        self.strings_left = MOST_STRINGS
 
     def read(self) -> GGUFFile:
         """All of it."""
@@ -328,8 +331,10 @@ class _Header:
 
     def strings(self, count: int) -> list[str]:
         """Strings, each after its length."""
-        if count > MOST_STRINGS:
-            self.refuse(f"it has {count} strings; at most {MOST_STRINGS} are read")
+        if count > self.strings_left:
+            before = f", {MOST_STRINGS - self.strings_left} of them before" * (count != 1)
+            self.refuse(f"it has {count} strings; at most {MOST_STRINGS} are read{before}")
+        self.strings_left -= count
         data, place, end, found = self.data, self.place, self.end, []
         try:
             for _ in range(count):

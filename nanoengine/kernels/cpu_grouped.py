@@ -80,52 +80,6 @@ def panel_bytes(form: Form, shift: int, num_inputs: int) -> int:
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _pack_plane(codes, words, line, place, width):
-    """One plane of a unit of an output: `width` bits of its codes from bit `place` on. Callers give
-    constants, with which the loops are written out."""
-    fours = 8 // width
-    mask = np.uint32(0x01010101 * ((1 << width) - 1))
-    for i in range(width):
-        word = np.uint32(0)
-        for k in range(fours):
-            word |= (codes[fours * i + k] >> np.uint32(place) & mask) << np.uint32(k * width)
-        words[line + (place + i) * PANEL] = word
-
-
-@compiled(fastmath=FASTMATH)
-def _pack_codes(codes, data, first, step, header, bits, flip, lo, hi):
-    words, units, row = data.view(np.uint32), codes.shape[1] // 8, empty((8,), np.uint32)
-    for p in range(lo, hi):
-        for j in range(min(PANEL, len(codes) - p * PANEL)):
-            for unit in range(units):
-                at = first + p * step + LINE + (unit // UNITS + 1) * header + unit * bits * LINE
-                line = at // 4 + j
-                for i in range(8):
-                    row[i] = codes[p * PANEL + j, 8 * unit + i] ^ flip
-                if bits == 8:
-                    _pack_plane(row, words, line, 0, 8)
-                elif bits >= 4:
-                    _pack_plane(row, words, line, 0, 4)
-                else:
-                    _pack_plane(row, words, line, 0, 2)
-                if bits == 6:
-                    _pack_plane(row, words, line, 4, 2)
-                elif bits == 5:
-                    _pack_plane(row, words, line, 4, 1)
-                elif bits == 3:
-                    _pack_plane(row, words, line, 2, 1)
-
-
-@compiled(fastmath=FASTMATH)
-def pack_codes(codes, data, first, step, header, bits, flip, num_workers):
-    """Writes codes, uint32 [N, K / 4] of bytes, into the panels that begin at byte `first` of data.
-    `flip`: bits that are turned over in each byte."""
-    panels = -(-len(codes) // PANEL)
-    operands = codes, data, first, step, header, bits, np.uint32(flip)
-    parallel_for(_pack_codes, panels, num_workers, operands)
-
-
-@compiled(fastmath=FASTMATH, part=True)
 def _spread_panels(values, x_scales, offsets, data, part, row, rows, lo, hi, bias, out):
     """`grouped_panels` of some rows for panels lo ... hi - 1 of a part, each spread out."""
     size, num_outputs, most = values.shape[1], out.shape[1], part[ROWS]

@@ -38,9 +38,10 @@ def _pack_plane(codes, words, line, place, width):
 @compiled(fastmath=(), part=True)
 def _word(rows, at):
     """Four bytes from here on; the compiler makes one load of them."""
-    low = np.uint32(rows[at]) | np.uint32(rows[at + 1]) << np.uint32(8)
-    high = np.uint32(rows[at + 2]) | np.uint32(rows[at + 3]) << np.uint32(8)
-    return low | high << np.uint32(16)
+    word = np.uint32(rows[at])
+    for i in range(1, 4):
+        word |= np.uint32(rows[at + np.uint64(i)]) << np.uint32(8 * i)
+    return word
 
 
 @compiled(fastmath=())

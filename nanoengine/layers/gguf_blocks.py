@@ -150,18 +150,23 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
         values = codes.view(torch.int8)
     else:
         values = codes.sub_(1 << weight.bits - 1).view(torch.int8)
-    return replace(weight, values=values.flatten(1))
+    scales, mins = weight.scales, weight.mins
+    if weight.factors is None:
+        scales, mins = scales.float(), None if mins is None else mins.float()
+    return replace(weight, values=values.flatten(1), scales=scales, mins=mins)
 
 
 def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
-    """As `read_blocks`, but for the values, which say their number alone and have no memory."""
+    """As `read_blocks`, but for the values, which say their number alone and have no memory; scales
+    of one level are float16 where the file has them so."""
     layout, parts = LAYOUTS[type], _parts(type, rows)
     factors = floats(parts["d"])
     scales, mins, min_factors = factors, None, None
     if layout.groups is not None:
+        factors = factors.float()
         scales, mins = layout.groups(parts["scales"])
     if "dm" in parts:
-        min_factors = floats(parts["dm"])
+        min_factors = floats(parts["dm"]).float()
     elif "m" in parts:
         mins = -floats(parts["m"])
     for numbers in (factors, mins, min_factors):
@@ -225,9 +230,9 @@ def _places(type: str) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def floats(numbers: torch.Tensor) -> torch.Tensor:
-    """One float of each block, [N, B, bytes] -> [N, B, 1] float32: a float32, a float16, or half of
-    MXFP4's power of two, whose table has twice the numbers; of that, 255 is NaN."""
+    """One float of each block, [N, B, bytes] -> [N, B, 1]: a float16 or float32; or half of MXFP4's
+    power of two, whose table has twice the numbers, as float32; of that, 255 is NaN."""
     if numbers.shape[2] == 1:
         return torch.tensor([*(2.0 ** (e - 128) for e in range(255)), math.nan])[numbers.int()]
     stored = {2: torch.float16, 4: torch.float32}[numbers.shape[2]]
-    return numbers.contiguous().view(stored).float()
+    return numbers.contiguous().view(stored)

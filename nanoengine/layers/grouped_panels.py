@@ -242,8 +242,8 @@ def pack(
     else:
         numbers = [weight.scales] if taken is None else [weight.scales, taken]
         relative = numbers[: 1 + (form.offset == MINS)]
-        exact = torch.stack([(n.half().float() == n).all(1) for n in relative]).all(0)
-        if not exact.all():
+        if weight.scales.dtype != torch.float16:
+            exact = torch.stack([(n.half().float() == n).all(1) for n in relative]).all(0)
             factors = torch.where(exact, 1.0, row_factors(torch.cat(relative, 1))).unsqueeze(1)
             numbers[: len(relative)] = [n / factors for n in relative]
         times = -(-weight.group_size // (UNIT << shift))  # a group that is longer has several

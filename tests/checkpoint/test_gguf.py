@@ -249,7 +249,7 @@ LIES = {
         for n in HUGE[1:]
     },
     **{
-        f"{n} texts": (build([key("a", ARRAY, array(STRING, n))]), "strings; at most 4194304 are")
+        f"{n} texts": (build([key("a", ARRAY, array(STRING, n))]), "strings; at most 2097152 are")
         for n in HUGE[1:]
     },
 }  # fmt: skip
@@ -440,3 +440,14 @@ def test_the_one_model_of_a_folder(tmp_path):
         find_gguf(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert find_gguf(tmp_path) is None
+
+
+def test_strings_of_all_arrays_are_counted(tmp_path, monkeypatch):
+    three = text("a") + text("b") + text("c")
+    keys = [key(name, ARRAY, array(STRING, 3, three)) for name in ("x", "y")]
+    path = write(tmp_path, build(keys))
+    monkeypatch.setattr("nanoengine.checkpoint.gguf.MOST_STRINGS", 8)  # with the keys' names
+    assert read_gguf(path).metadata["y"] == ["a", "b", "c"]
+    monkeypatch.setattr("nanoengine.checkpoint.gguf.MOST_STRINGS", 7)
+    with pytest.raises(WeightLoadError, match="'y': it has 3 strings; at most 7 are read, 5 of"):
+        read_gguf(path)

@@ -1,0 +1,69 @@
+"""Rows of a GGUF file that are packed from its bytes, against those that are read first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanoengine.checkpoint.gguf import TYPES
+from nanoengine.errors import WeightLoadError
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
+from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
+from nanoengine.layers.placement import LARGE_BYTES, Rooms, place_buffers
+from tests.layers.test_gguf_blocks import blocks
+
+CPU, ROWS = torch.device("cpu"), 48
+
+
+def empty_layer(outputs: int, inputs: int) -> CPUQuantizedLinear:
+    method = CPUQuantizedLinear("layer", bits=8, group_size=None, activations="int8")
+    method.create((outputs, inputs), torch.float32, CPU)
+    return method
+
+
+@pytest.mark.parametrize("count", [ROWS, ROWS - 5])
+@pytest.mark.parametrize("type", LAYOUTS)
+def test_the_panels_are_those_of_rows_that_were_read(type, count):
+    rows = torch.from_numpy(blocks(type, ROWS, num_blocks=3))[:count]
+    read, packed = (empty_layer(count, 3 * TYPES[type].inputs) for _ in range(2))
+    read.room = packed.room = lambda size: torch.zeros(size, dtype=torch.uint8)
+    read.load_quantized(read_blocks(type, rows))
+    assert packed.load_blocks(type, rows[32:], 32)
+    assert packed.load_blocks(type, rows[:32], 0)
+    ids = torch.arange(count)
+    read.activations = packed.activations = "float"
+    assert torch.equal(read.rows(ids), packed.rows(ids))
+    if type != "MXFP4":  # it has two codes for 0, and scales too far apart for a row's float16
+        assert torch.equal(packed.rows(ids), read_blocks(type, rows).dequantized())
+        assert torch.equal(read.values, packed.values)
+
+
+def test_rows_that_share_a_panel_are_to_be_read():
+    rows = torch.from_numpy(blocks("Q4_0", 24, num_blocks=2))
+    method = empty_layer(40, 64)
+    assert not method.load_blocks("Q4_0", rows, 0)
+    assert not method.load_blocks("Q4_0", rows[:16], 24)
+    assert method.load_blocks("Q4_0", rows[:8], 32)
+
+
+def test_a_scale_that_is_no_number_is_refused():
+    rows = torch.from_numpy(blocks("Q4_K", 16, num_blocks=2))
+    rows[3, 1] = 0x7E
+    with pytest.raises(WeightLoadError, match="of its Q4_K blocks is no finite number"):
+        empty_layer(16, 512).load_blocks("Q4_K", rows, 0)
+
+
+def test_a_room_is_the_last_place_of_what_is_packed_there():
+    rooms, rows = Rooms(), torch.from_numpy(blocks("Q4_0", 32, num_blocks=2))
+    first, second = (empty_layer(32, 64) for _ in range(2))
+    for method in (first, second):
+        method.room = rooms.take
+        assert method.load_blocks("Q4_0", rows, 0)
+    places = [method.values.data_ptr() for method in (first, second)]
+    assert 0 < places[1] - places[0] < 2 * first.values.nbytes
+    model = torch.nn.ModuleList([first, second])
+    expected = first.rows(torch.arange(32))
+    place_buffers(model)
+    assert [method.values.data_ptr() for method in (first, second)] == places
+    assert torch.equal(second.rows(torch.arange(32)), expected)
+    assert rooms.take(LARGE_BYTES).data_ptr() > places[1]
