@@ -5,8 +5,8 @@
 
 Called by `layers/triton_experts.py` alone. The grid is made for the most tiles that there can be,
 and each program finds its expert by counting first tiles, so nothing waits for the host and a
-launch may be captured in a CUDA graph. Each output is one sum over the inputs in tiles of a fixed size: a row
-has the same bits alone and among others.
+launch may be captured in a CUDA graph. Each output is one sum over the inputs in tiles of one size:
+where the caller keeps to that size, a row has the same bits alone and among others.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
@@ -33,9 +33,10 @@ def expert_gemm_kernel(
     """out [R, OUT] = each row of x times weight [E, OUT, IN] of its expert, + bias [E, OUT]. Grid:
     [tiles * (OUT / N rounded up)]; programs that run together share rows of x.
 
-    order [R], starts [E + 1], tiles [E]: see `align_kernel`. SORTED: x has the sorted rows, and results go to their pairs' places. Else x has
-    the tokens' rows, and results stay sorted. ACTIVATION, if not "": weight is [E, 2 OUT, IN], gate
-    first, bias [E, 2 OUT], and out is that gate. WIDTH: E rounded up to a power of two.
+    order [R], starts [E + 1], tiles [E]: see `align_kernel`. SORTED: x has the sorted rows, and
+    results go to their pairs' places. Else x has the tokens' rows, and results stay sorted.
+    ACTIVATION, if not "": weight is [E, 2 OUT, IN], gate first, bias [E, 2 OUT], and out is that
+    gate. WIDTH: E rounded up to a power of two.
     """
     across: tl.constexpr = (OUT + N - 1) // N
     tile, experts = tl.program_id(0) // across, tl.arange(0, WIDTH)

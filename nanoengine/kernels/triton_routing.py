@@ -3,9 +3,9 @@
     route_kernel    logits -> each token's experts and their weights; how often each block took each
     align_kernel    these counts -> where each expert's rows begin, and the choices in that order
 
-Called by `layers/triton_experts.py` alone. A program has a block of tokens, one tile of `ROWS` after
-the other. Counts of whole blocks take the place of atomic additions, so the order is that of a
-stable sort, and nothing waits for the host. What the kernels compute is `layers.moe.Router` and a
+Called by `layers/triton_experts.py` alone. A program has a block of tokens, one tile of `ROWS`
+after the other. Counts of whole blocks take the place of atomic additions, so the order is that of
+a stable sort, and nothing waits for the host. What the kernels compute is `layers.moe.Router` and a
 stable sort by expert; of equal scores the expert with the lowest index is taken, as on the CPU.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they

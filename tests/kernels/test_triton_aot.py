@@ -138,10 +138,11 @@ def test_registers_leave_room_for_enough_programs(reports, target):
 
 @pytest.mark.parametrize("target", MAIN + EXPERTS)
 def test_experts_have_tiles_for_decodes_and_for_prompts(reports, target):
-    """65,536 registers are four programs of 128 threads, or for prompts one of 256."""
+    """65,536 registers are four programs of 128 threads, or for prompts one of 256, by Triton
+    3.6 with 253."""
     for kernel in (*NARROW, *OF_EXPERTS, *WIDE):
         figures = reports[target, kernel]
-        assert figures["registers"] <= (240 if kernel in WIDE else 128)
+        assert figures["registers"] <= (255 if kernel in WIDE else 128)
         assert figures["async_copies"] == figures["wide_copies"] > 0
         assert figures["in_flight"] >= 2
         if not target.startswith("100") or kernel in NARROW:  # it has instructions of its own
