@@ -142,6 +142,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
             f" hidden_size={hidden_size} divided by num_attention_heads={heads}"
         )
     plan = family.plan(keys)
+    if plan.latent is not None:
+        kv_heads, head_dim = 1, plan.latent.size
     if partial_heads:
         turned = read_rotary_dim(keys, head_dim, family.rope)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
@@ -296,6 +298,11 @@ def _quantization(
     if not raw:
         return None
     stored = parse_quantization(raw, tied=tied)
+    if plan.latent is not None:
+        raise UnsupportedModelError(
+            f"quantization_config of {stored.format} is not implemented for {family.model_type};"
+            " supported: checkpoints of floats"
+        )
     if stored.format == "mxfp4" and family.model_type != "gpt_oss":
         raise UnsupportedModelError(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"

@@ -71,12 +71,13 @@ COHERE = plan(
     **ATTENTION_BIAS,
 )
 GELU = "gelu_pytorch_tanh"
+GEMMA_1 = {
+    "norm": "centered", "activation": GELU,
+    "embedding_scale": key("hidden_size", lambda n: n**0.5), **ATTENTION_BIAS,
+}
 GEMMA = {
-    "only": {"hidden_act": (GELU, None), "hidden_activation": (GELU,)},
-    "norms": "both", "norm": "centered", "activation": GELU,
-    "embedding_scale": key("hidden_size", lambda n: n**0.5),
-    "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5),
-    **ATTENTION_BIAS,
+    "only": {"hidden_act": (GELU, None), "hidden_activation": (GELU,)}, "norms": "both",
+    "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5), **GEMMA_1,
 }
 GRANITE = plan(
     embedding_scale=key("embedding_multiplier"), residual_scale=key("residual_multiplier"),
@@ -98,10 +99,15 @@ QWEN_SHARED = experts(
     shared_size=size("shared_expert_intermediate_size"), shared_gate=True, **QWEN,
 )
 SCALED = {"score": "sigmoid", "scaling_factor": key("routed_scaling_factor"), **NORM_TOPK}
-DEEPSEEK = experts(
-    count="n_routed_experts", correction_bias=True, num_groups=key("n_group"),
-    groups_per_token=key("topk_group"), shared_size=readers.shared_size,
-    layers=readers.layers_from("first_k_dense_replace"), **SCALED,
+DEEPSEEK_KEYS = {
+    "count": "n_routed_experts", "correction_bias": True, "num_groups": key("n_group"),
+    "groups_per_token": key("topk_group"), "shared_size": readers.shared_size,
+    "layers": readers.layers_from("first_k_dense_replace"), **SCALED,
+}
+DEEPSEEK = experts(**DEEPSEEK_KEYS)
+DEEPSEEK_PLAN = plan(
+    only={"topk_method": ("noaux_tc",)}, latent=readers.latent, **ATTENTION_BIAS,
+    interleaved=key("rope_interleave"),
 )
 WINDOW = windows(readers.every_layer, named=False)
 QWEN_WINDOWS = windows(readers.from_max_window_layers, asked=True)
@@ -160,6 +166,41 @@ FAMILIES: dict[str, Family] = {
         defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
         eps="layer_norm_eps",
     ),
+    "CwmForCausalLM": Family(
+        "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "sliding_window": 8192, "eos_token_id": [128_001, 128_008, 128_009],
+        },
+        rope={
+            "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        plan=plan(
+            only={
+                "topk_method": ("greedy",), "norm_topk_prob": (False,), "n_group": (1, None),
+                "topk_group": (1, None),
+            },
+            latent=readers.latent, interleaved=True, mlp_bias=key("mlp_bias"), **ATTENTION_BIAS,
+        ),
+        moe=experts(
+            count="n_routed_experts", norm_topk_prob=False, shared_size=readers.shared_size,
+            scaling_factor=key("routed_scaling_factor"),
+            layers=readers.layers_from("first_k_dense_replace"),
+        ),
+        defaults={"head_dim": 64, "n_shared_experts": 2, "q_lora_rank": 1536},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3", plan=DEEPSEEK_PLAN, moe=DEEPSEEK,
+        defaults={
+            "head_dim": 64, "norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8,
+            "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "num_key_value_heads": 128,
+        },
+    ),
     "Dots1ForCausalLM": Family(
         "dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers), moe=DEEPSEEK,
         defaults={
@@ -186,6 +227,12 @@ FAMILIES: dict[str, Family] = {
             "sliding_window_pattern": 4,
         },
         names=GEMMA_NAMES,
+    ),
+    "GemmaForCausalLM": Family(
+        # Why gelu too: so the published files call the approximation.
+        "gemma", plan=plan(only={"hidden_act": (GELU, "gelu"), "hidden_activation": (GELU, None)},
+                           **GEMMA_1),
+        defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2",
@@ -230,6 +277,15 @@ FAMILIES: dict[str, Family] = {
             "num_nextn_predict_layers": 1,
         },
     ),
+    "Glm4MoeLiteForCausalLM": Family(
+        "glm4_moe_lite", plan=DEEPSEEK_PLAN,
+        moe=experts(**{**DEEPSEEK_KEYS, "layers": readers.named_sparse_layers}),
+        defaults={
+            "head_dim": 64, "norm_topk_prob": True, "n_shared_experts": 1, "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.8,
+            "num_nextn_predict_layers": 1, "q_lora_rank": 768, "num_key_value_heads": 20,
+        },
+    ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         plan=plan(
@@ -257,6 +313,13 @@ FAMILIES: dict[str, Family] = {
             "mlp.gate": "block_sparse_moe.router.layer",
             "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
             "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+        },
+    ),
+    "HeliumForCausalLM": Family(
+        "helium",
+        plan=plan(interleaved=True, qkv_bias=key("attention_bias"), mlp_bias=key("mlp_bias")),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5,
         },
     ),
     "HunYuanDenseV1ForCausalLM": Family(
@@ -312,6 +375,14 @@ FAMILIES: dict[str, Family] = {
         "mixtral", windows=WINDOW, moe=experts(**MIXTRAL),
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         names=MIXTRAL_NAMES,
+    ),
+    "NemotronForCausalLM": Family(
+        "nemotron",
+        plan=plan(
+            only={"hidden_act": ("relu2",)}, norm="centered layer", norm_bias=True, gated=False,
+            activation="relu2", **LLAMA,
+        ),
+        defaults={"partial_rotary_factor": 0.5}, eps="norm_eps",
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", plan=OLMO2, defaults={"rms_norm_eps": 1e-5}, names=GEMMA_NAMES,
@@ -387,6 +458,17 @@ FAMILIES: dict[str, Family] = {
             norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
         ),
         defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}, eps="layer_norm_eps",
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2",
+        plan=plan(
+            only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated=False,
+            activation=GELU, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
+            mlp_bias=key("use_bias"),
+        ),
+        windows=WINDOW,
+        defaults={"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True},
+        names={"up_proj": "c_fc", "down_proj": "c_proj"}, eps="norm_epsilon",
     ),
 }
 # fmt: on

@@ -71,15 +71,20 @@ KEYS: dict[str, Key] = {
     "lm_head_bias": _MATHS_FLAG,
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6),
-    **_each("layer_norm_eps norm_eps", Key(float, 0, 1, 1e-5)),
+    **_each("layer_norm_eps norm_eps norm_epsilon", Key(float, 0, 1, 1e-5)),
     **_each("qk_layernorm use_qk_norm use_parallel_residual", _MATHS_FLAG),
     # attention
     **_each("num_attention_heads num_key_value_heads", Key(int, 1, 2**16)),
     "head_dim": Key(int, 2, 2**16),
     **_each("attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias", _MATHS_FLAG),
-    **_each("clip_qkv kv_lora_rank attention_chunk_size dual_chunk_attention_config", _REFUSED),
+    **_each("clip_qkv attention_chunk_size dual_chunk_attention_config", _REFUSED),
     "is_causal": Key(bool, default=True, unread="refused"),
     **_each("use_mla attn_output_gate use_bidirectional_attention", _MATHS_FLAG),
+    **_each(
+        "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+        Key(int, 1, 2**15, None, "refused"),
+    ),
+    "q_lora_rank": Key(int, 1, 2**15, None, "refused", off=True),
     "num_kv_shared_layers": Key(int, 0, 10_000, 0, "refused"),
     "query_pre_attn_scalar": Key(int, 1, 2**20, None, "refused"),
     "attention_multiplier": Key(float, 1e-6, 1e6, None, "refused"),
@@ -103,6 +108,7 @@ KEYS: dict[str, Key] = {
     "partial_rotary_factor": Key(float, 0, 1, 1.0, "refused"),
     "rotary_dim": Key(int, 2, 2**16, None, "refused"),
     "rope_interleaved": _MATHS_FLAG,
+    "rope_interleave": Key(bool, default=True, unread="refused"),
     "no_rope_layers": Key(list[int], unread="refused"),
     "no_rope_layer_interval": Key(int, 1, 10_000, 4),
     # the MLP
@@ -121,6 +127,9 @@ KEYS: dict[str, Key] = {
     **_each("n_group topk_group", Key(int, *_EXPERTS, 1)),
     "routed_scaling_factor": Key(float, *_FACTOR, 1.0),
     "norm_topk_prob": _FLAG,
+    "topk_method": Key(str, unread="refused"),
+    "mlp_layer_types": Key(list[str], unread="refused"),
+    "moe_layer_freq": Key(int, 1, 10_000, 1, "refused"),
     "scoring_func": Key(str, default="softmax", unread="refused"),
     "use_expert_bias": Key(bool, default=True),
     "first_k_dense_replace": Key(int, *_LAYERS, 0, "refused"),
@@ -150,10 +159,13 @@ HARMLESS = frozenset((
     "bos_token_id", "decoder_start_token_id", "eod_token_id", "pad_token_id", "sep_token_id",
     "unk_token_id",
     # of training alone
-    "attention_dropout", "classifier_dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop",
+    "attention_dropout", "classifier_dropout", "embd_pdrop", "embedding_dropout",
+    "hidden_dropout", "resid_pdrop",
     "residual_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     # how transformers runs, not what; and what is read as `sliding_window_pattern`
     "cache_implementation", "use_cache", "_sliding_window_pattern",
+    # the sum of two others
+    "qk_head_dim",
 ))  # fmt: skip
 """Further keys that change no result of generating. Any other key that nobody reads is told: see
 `Keys.unread`."""

@@ -10,8 +10,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 Norms = Literal["before", "behind", "both", "parallel"]
-NormKind = Literal["rms", "wide", "centered", "layer"]
+NormKind = Literal["rms", "wide", "centered", "layer", "centered layer"]
 HeadNormKind = Literal["head", "width", "rotated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentPlan:
+    """Sizes of attention whose keys and values are made of one short vector a token.
+
+    Attributes:
+        rank: numbers of that vector.
+        query_rank: of the one that queries are made of; None: of the hidden state itself.
+        nope_dim, rope_dim: of each head's query and key, what is not turned and what is; the
+            latter is the same in the keys of all heads.
+        value_dim: of each head's value.
+    """
+
+    rank: int
+    query_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def size(self) -> int:
+        """How many numbers of a token attention reads."""
+        return self.rank + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +46,8 @@ class LayerPlan:
         norms: where they stand: "before" attention and MLP, "behind" them, "both"; "parallel": one
             norm before, from which attention and MLP both start.
         norm: "rms"; "wide": its weight is multiplied before rounding to the model's dtype;
-            "centered": wide, and the factor is 1 + weight; "layer": LayerNorm.
+            "centered": wide, and the factor is 1 + weight; "layer": LayerNorm; "centered layer":
+            that with the factor 1 + weight.
         norm_bias: LayerNorm adds a bias.
         head_norm: query and key heads are normed each ("head"), over all heads together ("width"),
             or each behind the rotation ("rotated"); None: not at all.
@@ -39,6 +64,7 @@ class LayerPlan:
             MLP add, and on logits.
         attention_scale: factor on q.k; None: head_dim ** -0.5.
         sinks: each head has a learned score in the sum of its softmax (`AttentionSpec.sinks`).
+        latent: keys and values are made of one short vector a token; None: of the hidden state.
         attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
     """
 
@@ -61,6 +87,7 @@ class LayerPlan:
     logit_scale: float = 1.0
     attention_scale: float | None = None
     sinks: bool = False
+    latent: LatentPlan | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 

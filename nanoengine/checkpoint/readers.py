@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanoengine.checkpoint.keys import KEYS, Keys
-from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
+from nanoengine.checkpoint.plan import LatentPlan, LayerPlan, MoEConfig, StatePlan
 from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import shown
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR, CONV = "linear_attention", "conv"
@@ -57,6 +58,20 @@ def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Re
         return _made(LayerPlan, fields, keys)
 
     return read
+
+
+def latent(keys: Keys) -> LatentPlan:
+    """DeepSeek-V2's sizes of attention."""
+    rope_dim = keys.require("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise UnsupportedModelError(f"qk_rope_head_dim={rope_dim} must be even")
+    return LatentPlan(
+        rank=keys.require("kv_lora_rank"),
+        query_rank=keys.get("q_lora_rank"),
+        nope_dim=keys.require("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=keys.require("v_head_dim"),
+    )
 
 
 # --- the MLP's inner size -------------------------------------------------------------------------
@@ -190,6 +205,10 @@ def all_but_every(number: int | None = None) -> WindowsReader:
     return slides
 
 
+def all_but_first_of_four(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+    return [n % 4 > 0 for n in range(layers)] if kinds is None else _named(kinds)
+
+
 def _named(kinds: Sequence[str]) -> list[bool]:
     return [kind == SLIDING for kind in kinds]
 
@@ -275,6 +294,20 @@ def sparse_layers(keys: Keys) -> tuple[int, ...]:
 def layers_from(name: str) -> Reader[tuple[int, ...]]:
     """The first layers, as many as this key says, are dense."""
     return lambda keys: tuple(range(keys.get(name), keys.require("num_hidden_layers")))
+
+
+def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
+    """As `mlp_layer_types` says, else as `layers_from`."""
+    layers, kinds = keys.require("num_hidden_layers"), keys.get("mlp_layer_types")
+    if not kinds:
+        return layers_from("first_k_dense_replace")(keys)
+    keys.get("first_k_dense_replace")  # the older name of the same
+    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+        raise UnsupportedModelError(
+            f"mlp_layer_types={shown(kinds)} must be 'dense' or 'sparse' for each of"
+            f" num_hidden_layers={layers}"
+        )
+    return _those(kinds, "sparse")
 
 
 def shared_size(keys: Keys) -> int:

@@ -44,6 +44,7 @@ class RopeConfig:
         low_freq_factor, high_freq_factor: llama3: the band of wavelengths that is blended.
         beta_fast, beta_slow: yarn: rotations within the original context that bound its blend.
         attention_factor: yarn, longrope: factor on cos and sin.
+        score_factor: yarn: factor on scores of attention over latents, which no others have.
         truncate: yarn: round the blend's bounds to whole dimensions.
         short_factor, long_factor: longrope: what slows each pair of dimensions in an engine whose
             `max_model_len` is within the original context, and in one with a longer one.
@@ -59,6 +60,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    score_factor: float = 1.0
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -181,6 +183,7 @@ def _complete_yarn(values: dict[str, Any], keys: Keys) -> None:
     """
     growth = 0.1 * math.log(max(values["factor"], 1))
     scale, over = values.pop("mscale", None), values.pop("mscale_all_dim", None)
+    values["score_factor"] = (growth * (over or 0) + 1.0) ** 2
     scale, over = (scale, over) if scale and over else (1.0, 0.0)
     found = (growth * scale + 1.0) / (growth * over + 1.0)
     values["attention_factor"] = float(values.get("attention_factor", found))

@@ -61,7 +61,8 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
         ("num_key_value_heads", kv_heads, "k_proj"),
         ("heads of q, k and v", heads + 2 * kv_heads, "qkv_proj"),
     ):
-        check_outputs(f"{key} * head_dim", count * config.head_dim, f"{name}.{part}")
+        if config.plan.latent is None:
+            check_outputs(f"{key} * head_dim", count * config.head_dim, f"{name}.{part}")
     sparse = config.moe.layers if config.moe else ()
     for layer in range(config.num_hidden_layers):
         mlp = f"model.layers.{layer}.mlp"

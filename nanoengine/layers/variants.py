@@ -120,8 +120,9 @@ class OneTensorQKV(OtherQKV, OneTensor):
 def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
     """The norm over the hidden size that a family has."""
     kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
-    if kind == "layer":
-        return LayerNorm(*sizes, bias=config.plan.norm_bias, context=context)
+    if kind in ("layer", "centered layer"):
+        layer_norm = LayerNorm if kind == "layer" else CenteredLayerNorm
+        return layer_norm(*sizes, bias=config.plan.norm_bias, context=context)
     norm = CenteredNorm if kind == "centered" else RMSNorm
     return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))
 
@@ -162,6 +163,17 @@ class LayerNorm(Layer):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         return whole_slots(path, weight=self.weight, bias=self.bias)
+
+
+class CenteredLayerNorm(LayerNorm):
+    """LayerNorm whose stored weight is how far the factor is from 1."""
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        name, slots = f"{path}.weight", super().weight_slots(path)
+        return slots | {name: replace(slots[name], store=self.store)}
+
+    def store(self, stored: torch.Tensor) -> None:
+        self.weight.copy_(stored.to(self.weight.dtype) + 1)
 
 
 class OtherHeadNorm(HeadNorm):

@@ -139,6 +139,10 @@ class Rotaries(Layer):
     ) -> None:
         super().__init__()
         turning = RotaryEmbedding if config.plan.rotary_dim is None else variants.PartialRotary
+        if config.plan.latent is not None:
+            from nanoengine.models.latent import LatentRotary
+
+            turning = LatentRotary
         self.each = nn.ModuleList(
             (turning if rope else variants.NoRotary)(rope, config, context) for rope in kinds
         )
@@ -225,6 +229,10 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
 
         kind = STATE_LAYERS[states.kind]
         return kind(f"{path}.{kind.name}", config, context)
+    if config.plan.latent is not None:
+        from nanoengine.models.latent import LatentAttention
+
+        return LatentAttention(f"{path}.{LatentAttention.name}", index, config, context)
     needed = TorchAttention.is_needed(index, config, context)
     attention = TorchAttention if needed else VariantAttention
     return attention(f"{path}.{attention.name}", index, config, context)

@@ -61,7 +61,8 @@ def configs(family: str) -> Iterator[Raw]:
     if "layer_norm_eps" in raw or "norm_eps" in raw:
         raw.pop("rms_norm_eps", None)  # the tests' own: the class has none
     yield raw
-    each = {key: raw[key] for key in raw if key not in ("layer_types", "no_rope_layers")}
+    by_layer = ("layer_types", "mlp_layer_types", "no_rope_layers")
+    each = {key: raw[key] for key in raw if key not in by_layer}
     asked = {"use_sliding_window": True, "sliding_window": 8}
     asked = asked if "use_sliding_window" in raw else {}
     yield each | asked | {"num_hidden_layers": 8}

@@ -33,6 +33,23 @@ NUM_TOKENS = 8
 ATTENTION_FIRST = {"layer_types": ["full_attention", "linear_attention", "linear_attention"]}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2 bias": ("cohere2", {"attention_bias": True}),
+    "deepseek_v2 plain": (
+        "deepseek_v2",
+        {"q_lora_rank": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": None},
+    ),
+    "deepseek_v3 halves": (
+        "deepseek_v3",
+        {
+            "rope_interleave": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "q_lora_rank": None,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "v_head_dim": 10,
+            "kv_lora_rank": 40,
+        },
+    ),
     "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "llama mlp bias": ("llama", {"mlp_bias": True}),
     "mixtral full": ("mixtral", {"sliding_window": None}),
@@ -43,6 +60,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss out": ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
     "smollm3 interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
+    "starcoder2 plain": ("starcoder2", {"use_bias": False, "sliding_window": None}),
 }
 """Name -> a family and keys of its config that it makes optional."""
 

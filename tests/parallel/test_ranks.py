@@ -107,7 +107,8 @@ def check(case: str) -> None:
     directory, options = checkpoint(family, **fields), SMALL | options
     one = make_engine(directory, **options)
     two = make_engine(directory, tensor_parallel_size=2, **options)
-    heads_each = 1 if "num_key_value_heads" in fields else 2
+    shared = "num_key_value_heads" in fields or "kv_lora_rank" in FAMILIES[family][1]
+    heads_each = 1 if shared else 2
     assert two.info.block_bytes * heads_each == one.info.block_bytes
     assert len(two.executor._ranks.workers) == 2
     expected, found = run(one, *work()), run(two, *work())

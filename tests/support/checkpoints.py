@@ -49,6 +49,23 @@ ROUTED_MOE: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
 }
+LATENT: dict[str, Any] = {
+    **ROUTED_MOE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 16,
+    },
+}
 NEXT: dict[str, Any] = {
     "num_hidden_layers": 3,
     "head_dim": 32,
@@ -82,6 +99,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2Config",
         {"layer_types": [SLIDING, FULL], "sliding_window": 16, "logit_scale": 0.25},
     ),
+    "cwm": (
+        "CwmConfig",
+        {"head_dim": 32, "sliding_window": 16, "layer_types": [FULL, SLIDING], "pad_token_id": 0},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**LATENT, "norm_topk_prob": False, "topk_method": "greedy", "n_group": None,
+         "topk_group": None, "q_lora_rank": None},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
     "dots1": ("Dots1Config", {**ROUTED_MOE, "layer_types": [FULL, FULL, SLIDING],
                               "sliding_window": 16}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True}),
@@ -93,6 +120,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [SLIDING, FULL, SLIDING],
         },
     ),
+    "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": (
         "Gemma2Config",
         {
@@ -117,6 +145,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
     "glm4": ("Glm4Config", {"head_dim": 32, "pad_token_id": 0}),
     "glm4_moe": ("Glm4MoeConfig", {**ROUTED_MOE, "use_qk_norm": True, "head_dim": 16}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {**LATENT, "mlp_layer_types": ["dense", "sparse", "dense"],
+         "rope_parameters": None},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -155,6 +188,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "helium": ("HeliumConfig", {"head_dim": 16, "mlp_bias": True}),
     "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32, "attention_bias": True}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", FULL, "conv"], **CONV}),
     "lfm2_moe": (
@@ -185,6 +219,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 16}),
     "mistral3_vision": ("Mistral3Config", {"text": "mistral"}),
     "mixtral": ("MixtralConfig", {**LOCAL_MOE, "sliding_window": 16}),
+    "nemotron": ("NemotronConfig", {"mlp_bias": True, "attention_bias": True}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": (
         "Olmo3Config",
@@ -218,6 +253,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOssConfig", {"head_dim": 32, "mlp_bias": True}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 16}),
 }  # fmt: skip
 """Name -> the class of its config in transformers, and what differs from `COMMON`. "text" names the
 family that a multimodal checkpoint's text part is of."""

@@ -1,0 +1,178 @@
+"""LatentAttention: heads whose keys and values are all made of one short vector a token.
+
+A token's *latent* has `rank` numbers. A matrix of each head makes its key of them (`key_up`), and
+another its value (`value_up`); beside it `rope_dim` numbers are turned by the position and serve
+all heads as they are. Only latent and turned numbers lie in the KV cache, as one KV head.
+
+No key and no value is ever made. A query q scores the key W l of a latent l by q W l, so the query
+is multiplied with W once in place of all latents: attention runs over latents, and what it adds up
+is a latent too, of which `value_up` makes the value.
+
+    x ─ q_a ─ norm ─ q ─┬─ nope ─ key_up ─┐
+                        └─ rope ─ turned ─┴─ query [rank + rope_dim] ─ attention ─ value_up ─ o_proj
+    x ─ kv_a ─┬─ latent ─ norm ─┐                                        │
+              └─ rope ─ turned ─┴─ KV head [rank + rope_dim] ── cache ───┘
+
+Backends keep keys and values in orders of their own, so the cache holds the vector twice. Taken by
+`variants.py` for a plan that has a latent.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
+
+Legend: T tokens, H query heads of this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoengine.attention.base import AttentionSpec, Rotation, rotate
+from nanoengine.attention.batch import Batch
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.plan import LatentPlan
+from nanoengine.checkpoint.rope import RopeConfig
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.errors import ConfigError
+from nanoengine.layers.attention import Attention
+from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.linear import MergedLinear, RowParallelLinear
+from nanoengine.layers.norm import RMSNorm
+from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
+from nanoengine.models.decoder import taken
+
+NORM_EPS = 1e-6
+"""Of the norms inside, whatever the config says of the others. Source: the families' own code."""
+
+
+class LatentRotary(RotaryEmbedding):
+    """Turns the last `rope_dim` dimensions of queries and keys, which come alone."""
+
+    def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
+        assert config.plan.latent is not None
+        return cos_and_sin(rope, config.plan.latent.rope_dim, num_positions)
+
+
+class TurnedLinear(MergedLinear):
+    """One matrix whose outputs end, every `still + turned` of them, with `turned` that are turned.
+
+    Where the checkpoint has neighbours turned together, the loader puts these into halves.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, *, still: int, turned: int,
+        interleaved: bool, bias: bool, whole: bool, context: ModelContext,
+    ) -> None:  # fmt: skip
+        part = name.rpartition(".")[2]
+        shard = context.shard.of_heads(1) if whole else context.shard
+        super().__init__(
+            name, in_features, {part: out_features}, bias=bias, context=context,
+            shards={part: shard},
+        )  # fmt: skip
+        self.order = None
+        if interleaved:
+            pairs = torch.arange(still, still + turned).view(-1, 2).T.flatten()
+            self.order = torch.cat((torch.arange(still), pairs))
+
+    def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
+        if self.order is None:
+            return None
+        return torch.arange(num_rows).view(-1, len(self.order))[:, self.order].flatten()
+
+
+class Expansion(Layer):
+    """What makes keys and values of latents: `kv_b_proj` of the checkpoint, split by head.
+
+    Attributes:
+        key_up: [H, nope_dim, rank].
+        value_up: [H, value_dim, rank].
+    """
+
+    def __init__(self, latent: LatentPlan, heads: int, context: ModelContext) -> None:
+        super().__init__()
+        local, rows = context.shard.split(heads), latent.nope_dim + latent.value_dim
+        self.key_up = context.parameter(local, latent.nope_dim, latent.rank)
+        self.value_up = context.parameter(local, latent.value_dim, latent.rank)
+        self.shape = heads * rows, latent.rank
+        self.part = context.shard.slice(self.shape[0], "num_attention_heads")
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        slot = WeightSlot(shape=self.shape, part=(self.part,), store=self.store)
+        return {f"{path}.weight": slot}
+
+    def store(self, stored: torch.Tensor) -> None:
+        """Takes this rank's rows of the checkpoint's matrix: of each head keys, then values."""
+        heads = stored.view(len(self.key_up), -1, stored.shape[1])
+        self.key_up.copy_(heads[:, : self.key_up.shape[1]])
+        self.value_up.copy_(heads[:, self.key_up.shape[1] :])
+
+
+class LatentAttention(Layer):
+    """Attention over latents, with its projections; of the heads each rank has a part, of the
+    latent the whole.
+
+    Raises:
+        ConfigError: the device is no CPU.
+    """
+
+    name, needs_torch = "self_attn", True
+
+    def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        plan, latent, backend = config.plan, config.plan.latent, context.kernels.attention
+        assert latent is not None
+        if context.device.type != "cpu":
+            raise ConfigError(
+                f"this model's latent attention (kv_lora_rank={latent.rank}) is not implemented on"
+                f" device {context.device.type!r}: set device='cpu'"
+            )
+        self.latent, hidden, heads = latent, config.hidden_size, config.num_attention_heads
+        turned = {"turned": latent.rope_dim, "interleaved": plan.interleaved, "context": context}
+        into, name, self.q_a = hidden, "q_proj", None
+        if latent.query_rank:
+            self.q_a = MergedLinear(
+                f"{path}.q_a_proj", hidden, {"q_a_proj": latent.query_rank}, bias=plan.qkv_bias,
+                context=context, shards={"q_a_proj": context.shard.of_heads(1)},
+            )  # fmt: skip
+            self.q_a_layernorm = RMSNorm(latent.query_rank, NORM_EPS, context=context)
+            into, name = latent.query_rank, "q_b_proj"
+        self.q = TurnedLinear(
+            f"{path}.{name}", into, heads * (latent.nope_dim + latent.rope_dim),
+            still=latent.nope_dim, bias=False, whole=False, **turned,
+        )  # fmt: skip
+        self.kv_a = TurnedLinear(
+            f"{path}.kv_a_proj_with_mqa", hidden, latent.size, still=latent.rank,
+            bias=plan.qkv_bias, whole=True, **turned,
+        )  # fmt: skip
+        self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS, context=context)
+        self.kv_b_proj = Expansion(latent, heads, context)
+        self.o_proj = RowParallelLinear(
+            f"{path}.o_proj", heads * latent.value_dim, hidden, bias=plan.output_bias,
+            context=context,
+        )  # fmt: skip
+        rope = config.ropes[index]
+        growth = 1.0 if rope is None else rope.score_factor
+        self.attention = Attention(
+            AttentionSpec(
+                num_heads=context.shard.split(heads),
+                num_kv_heads=1,
+                head_dim=latent.size,
+                scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * growth,
+            ),
+            backend,
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All rows store their vector and attend; those that `rows` names come out."""
+        latent, up = self.latent, self.kv_b_proj
+        queries = x if self.q_a is None else self.q_a_layernorm(self.q_a(x), None)[0]
+        q = self.q(queries).view(len(x), -1, latent.nope_dim + latent.rope_dim)
+        vector, rope = self.kv_a(x).split((latent.rank, latent.rope_dim), dim=1)
+        vector = self.kv_a_layernorm(vector.contiguous(), None)[0].unsqueeze(1)
+        nope, q_rope = q.split((latent.nope_dim, latent.rope_dim), dim=2)
+        turned = rotate(torch.cat((q_rope, rope.unsqueeze(1)), dim=1), rotation, None)
+        q = torch.cat((torch.einsum("thn,hnr->thr", nope, up.key_up), turned[:, :-1]), dim=2)
+        kv = torch.cat((vector, turned[:, -1:]), dim=2)
+        attended = self.attention.backend.forward(q, kv, kv, self.attention.cache, batch)
+        attended = taken(attended, rows)[..., : latent.rank]
+        return self.o_proj(torch.einsum("thr,hvr->thv", attended, up.value_up).flatten(1))

@@ -1,0 +1,120 @@
+"""Attention over latents beside transformers: random sizes, a log-probability of each token in two
+dtypes, what lies in the cache; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoengine.checkpoint.config import load_model_config, parse_model_config
+from nanoengine.errors import ConfigError, UnsupportedModelError
+from nanoengine.layers.layer import ModelContext
+from nanoengine.models.latent import LatentAttention
+from nanoengine.settings.params import SamplingParams
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import checkpoint, make_engine, random_prompts, run
+from tests.support.model_helpers import all_logits, build
+from tests.support.model_helpers import random_prompts as plain_prompts
+
+
+def sizes(seed: int) -> dict[str, Any]:
+    """Fields of a config."""
+    pick = random.Random(seed).choice
+    heads, rank, query_rank = pick((1, 3, 8)), pick((8, 32, 72)), pick((None, 16, 48))
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": rank,
+        "q_lora_rank": query_rank,
+        "qk_nope_head_dim": pick((2, 16, 30)),
+        "qk_rope_head_dim": pick((4, 16)),
+        "v_head_dim": pick((6, 16, 34)),
+        "attention_bias": pick((False, True)),
+        "tie_word_embeddings": pick((False, True)),
+        "hidden_size": 24 * heads,
+        "rms_norm_eps": 1e-3,  # which the norms inside do not have
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_logits_of_random_sizes(family: str, seed: int, tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, family, seed=seed, **sizes(seed)).to(torch.float64)
+    prompts = plain_prompts(33)
+    with torch.inference_mode():
+        expected = reference(torch.tensor(prompts)).logits[0]
+    found = all_logits(build(tmp_path, torch.float64), prompts)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-3), ("bfloat16", 0.25)])
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+def test_log_probabilities_of_a_prompt(backend: str, dtype: str, off: float) -> None:
+    """In chunks, from a cache of blocks."""
+    fields = {"kv_lora_rank": 40, "q_lora_rank": 48, "v_head_dim": 16}
+    directory = checkpoint("deepseek_v3", **fields)
+    (prompt,) = random_prompts(1, (40,))
+    options = {"attention_backend": backend, "dtype": dtype, "max_num_batched_tokens": 9}
+    engine = make_engine(directory, max_num_seqs=2, block_size=8, num_kv_blocks=20, **options)
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (result,) = run(engine, [prompt], asked)
+    found = [next(iter(entries)).logprob for entries in (result.prompt_logprobs or [])[1:]]
+    exact = build(Path(directory), torch.float64)
+    expected = all_logits(exact, [prompt]).log_softmax(-1)[:-1]
+    expected = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert (torch.tensor(found, dtype=torch.float64) - expected).abs().max() < off
+
+
+def test_a_token_takes_what_its_latent_and_turned_numbers_take() -> None:
+    engine = make_engine(checkpoint("deepseek_v3"), dtype="float32", block_size=8, num_kv_blocks=4)
+    latent = load_model_config(checkpoint("deepseek_v3")).plan.latent
+    assert latent is not None
+    assert latent.size == 24 + 8
+    # Why 2: backends keep keys and values in orders of their own.
+    assert engine.info.block_bytes == 2 * 8 * latent.size * 3 * 4
+
+
+def test_a_gpu_is_refused_by_name() -> None:
+    config = load_model_config(checkpoint("deepseek_v3"))
+    model = build(Path(checkpoint("deepseek_v3")))
+    backend = model.attention_layers[0].backend
+    kernels = type("Kernels", (), {"attention": backend})()
+    context = ModelContext(device=torch.device("cuda"), dtype=torch.float32, kernels=kernels)
+    with pytest.raises(ConfigError, match=r"kv_lora_rank=24\) is not implemented on device 'cuda'"):
+        LatentAttention("model.layers.0.self_attn", 0, config, replace(context))
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "topk_method='group_limited_greedy'": {"topk_method": "group_limited_greedy"},
+    "norm_topk_prob=True": {"norm_topk_prob": True},
+    "qk_rope_head_dim=7 must be even": {"qk_rope_head_dim": 7},
+    "moe_layer_freq=2": {"moe_layer_freq": 2},
+    "quantization_config of fp8 is not implemented for deepseek_v2": {
+        "quantization_config": {
+            "quant_method": "fp8", "weight_block_size": [128, 128],
+            "activation_scheme": "dynamic", "fmt": "e4m3",
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_implemented_is_refused_by_key_and_value(message: str) -> None:
+    path = Path(checkpoint("deepseek_v2")) / "config.json"
+    raw = json.loads(path.read_text("utf-8"))
+    with pytest.raises(UnsupportedModelError) as error:
+        parse_model_config(raw | REFUSED[message])
+    assert message in str(error.value)
+
+
+def test_kinds_of_mlps_must_be_known() -> None:
+    path = Path(checkpoint("glm4_moe_lite")) / "config.json"
+    raw = json.loads(path.read_text("utf-8"))
+    with pytest.raises(UnsupportedModelError, match="must be 'dense' or 'sparse' for each of"):
+        parse_model_config(raw | {"mlp_layer_types": ["dense", "sparse", "wide"]})
