@@ -21,6 +21,13 @@ from benchmarks.suite.shapes import SHAPES, write_shape
 from nanoengine import LLM, SamplingParams
 
 MOE = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True}
+LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "first_k_dense_replace": 10_000, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "intermediate_size": 1680,
+}  # fmt: skip
+"""Heads of DeepSeek-V2-Lite's sizes and dense MLPs: as many weights as Qwen3 in shape `small`."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {}),
@@ -39,6 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteForCausalLM",
         {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1},
     ),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", LATENT),
     "qwen3_moe": ("Qwen3MoeForCausalLM", MOE),
     "qwen3_5_text": (
         "Qwen3_5ForCausalLM",
