@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.quantization import StoredQuantization
+from nanoengine.layers.kernels import Kernels, UnquantizedLinear
 from nanoengine.layers.quantized_weight import QuantizedWeight, quantize
-from nanoengine.layers.triton_quantized import TritonQuantizedLinear
+from nanoengine.layers.triton_quantized import TritonQuantizedLinear, held_linears
+from nanoengine.models.triton import TritonKernels
+from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
+from tests.layers.test_small_floats import write
 from tests.support.attention_cases import DEVICE
+from tests.support.model_helpers import DenseAttention, all_logits, build, random_prompts
+from tests.support.quantized_checkpoints import write_quantized
 
 
 def drawn(form: str, outputs: int, inputs: int, group: int, zeros: bool) -> QuantizedWeight:
@@ -76,3 +85,44 @@ def test_inputs_in_another_order_and_groups_without_a_tile() -> None:
         x = torch.randn(3, size, generator=generator).to(DEVICE)
         expected = F.linear(x, weight.dequantized().to(DEVICE))
         torch.testing.assert_close(method.apply(x, None), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["gptq-desc-act", "awq", "pack-quantized-zeros", "int-quantized"])
+def test_a_model_of_stored_whole_numbers(case: str, tmp_path: Path) -> None:
+    config, pack, options = WHOLE_NUMBERS[case]
+    floats = write_quantized(tmp_path, "llama", config, pack, **options)
+    check(tmp_path / "quantized", floats)
+
+
+def test_a_model_of_stored_small_floats(tmp_path: Path) -> None:
+    floats = write(tmp_path, "fp8")
+    check(tmp_path / "stored", floats)
+
+
+def check(directory: Path, floats: Path) -> None:
+    """Held in a byte or half of one, and the logits of the weights as floats."""
+    stored = load_model_config(directory).quantization
+    assert stored is not None
+    kernels = Kernels(DenseAttention())
+    kernels.linear = held_linears(stored, UnquantizedLinear)
+    model = build(directory, torch.float32, kernels=kernels)
+    held = [m for m in model.modules() if isinstance(m, TritonQuantizedLinear)]
+    assert len(held) == 8 and all(m.tile and m.weight.element_size() == 1 for m in held)
+    prompts = random_prompts(9, 3)
+    expected = all_logits(build(floats, torch.float64), prompts)
+    assert (all_logits(model, prompts) - expected).abs().max() < 1e-4 * expected.std()
+
+
+def test_the_kernel_set_of_a_gpu_holds_what_is_stored_but_experts() -> None:
+    stored = StoredQuantization(format="awq", bits=4, group_size=128, skipped=("lm_head$",))
+    kernels = TritonKernels(DenseAttention(), dtype=torch.bfloat16)
+    kernels.hold_stored(stored)
+    name = "model.layers.0.mlp.down_proj"
+    assert isinstance(kernels.linear(name), TritonQuantizedLinear)
+    for other in ("model.layers.0.mlp.experts.3.down_proj", "lm_head", "model.layers.0.mlp.gate"):
+        assert isinstance(kernels.linear(other), UnquantizedLinear)
+    backend = DenseAttention()
+    backend.deterministic = True
+    kernels = TritonKernels(backend, dtype=torch.bfloat16)
+    kernels.hold_stored(stored)
+    assert isinstance(kernels.linear(name), UnquantizedLinear)
