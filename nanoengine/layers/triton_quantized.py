@@ -75,7 +75,7 @@ class TritonQuantizedLinear(QuantizedLinear):
         num_rows, num_outputs, num_inputs = len(x), self.out_features, self.in_features
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-        rows, columns, warps = tile_of(num_rows, num_outputs, x.dtype)
+        rows, columns, warps = tile_of(num_rows, num_outputs, x.dtype, self.form)
         grid = triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, columns)
         triton_quantized.quantized_gemm_kernel[grid](
             out, x, self.weight, self.scales, self.scales if self.zeros is None else self.zeros,
@@ -88,15 +88,16 @@ class TritonQuantizedLinear(QuantizedLinear):
         return out
 
 
-def tile_of(num_rows: int, num_outputs: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def tile_of(num_rows: int, num_outputs: int, dtype: torch.dtype, form: str) -> tuple[int, int, int]:
     """Rows and outputs of a program, and its warps.
 
     A decode's time is that of reading the weights: few rows, and outputs so few that all of the
     GPU's multiprocessors have a program. A prompt's is arithmetic: the larger a tile, the less often
-    a weight is widened.
+    a weight is widened. int4 has two tiles of inputs at a time: 128 outputs would spill.
     """
     if dtype == torch.float32:
         return 16, 32, 4
     if num_rows <= 64:
-        return (16 if num_rows <= 16 else 64), (64 if num_outputs >= 16384 else 32), 4
-    return 128, 128, 8
+        rows, columns = 16 if num_rows <= 16 else 64, 64 if num_outputs >= 16384 else 32
+        return rows, columns, 8 if columns * rows > 2048 or form == "int4" and rows > 16 else 4
+    return 128, (64 if form == "int4" else 128), 8

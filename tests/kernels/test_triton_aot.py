@@ -34,6 +34,7 @@ PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", "expert_gemm_kernel", "gated_exp
 DRAWN = "drawn_sample_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
+QUANTIZED = tuple(f"{form}_gemm_{m}" for form in ("int4", "int8", "e4m3") for m in (16, 64, 128))
 STATES = ("conv_step_kernel", "delta_step_kernel", "delta_scan_kernel")
 KERNELS = {
     "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + (FILTERED,) + ROWS + STATES,
@@ -90,7 +91,7 @@ def compile_all(folder):
 def test_every_kernel_compiles_for_every_target(reports):
     targets = MAIN + FP8 + OTHERS
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
-    assert set(reports) == expected | {(t, k) for t in MAIN for k in (DRAWN,)}
+    assert set(reports) == expected | {(t, k) for t in MAIN for k in (DRAWN, *QUANTIZED)}
 
 
 def test_no_kernel_of_the_package_is_missing(reports):
@@ -159,6 +160,16 @@ def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_cop
     assert figures["in_flight"] >= 2
     if target.startswith("90") and kernel != "uniform_kernel":
         assert figures["wgmma"] > 0
+
+
+@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("kernel", QUANTIZED)
+def test_stored_weights_are_multiplied_on_tensor_cores_while_others_arrive(reports, target, kernel):
+    figures = reports[target, kernel]
+    assert figures["mma"] > 0
+    assert figures["wide_copies"] > 0
+    assert figures["in_flight"] >= 2
+    assert figures["registers"] <= (56 if kernel.endswith("_16") else 255)
 
 
 @pytest.mark.parametrize("target", FP8)

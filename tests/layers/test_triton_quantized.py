@@ -18,6 +18,8 @@ from nanoengine.models.triton import TritonKernels
 from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
 from tests.layers.test_small_floats import write
 from tests.support.attention_cases import DEVICE
+from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.engines import greedy, make_engine, run, tokens
 from tests.support.model_helpers import DenseAttention, all_logits, build, random_prompts
 from tests.support.quantized_checkpoints import write_quantized
 
@@ -59,8 +61,8 @@ def test_products_are_those_by_the_floats(form: str, group: int, zeros: bool) ->
     for num_rows in (1, 19):
         x = torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(2)).to(DEVICE)
         bias = torch.linspace(-1, 1, 70).to(DEVICE)
-        for added in (None, bias):
-            expected = F.linear(x.double(), floats.double(), added if added is None else added.double())
+        for added, wide in ((None, None), (bias, bias.double())):
+            expected = F.linear(x.double(), floats.double(), wide)
             error = (method.apply(x, added).double() - expected).abs().max()
             assert error < 2e-6 * expected.abs().max()
 
@@ -126,3 +128,21 @@ def test_the_kernel_set_of_a_gpu_holds_what_is_stored_but_experts() -> None:
     kernels = TritonKernels(backend, dtype=torch.bfloat16)
     kernels.hold_stored(stored)
     assert isinstance(kernels.linear(name), UnquantizedLinear)
+
+
+def test_tokens_on_an_emulated_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+    """Decodes are replays of graphs."""
+    config, pack, options = WHOLE_NUMBERS["awq"]
+    write_quantized(tmp_path, "llama", config, pack, **options)
+    directory, prompts = str(tmp_path / "quantized"), random_prompts(9, 3)
+    cpu = make_engine(directory, dtype="float32", device="cpu")
+    expected = tokens(run(cpu, prompts, greedy(5)))
+    on_gpu = {"device": "cuda", "attention_backend": "triton", "max_num_seqs": 2}
+    with EmulatedGPU() as gpu:
+        engine = make_engine(directory, dtype="float32", num_kv_blocks=32, **on_gpu)
+        gpu.kernels.clear()
+        assert tokens(run(engine, prompts, greedy(5))) == expected
+        assert gpu.kernels["quantized_gemm_kernel"] > 0 and gpu.num_replayed > 0
+        engine.close()
+        assert not gpu.disorder
+        assert gpu.num_allocated == 0
