@@ -92,12 +92,12 @@ def tile_of(num_rows: int, num_outputs: int, dtype: torch.dtype, form: str) -> t
     """Rows and outputs of a program, and its warps.
 
     A decode's time is that of reading the weights: few rows, and outputs so few that all of the
-    GPU's multiprocessors have a program. A prompt's is arithmetic: the larger a tile, the less often
-    a weight is widened. int4 has two tiles of inputs at a time: 128 outputs would spill.
+    GPU's multiprocessors have a program. A prompt's is arithmetic: the larger a tile, the less
+    often a weight is widened. int4 has two tiles of inputs at a time: 128 outputs would spill.
     """
     if dtype == torch.float32:
         return 16, 32, 4
     if num_rows <= 64:
         rows, columns = 16 if num_rows <= 16 else 64, 64 if num_outputs >= 16384 else 32
-        return rows, columns, 8 if columns * rows > 2048 or form == "int4" and rows > 16 else 4
+        return rows, columns, 4 if rows == 16 else 8
     return 128, (64 if form == "int4" else 128), 8

@@ -67,6 +67,14 @@ def test_products_are_those_by_the_floats(form: str, group: int, zeros: bool) ->
             assert error < 2e-6 * expected.abs().max()
 
 
+def test_float16_rounds_a_weight_once() -> None:
+    weight = drawn("int4", 40, 256, 64, True)
+    x = torch.randn(70, 256, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.float16)
+    found = layer(weight, torch.float16).apply(x, None)
+    expected = F.linear(x.double(), weight.dequantized().to(DEVICE).half().double())
+    assert ((found.double() - expected).abs() < 1e-3 + 2**-11 * expected.abs()).all()
+
+
 def test_every_stored_byte_is_widened_to_its_number() -> None:
     codes = [code for code in range(256) if code & 127 != 127]
     values = torch.tensor([*codes, 0, 0], dtype=torch.uint8).view(torch.int8).view(16, 16)
