@@ -118,8 +118,8 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         logger.info("quantization: %s", quantization)
     elif model_config.quantization is not None:
         logger.warning(
-            "weights are stored in %s and held as %s, since only a CPU multiplies the stored form:"
-            " %.1f GiB of weights",
+            "weights are stored in %s and held as %s where no kernel of this device multiplies the"
+            " stored form: %.1f GiB of weights",
             model_config.quantization.kind, dtype, runner.weight_bytes / 2**30,
         )  # fmt: skip
     logger.info("%s", runner.memory)

@@ -46,7 +46,9 @@ from nanoengine.kernels.tiles import LINE, PANEL, PANELS
 
 HEAD, RECORD = 8, 24  # words of 64 bits, see above
 PARTS, ALL_PANELS, OUTPUTS, IS_WHOLE, INPUTS = range(5)
-BEFORE, OF_PART, START, STEP, SHIFT, HEADER, ROWS, FIRST, COUNT, SPREAD, PAIRS, FUNCTIONS = range(12)
+BEFORE, OF_PART, START, STEP, SHIFT, HEADER, ROWS, FIRST, COUNT, SPREAD, PAIRS, FUNCTIONS = range(
+    12
+)
 TILES_OF_SPREAD = 4  # of rows, from which on a panel is spread out for them
 PAIRED_ROWS = 64  # that take turns on one panel: they take more room than others
 

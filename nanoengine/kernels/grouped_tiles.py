@@ -378,6 +378,7 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
         results = [[tile.variable(tile.constant(0.0)) for _ in tile.lanes] for _ in outputs]
     for cell in itertools.chain(*results):
         tile.store(tile.constant(0.0), cell)
+
     def write(lines, groups, unit):
         of_unit = [tile.at(row, builder.mul(unit, I64(tile.input_bytes))) for row in inputs]
         starts = [tile.at(row, builder.mul(unit, I64(3))) for row in of_inputs]

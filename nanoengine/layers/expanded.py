@@ -2,7 +2,7 @@
 form.
 
 Each matrix becomes floats while it loads, so the stored form of one at a time is in memory. Called
-by `runner/numerics.py`; `quantized.py` is for devices that multiply whole numbers.
+by `runner/numerics.py`; `quantized.py` is for CPUs, `triton_quantized.py` for GPUs.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from torch import nn
 
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.collectives import Shard
 
@@ -81,6 +82,10 @@ class Kernels:
         """act(gate) * up of [T, 2 I], gate first: [T, I]. `activation` is a key of `GATES`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return GATES[activation](gate, up)
+
+    def hold_stored(self, stored: StoredQuantization) -> None:
+        """Called before a model is made whose weights are stored quantized, and become floats; a
+        set may change `linear` to hold those that it multiplies as they are."""
 
     def place(self, model: nn.Module) -> None:
         """Called once when the model is made; a set may move its parameters, not loaded yet."""

@@ -19,6 +19,7 @@ import functools
 import torch
 
 from nanoengine.attention.base import AttentionBackend
+from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
 from nanoengine.models.decoder import CausalLM
@@ -56,8 +57,8 @@ class TritonKernels(Kernels):
                 " attention_backend='naive'"
             )
         gated = UnquantizedLinear if dtype == torch.float32 else GatedLinear
-        deterministic = getattr(attention, "deterministic", False)
-        super().__init__(attention, TritonLinear if deterministic else gated)
+        self.deterministic = getattr(attention, "deterministic", False)
+        super().__init__(attention, TritonLinear if self.deterministic else gated)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(x, None, weight, eps)
@@ -94,6 +95,13 @@ class TritonKernels(Kernels):
             ROW=gate_up.stride(0), SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4,
         )  # fmt: skip
         return out
+
+    def hold_stored(self, stored: StoredQuantization) -> None:
+        """Weights of 4 and 8 bits stay so, but with a deterministic backend."""
+        if not self.deterministic:
+            from nanoengine.layers.triton_quantized import held_linears
+
+            self.linear = held_linears(stored, self.linear)
 
     def fuse(self, model: CausalLM) -> None:
         """A mixture of experts becomes three launches; layers that keep states run by kernels of

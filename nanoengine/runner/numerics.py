@@ -76,6 +76,8 @@ def make_context(
         from nanoengine.layers.expanded import expanded_linears
 
         kernels.linear = expanded_linears(model_config.quantization, kernels.linear)
+        if not ranks.group:  # Why: a rank's part may cut through a group, which floats may.
+            kernels.hold_stored(model_config.quantization)
     if quantization is not None and quantization.holds_embedding:
         kernels.embedding = kernels.linear
     activation_dtype, weight_dtype = kernels.dtypes(model_config, dtype, ranks.shard)

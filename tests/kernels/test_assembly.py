@@ -202,8 +202,15 @@ MULTIPLIES = {
 # The least rows with which tiles spill all the same: with 16 registers (sums are still fewer to
 # move than with smaller tiles), and with the most rows, at more speed than with fewer.
 SPILLING_BYTES = {
-    "avx2": {"int16": 4, "Q4_0": 2, "Q4_0, zeros": 2, "Q4_K": 1, "Q6_K": 2, "Q8_0": 2,
-             "Q6_K, spread": 3},
+    "avx2": {
+        "int16": 4,
+        "Q4_0": 2,
+        "Q4_0, zeros": 2,
+        "Q4_K": 1,
+        "Q6_K": 2,
+        "Q8_0": 2,
+        "Q6_K, spread": 3,
+    },
     "avx2_vnni": {"int16": 4, "Q4_0": 4, "Q4_0, zeros": 4, "Q4_K": 3, "Q6_K": 1, "Q8_0": 3},
     "avx512": {"int16": 8, "Q6_K": 3},
     "avx512_vnni": {"Q4_0, zeros": 7, "Q4_K": 8, "Q6_K": 8},

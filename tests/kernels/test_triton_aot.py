@@ -45,6 +45,7 @@ PIECES = ("delta_chunks_kernel", "delta_scan_kernel")
 STATES = ("conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel", *PIECES)
 STATES += ("gates_kernel", "gate_norm_kernel")
 BLACKWELL = [f"{arch},bfloat16,128,64,8,2,states" for arch in (100, 120)]
+QUANTIZED = tuple(f"{form}_gemm_{m}" for form in ("int4", "int8", "e4m3") for m in (16, 64, 128))
 KERNELS = {
     "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + ROUTING + (FILTERED,) + ROWS + STATES,
     "experts": OF_EXPERTS + WIDE + NARROW + ROUTING + ("add_experts_kernel",),
@@ -105,7 +106,8 @@ def compile_all(folder):
 def test_every_kernel_compiles_for_every_target(reports):
     targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
-    assert set(reports) == expected | {(t, k) for t in MAIN for k in (DRAWN, *WIDE, *NARROW)}
+    of_main = (DRAWN, *WIDE, *NARROW, *QUANTIZED)
+    assert set(reports) == expected | {(t, k) for t in MAIN for k in of_main}
 
 
 def test_no_kernel_of_the_package_is_missing(reports):
@@ -195,6 +197,16 @@ def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_cop
     assert figures["in_flight"] >= 2
     if target.startswith("90") and kernel != "uniform_kernel":
         assert figures["wgmma"] > 0
+
+
+@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("kernel", QUANTIZED)
+def test_stored_weights_are_multiplied_on_tensor_cores_while_others_arrive(reports, target, kernel):
+    figures = reports[target, kernel]
+    assert figures["mma"] > 0
+    assert figures["wide_copies"] > 0
+    assert figures["in_flight"] >= 2
+    assert figures["registers"] <= (56 if kernel.endswith("_16") else 255)
 
 
 @pytest.mark.parametrize("target", FP8)

@@ -45,7 +45,8 @@ from nanoengine.kernels import (
     triton_states,
 )
 from nanoengine.kernels import triton_layers as layer_kernels
-from nanoengine.layers import triton_experts, triton_linear
+from nanoengine.kernels import triton_quantized as quantized_kernels
+from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
 from nanoengine.layers.triton_experts import TritonExperts
@@ -76,6 +77,7 @@ def caught_launches():
     for module in (
         store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels,
         triton_routing, triton_rows, triton_sampling, triton_states,
+        quantized_kernels,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
@@ -118,6 +120,8 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             run_layers(dtype)
             triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
             run_linear(dtype)
+            if dtype != torch.float32:
+                run_quantized(dtype)
             run_experts(dtype)
             run_sampling(dtype)
             run_rows(block_size)
@@ -152,6 +156,24 @@ def run_linear(dtype, hidden=4096, inner=12288):
     if dtype != torch.float32:
         gates = triton_linear.gate_config(90, len(x), inner, dtype)
         assert gates == triton_linear.gemm_config(90, inner, True, dtype)
+
+
+def run_quantized(dtype, hidden=4096, outputs=6144):
+    """Each form of a weight for one row, and for a prompt; int4 with zero points."""
+    for form in ("int4", "int8", "e4m3"):
+        method = triton_quantized.TritonQuantizedLinear(
+            "layer", bits=4 if form == "int4" else 8, group_size=128,
+            activations="float",
+        )  # fmt: skip
+        method.create((outputs, hidden), dtype, torch.device("cpu"))
+        method.form, method.tile, is_int4 = form, 64, form == "int4"
+        method.weight = torch.zeros(
+            outputs, hidden // (1 + is_int4), dtype=torch.uint8 if is_int4 else torch.int8
+        )
+        method.scales = torch.zeros(hidden // 128, outputs)
+        method.zeros = torch.zeros(hidden // 128, outputs) if is_int4 else None
+        for num_rows in (1, 64, 512):
+            method.multiply(torch.zeros(num_rows, hidden, dtype=dtype), None)
 
 
 def run_experts(dtype, hidden=2048, inner=768):
@@ -291,6 +313,8 @@ def name_of(kernel, options):
         return {16: "narrow_", 128: "wide_"}.get(options["M"], "") + name
     if name in ("route_kernel", "align_kernel"):
         return f"{name}_{options['EXPERTS']}"
+    if name == "quantized_gemm_kernel":
+        return f"{options['FORM']}_gemm_{options['M']}"
     if name == "sample_kernel":
         return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"
     return name
