@@ -54,6 +54,7 @@ from nanoengine.attention import triton_store as store_kernels
 from nanoengine.attention import triton_uniform as uniform
 from nanoengine.attention.triton_kernels import AttentionConstants, CacheConstants, TileConfig
 from nanoengine.attention.triton_splits import NUM_COUNTERS, make_counters
+from nanoengine.kernels.launch import cdiv, launch, next_power_of_2
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
 """False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
@@ -82,8 +83,8 @@ def kernel_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype)
     and a first request must not wait for trials. The bounds are registers (no spills) and shared
     memory: 163 KiB on sm_80, 227 KiB on sm_90 and sm_100, 99 KiB on their smaller sisters.
     """
-    dim = triton.next_power_of_2(head_dim)
-    packed = max(16, triton.next_power_of_2(group_size))  # Why 16: the least rows of tl.dot.
+    dim = next_power_of_2(head_dim)
+    packed = max(16, next_power_of_2(group_size))  # Why 16: the least rows of tl.dot.
     roomy = arch in (80, 90, 100, 103)
     warpgroups = arch in (90, 100, 103)  # These multiply from shared memory and save registers.
     if dtype == torch.float32:
@@ -114,8 +115,8 @@ def store_constants(k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> dict
     return {
         "K_TOKEN": k.stride(0), "K_HEAD": k.stride(1),
         "V_TOKEN": v.stride(0), "V_HEAD": v.stride(1), "CACHE": cache_constants(cache),
-        "NUM_KV_HEADS": num_kv_heads, "HEADS": triton.next_power_of_2(num_kv_heads),
-        "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim),
+        "NUM_KV_HEADS": num_kv_heads, "HEADS": next_power_of_2(num_kv_heads),
+        "HEAD_DIM": head_dim, "DIM": next_power_of_2(head_dim),
     }  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def attention_constants(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         scale=spec.scale, softcap=spec.softcap or 0.0, window=spec.sliding_window or 0,
         group=spec.num_heads // spec.num_kv_heads, sinks=spec.sinks is not None,
-        head_dim=spec.head_dim, dim=triton.next_power_of_2(spec.head_dim),
+        head_dim=spec.head_dim, dim=next_power_of_2(spec.head_dim),
         m=tile.rows, n=tile.keys, **splits,
     )  # fmt: skip
     return {
@@ -145,7 +146,8 @@ def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
 def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
     """Writes k, v [T, K, D] to the step's slots of a cache [B, P, K, D], in one launch."""
     k_cache, v_cache, spec = cache
-    store_kernels.store_kernel[(k.shape[0],)](
+    launch(
+        store_kernels.store_kernel, (k.shape[0],),
         k, v, k_cache, v_cache, batch.slot_mapping[spec.group],
         1.0 / spec.k_scale, 1.0 / spec.v_scale, **store_constants(k, v, cache),
     )  # fmt: skip
@@ -156,8 +158,8 @@ def rotate_rows(num_heads: int, head_dim: int) -> int:
 
     Why 1,024 halves' elements: 8 for each of 128 threads, one load of 16 bytes.
     """
-    half = triton.next_power_of_2(head_dim // 2)
-    return min(triton.next_power_of_2(num_heads), max(1024 // half, 1))
+    half = next_power_of_2(head_dim // 2)
+    return min(next_power_of_2(num_heads), max(1024 // half, 1))
 
 
 class TritonBackend(AttentionBackend):
@@ -235,13 +237,14 @@ class TritonBackend(AttentionBackend):
         shape = (num_tokens, spec.num_heads, head_dim)
         q = torch.empty(shape, dtype=heads.dtype, device=heads.device)
         rows = rotate_rows(num_rows, head_dim)
-        store_kernels.rotate_store_kernel[(num_tokens, triton.cdiv(num_rows, rows))](
+        launch(
+            store_kernels.rotate_store_kernel, (num_tokens, cdiv(num_rows, rows)),
             q, heads, cos, sin, weight, k_cache, v_cache, batch.slot_mapping[spec.group],
             1.0 / spec.k_scale, 1.0 / spec.v_scale,
             TOKEN=heads.stride(0), HEAD=heads.stride(1),
             COS_TOKEN=cos.stride(0), SIN_TOKEN=sin.stride(0),
             CACHE=cache_constants(cache), NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads,
-            HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), ROWS=rows,
+            HEAD_DIM=head_dim, HALF=next_power_of_2(head_dim // 2), ROWS=rows,
             NORM=norm is not None, EPS=0.0 if norm is None else norm.eps, num_warps=4,
         )  # fmt: skip
         return q
@@ -276,7 +279,8 @@ class TritonBackend(AttentionBackend):
         num_prefills = batch.num_seqs - batch.num_decodes
         tile_tokens = tile.rows // (spec.num_heads // spec.num_kv_heads)
         num_tiles = (batch.num_tokens - batch.num_decodes) // tile_tokens + num_prefills
-        kernels.varlen_kernel[(num_tiles, spec.num_kv_heads)](
+        launch(
+            kernels.varlen_kernel, (num_tiles, spec.num_kv_heads),
             out, q, k_cache, v_cache, sinks_of(spec, q), table, batch.query_start_loc,
             batch.seq_lens, table.stride(0), batch.num_decodes, num_prefills,
             spec.k_scale, spec.v_scale, **attention_constants(q, out, cache, tile),
@@ -289,18 +293,19 @@ class TritonBackend(AttentionBackend):
         table = batch.block_tables[spec.group]
         num_seqs, heads = batch.num_decodes, spec.num_heads
         seen = min(batch.max_seq_len, spec.sliding_window or batch.max_seq_len)
-        max_splits = min(triton.cdiv(seen, config.split_tokens), config.max_splits)
+        max_splits = min(cdiv(seen, config.split_tokens), config.max_splits)
         max_splits += spec.sliding_window is not None
         # Why not a program a split: a captured graph has the splits of the longest sequence that
         # may come, and programs that only exit take time too. 32 an SM are several full waves.
         tasks = num_seqs * spec.num_kv_heads
-        programs = min(max_splits, max(4, triton.cdiv(32 * self.num_sms, tasks)))
+        programs = min(max_splits, max(4, cdiv(32 * self.num_sms, tasks)))
         if tasks > NUM_COUNTERS:
             programs = 1
         shape = (num_seqs, heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        kernels.decode_kernel[(num_seqs, spec.num_kv_heads, programs)](
+        launch(
+            kernels.decode_kernel, (num_seqs, spec.num_kv_heads, programs),
             out, part_out, part_lse, self.counters, q, k_cache, v_cache, sinks_of(spec, q), table,
             batch.seq_lens, table.stride(0), max_splits, spec.k_scale, spec.v_scale,
             **attention_constants(

@@ -42,6 +42,7 @@ from nanoengine.attention.triton_kernels import (
     sink_share,
 )
 from nanoengine.attention.triton_splits import counted_last
+from nanoengine.kernels.launch import cdiv, launch, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ class UniformConfig(TileConfig):
 @functools.cache
 def uniform_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype) -> UniformConfig:
     """Tile sizes: enough rows for prompts, few enough that a decode is not all padding."""
-    dim = triton.next_power_of_2(head_dim)
-    rows = max(32, triton.next_power_of_2(group_size))
+    dim = next_power_of_2(head_dim)
+    rows = max(32, next_power_of_2(group_size))
     if dtype == torch.float32:
         return UniformConfig(rows, keys=16, warps=8, stages=2)
     if dim > 128:
@@ -180,25 +181,26 @@ def attend_uniform(
     table, of_launch = batch.block_tables[spec.group], constants["A"]
     tile_tokens = of_launch.m // of_launch.group
 
-    def launch(first_seq: int, num_seqs: int, num_tokens: int, programs: int) -> None:
+    def attend_seqs(first_seq: int, num_seqs: int, num_tokens: int, programs: int) -> None:
         # Why float32 even where nothing is written: another dtype would be another compilation.
         shape = (num_tokens if programs > 1 else 0, heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        uniform_kernel[(num_tokens // tile_tokens + num_seqs, kv_heads, programs)](
+        launch(
+            uniform_kernel, (num_tokens // tile_tokens + num_seqs, kv_heads, programs),
             out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, table,
             batch.query_start_loc, batch.seq_lens, table.stride(0), first_seq, num_seqs, max_splits,
             spec.k_scale, spec.v_scale, **constants,
         )  # fmt: skip
 
     decodes, first = batch.num_decodes, 0
-    max_splits = triton.cdiv(min(batch.max_seq_len, window or batch.max_seq_len), of_launch.split)
+    max_splits = cdiv(min(batch.max_seq_len, window or batch.max_seq_len), of_launch.split)
     max_splits += window is not None  # the first and the last may be cut
     # Why 4 programs an SM: about as many as fit. From there on sharing splits gains nothing, so
     # those that share are always fewer than `NUM_COUNTERS`.
-    programs = min(max_splits, triton.cdiv(4 * num_sms, max(decodes, 1) * kv_heads))
+    programs = min(max_splits, cdiv(4 * num_sms, max(decodes, 1) * kv_heads))
     if decodes and programs > 1:
-        launch(0, decodes, decodes, programs)
+        attend_seqs(0, decodes, decodes, programs)
         first = decodes
     if first < batch.num_seqs:
-        launch(first, batch.num_seqs - first, batch.num_tokens - first, 1)
+        attend_seqs(first, batch.num_seqs - first, batch.num_tokens - first, 1)

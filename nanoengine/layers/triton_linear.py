@@ -16,9 +16,9 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from nanoengine.kernels import triton_gemm
+from nanoengine.kernels.launch import cdiv, launch
 from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -109,8 +109,9 @@ def multiply(
     rows = x.reshape(-1, in_features)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty((len(rows), out_features), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(len(rows), config.rows), triton.cdiv(out_features, config.columns))
-    triton_gemm.gemm_kernel[grid](
+    grid = (cdiv(len(rows), config.rows), cdiv(out_features, config.columns))
+    launch(
+        triton_gemm.gemm_kernel, grid,
         out, rows, weight, weight if bias is None else bias, len(rows),
         X_ROW=rows.stride(0), IN=in_features, OUT=out_features,
         M=config.rows, N=config.columns, K=config.inputs,

@@ -25,7 +25,7 @@ from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
 from nanoengine.models.decoder import CausalLM
 
 try:
-    import triton
+    import triton  # noqa: F401 - asked for here, for the message
 except ImportError as error:
     raise MissingDependencyError(
         "fused layers on a GPU need the package triton, which CUDA builds of torch bring along:"
@@ -33,6 +33,7 @@ except ImportError as error:
     ) from error
 
 from nanoengine.kernels import triton_layers as kernels
+from nanoengine.kernels.launch import cdiv, launch, next_power_of_2
 from nanoengine.layers.triton_linear import DTYPES, GatedLinear, TritonLinear
 
 GATE_WIDTH = 1024
@@ -76,10 +77,11 @@ class TritonKernels(Kernels):
         out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
         added = x if residual is None else residual
         assert x.stride(1) == added.stride(1) == 1, "rows must be contiguous"
-        kernels.rms_norm_kernel[(num_tokens,)](
+        launch(
+            kernels.rms_norm_kernel, (num_tokens,),
             out, x, added, weight,
             X_ROW=x.stride(0), RESIDUAL_ROW=added.stride(0), SIZE=size,
-            WIDTH=triton.next_power_of_2(size), EPS=eps, ADD=residual is not None,
+            WIDTH=next_power_of_2(size), EPS=eps, ADD=residual is not None,
             num_warps=norm_warps(size),
         )  # fmt: skip
         return out
@@ -89,8 +91,9 @@ class TritonKernels(Kernels):
         assert gate_up.stride(1) == 1, "rows must be contiguous"
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-        width = min(GATE_WIDTH, triton.next_power_of_2(size))
-        kernels.gate_kernel[(num_tokens, triton.cdiv(size, width))](
+        width = min(GATE_WIDTH, next_power_of_2(size))
+        launch(
+            kernels.gate_kernel, (num_tokens, cdiv(size, width)),
             out, gate_up,
             ROW=gate_up.stride(0), SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4,
         )  # fmt: skip
@@ -135,4 +138,4 @@ def norm_warps(size: int) -> int:
     Why 256 elements a warp: 8 a thread are one load of 16 bytes. More than 16 warps would wait for
     each other longer than they read.
     """
-    return min(max(triton.next_power_of_2(size) // 256, 1), 16)
+    return min(max(next_power_of_2(size) // 256, 1), 16)

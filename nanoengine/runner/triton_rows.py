@@ -10,9 +10,9 @@ GPU yet.
 from __future__ import annotations
 
 import torch
-import triton
 
 from nanoengine.kernels import triton_rows as kernels
+from nanoengine.kernels.launch import cdiv, launch
 from nanoengine.runner.device_rows import DeviceRows
 
 WIDTH = 512
@@ -35,7 +35,8 @@ class TritonRows(DeviceRows):
             "seq_lens": torch.empty(size, dtype=torch.int32, device=device),
             "block_tables": self.tables.new_empty((num_groups, size, num_blocks)),
         }
-        kernels.gather_kernel[(size, num_groups)](
+        launch(
+            kernels.gather_kernel, (size, num_groups),
             *gathered.values(), self.draw_params,
             rows, self.pool, self.lengths, self.tables, self.columns, self.seeds,
             LINES=with_padding, NUM_BLOCKS=num_blocks, BLOCK_SIZE=self.block_size,
@@ -44,7 +45,8 @@ class TritonRows(DeviceRows):
         return gathered
 
     def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        kernels.advance_kernel[(triton.cdiv(len(rows), ADVANCED),)](
+        launch(
+            kernels.advance_kernel, (cdiv(len(rows), ADVANCED),),
             self.pool, self.lengths, rows, token_ids, len(rows),
             PADDING=len(self.pool) - 1, SIZE=ADVANCED, num_warps=4,
         )  # fmt: skip

@@ -11,9 +11,9 @@ It has been run in Triton's interpreter and compiled ahead of time; it has not r
 from __future__ import annotations
 
 import torch
-import triton
 
 from nanoengine.kernels import triton_sampling as kernels
+from nanoengine.kernels.launch import cdiv, launch, next_power_of_2
 from nanoengine.runner.sampling_ops import FIRST_WIDTH
 
 BLOCK = 4096
@@ -47,10 +47,11 @@ def sample_lines(
     candidates = torch.empty(shape, dtype=torch.int32, device=logits.device)
     constants = kernels.Constants(
         line=logits.stride(0), size=size, block=BLOCK,
-        tiles=triton.next_power_of_2(triton.cdiv(size, BLOCK)), stages=4,
+        tiles=next_power_of_2(cdiv(size, BLOCK)), stages=4,
         shift=ZERO_BITS[logits.dtype], width=WIDTH, room=ROOM,
     )  # fmt: skip
-    kernels.sample_kernel[(num_lines,)](
+    launch(
+        kernels.sample_kernel, (num_lines,),
         ids, valid.view(torch.int8), candidates, logits, params, params.stride(0),
         S=constants, DRAW=draws, FILTER=filters, num_warps=16 if filters else 8,
     )  # fmt: skip

@@ -1,0 +1,106 @@
+"""launch: a compiled Triton kernel goes to the GPU without Triton's binder.
+
+Called by what chooses grids for our kernels. `kernel[grid](...)` describes all arguments of a
+launch anew, to find the compiled kernel. That is 7 us of a fast core, some 140 times in a step
+with a prompt, which no graph holds. `launch` keeps what was found, by all that it depends on.
+
+What is passed on is never guessed. The first launch of each kind is Triton's own; a second, which
+reaches no GPU, shows what Triton would pass to the compiled kernel. Where that is not exactly what
+`launch` would pass (another release of Triton), the binder keeps that kind of launch.
+
+Has run with Triton's compiler and a stand-in for the driver; has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+READY: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
+"""What a launch passes, by its kind; None: Triton's binder has this kind."""
+
+BINDING = threading.Lock()
+"""Why: what one thread only shows, no other thread may launch meanwhile."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """As `kernel[grid](*args, **constants)`.
+
+    Args:
+        args: all arguments that change from launch to launch: tensors, ints, floats.
+        constants: all constexprs, and options such as num_warps.
+    """
+    if not isinstance(kernel, JITFunction):  # the interpreter's
+        kernel[grid](*args, **constants)
+        return
+    active = driver.active
+    device = active.get_current_device()
+    key = [id(kernel), device, *constants, *constants.values()]
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            key += (value.dtype, value.data_ptr() & 15 == 0)
+        elif type(value) is int and value.bit_length() < 32:
+            key.append("one" if value == 1 else value & 15 == 0)
+        else:  # a float has one kind; of anything else each value is one
+            key.append(float if type(value) is float else (type(value), value))
+    kind = tuple(key)
+    ready = READY.get(kind)
+    if ready is None or hooked():
+        with BINDING:
+            compiled = kernel.run(*args, grid=grid, warmup=False, **constants)
+            if kind not in READY:
+                READY[kind] = prepared(compiled, kernel, grid, args, constants)
+        return
+    run, function, packed, tail, _ = ready
+    stream = active.get_current_stream(device)
+    x, y, z = (*grid, 1, 1)[:3]
+    run(x, y, z, stream, function, packed, None, None, None, *args, *tail)
+
+
+def hooked() -> bool:
+    """Whether a profiler of Triton's listens to launches: these the binder tells it."""
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+
+
+def prepared(
+    compiled: Any, kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """What `launch` needs besides the arguments; None where Triton would pass anything else."""
+    if [p.is_constexpr for p in kernel.params] != sorted(p.is_constexpr for p in kernel.params):
+        return None
+    tail = tuple(constants.get(name) for name in kernel.arg_names[len(args) :])
+    run, shown = getattr(compiled, "_run", None), []
+    if run is None or len(tail) != sum(p.is_constexpr for p in kernel.params):
+        return None
+    compiled._run = lambda *given: shown.append(given)
+    try:
+        kernel.run(*args, grid=grid, warmup=False, **constants)
+    finally:
+        compiled._run = run
+    device = driver.active.get_current_device()
+    function, packed = compiled.function, compiled.packed_metadata
+    stream = driver.active.get_current_stream(device)
+    passed = (*(*grid, 1, 1)[:3], stream, function, packed)
+    rest = (*args, *tail)
+    if len(shown) != 1 or shown[0][:6] != passed or len(shown[0]) != 9 + len(rest):
+        return None
+    if not all(map(operator.is_, shown[0][9:], rest)):
+        return None
+    return run, function, packed, tail, compiled  # Why compiled: what it has loaded stays loaded.
+
+
+def cdiv(number: int, by: int) -> int:
+    """number / by rounded up. Why not Triton's: some 1 us of host, 14 times in a layer."""
+    return -(-number // by)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two from `number` on, which is 1 or more."""
+    return 1 << (number - 1).bit_length()
