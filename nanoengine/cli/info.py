@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from nanoengine.cli.options import DEMO, EngineArgs, ModelName, engine_options
 from nanoengine.errors import NanoEngineError
@@ -66,7 +66,11 @@ def main(args: InfoArgs) -> None:
         _print_section("GGUF file", gguf_lines(directory))
         if model.quantization is not None and device.type == "cpu":
             asked = args.quantization, model.quantization
-            print(f"  runs as {resolve_quantization(*asked, device=device.type)}")
+            runs_as = resolve_quantization(*asked, device=device.type)
+            print(f"  runs as {runs_as}")
+            if runs_as is not None:
+                for line in kernel_lines(directory, runs_as.activations):
+                    print(f"  {line}")
     if args.load:
         _print_section("engine", engine_lines(config))
 
@@ -181,6 +185,25 @@ def gguf_lines(path: Path) -> Iterable[str]:
         types = ", ".join(sorted({tensor.type for tensor in tensors}))
         bits, gib = 8 * size / numbers, size / GIB
         yield f"{part}: {numbers:,} numbers of {bits:.2f} bits, {gib:.2f} GiB: {types}"
+
+
+def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[str]:
+    """The CPU kernel of each quantized type of a GGUF file, asked of the layer that chooses it."""
+    import torch
+
+    from nanoengine.checkpoint.gguf import read_gguf
+    from nanoengine.layers.cpu_quantized import kernel_of
+    from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
+
+    # Why the length of rows: blocks must be whole.
+    tensors, found = read_gguf(path).tensors.values(), dict[str, list[str]]()
+    for type, size in sorted({(t.type, t.row_bytes) for t in tensors if t.type in LAYOUTS}):
+        row = read_blocks(type, torch.zeros(1, size, dtype=torch.uint8))
+        kernel = kernel_of(row, activations)
+        name = "plain torch" if kernel is None else f"kernel {kernel.__name__}"
+        text = f"{type}: {name}, codes of {row.bits} bits, rows of"
+        found.setdefault(text, []).append(f"{row.values.shape[1]:,}")
+    yield from (f"{text} {' and '.join(sizes)} inputs" for text, sizes in found.items())
 
 
 GGUF_PARTS = {

@@ -10,7 +10,8 @@ alike are a *part*; q, k and v are up to three, since a checkpoint may give one 
     64 bytes          number of parts; panels; outputs; whether no panel is padded; inputs
     192 a part        first panel; panels; byte where they begin; bytes of a panel; shift; header;
                       rows of the largest tile; first output; outputs; bytes of a unit that is
-                      spread out, 0: none is; whether inputs are paired for them; addresses of the form's functions
+                      spread out, 0: none is; whether inputs are paired for them; addresses of the
+                      form's functions
     panels            of all parts, one after the other
 
 The same panels serve float activations (`linear_floats`) and look-ups of rows (`grouped_rows`),

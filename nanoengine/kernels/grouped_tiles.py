@@ -315,7 +315,7 @@ class SpreadTile(GroupedTile):
         ]
 
     def known(self, of_values, inputs, at: int):
-        """What sums of pairs start from [row][vector]: less the products of values and of inputs."""
+        """What sums of pairs start from [row][vector]: less products of values and of inputs."""
         numbers = [self.get(self.words, of_values, 4 * lane) for lane in self.lanes]
         of_rows = [self.splat(self.get(I32, row, at), self.words) for row in inputs]
         return [[self.builder.add(of_row, number) for number in numbers] for of_row in of_rows]
@@ -360,10 +360,11 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
     """A tile of a panel: out[r, j] = x_scales[r] * factor[j] * sum over groups of (scale[j] *
     (x . w - zero[j] * sum of x) - min[j] * sum of x) + bias[j].
 
-    `numbers` are the form's, how many rows, and whether the panel is spread out. `offsets` holds -8 times the sums of each unit of
-    inputs and of its halves, see `quantize_rows`. Groups of 1 << `shift` units share scales, where
-    these have one level; `header`: bytes of a block's. For each line that is read, a line's
-    `ahead_stride` bytes are prefetched, from `ahead` after the panel's first.
+    `numbers` are the form's, how many rows, and whether the panel is spread out. `offsets` holds -8
+    times the sums of each unit of inputs and of its halves, see `quantize_rows`. Groups of 1 <<
+    `shift` units share scales, where these have one level; `header`: bytes of a block's. For each
+    line that is read, a line's `ahead_stride` bytes are prefetched, from `ahead` after the panel's
+    first.
     """
     *of_form, rows, is_spread = numbers
     form = Form(*of_form)

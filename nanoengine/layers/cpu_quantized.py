@@ -39,6 +39,18 @@ def kind_for(quantization: Quantization) -> type[QuantizedLinear]:
     return CPUWeightOnlyLinear if floats_alone else CPUQuantizedLinear
 
 
+def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) -> Any:
+    """The kernel by which `CPUQuantizedLinear` multiplies by a matrix that is stored like this one;
+    None: it has none, and computes as `QuantizedLinear` does."""
+    plain = weight.zeros is None and weight.mins is None and weight.factors is None
+    one_group = weight.group_size == weight.values.shape[1]
+    if activations == "int8" and weight.bits == 8 and plain and one_group:
+        return kernels.linear8
+    if layout_of(weight) is None:
+        return None
+    return grouped.linear_grouped if activations == "int8" else grouped.linear_floats
+
+
 class PanelLinear(QuantizedLinear):
     """A quantized weight in panels; its largest output is found among all that are computed."""
 
@@ -106,7 +118,7 @@ class CPUQuantizedLinear(PanelLinear):
     def _panels_for(self, weight: QuantizedWeight) -> GroupedPanels | None:
         """What packs these rows and all others; None: their form has no kernel."""
         is_first = self.panels is None and not self._parts
-        if is_first and not self._of_rows(weight) and layout_of(weight) is not None:
+        if is_first and kernel_of(weight, self.activations) not in (kernels.linear8, None):
             self.panels = GroupedPanels(
                 self.out_features, self.in_features, self.room, one_form=len(self._types) < 2
             )
@@ -136,14 +148,8 @@ class CPUQuantizedLinear(PanelLinear):
         loads = self.load_quantized, self.load_blocks
         return replace(slot, pieces=self.stored.matrix_slots(name, matrix, *loads))
 
-    def _of_rows(self, weight: QuantizedWeight) -> bool:
-        """Whether this is int8 with one scale an output, to be multiplied by int8."""
-        plain = weight.zeros is None and weight.mins is None and weight.factors is None
-        one_group = weight.group_size == weight.values.shape[1]
-        return self.activations == "int8" and weight.bits == 8 and plain and one_group
-
     def pack(self, weight: QuantizedWeight) -> None:
-        self.is_packed = self._of_rows(weight)
+        self.is_packed = kernel_of(weight, self.activations) is kernels.linear8
         if not self.is_packed:
             super().pack(weight)
             return

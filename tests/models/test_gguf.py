@@ -454,6 +454,13 @@ def test_info_says_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "embedding: 16,384 numbers of 8.50 bits, 0.00 GiB: Q8_0" in told
     assert "runs as" in told
     assert "int8 activations" in told
+    for line in (
+        "Q4_0: kernel linear_grouped, codes of 4",
+        "Q8_0: kernel linear_grouped, codes of 8",
+    ):
+        assert line in told
+    main(["info", str(tmp_path / "m.gguf"), "--quantization", "gguf_weight_only"])
+    assert "Q4_0: kernel linear_floats, codes of 4 bits, rows of" in capsys.readouterr().out
 
 
 FILES = [
