@@ -7,8 +7,7 @@ small tensors get theirs only side by side in one of those.
 A page lies on the socket of the thread that first touches it. So those who will read it do that
 here (`kernels/pool.py`), before anything is loaded.
 
-Weights that are packed part by part get their last place before they are packed, from `Rooms`: a
-system takes longer to give a page than to fill it, so no page is asked for twice.
+Weights that are packed part by part get theirs from `rooms.py`.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ LARGE_BYTES = 32 << 20
 """Of a buffer that stays where it was made by `room_for`. Why: it would be there twice while it
 moves, and a head may be a third of a small model."""
 
-ROOM_BYTES = 256 << 20
-"""Of an array of `Rooms`. What nobody has taken of it takes no memory."""
-
 MOVED_BYTES = 16 << 20
 """Bytes of buffers that move before what they leave is given back to the system. Why: the C library
 keeps small pieces for itself, so that all of a model's would stay in memory twice."""
@@ -38,17 +34,11 @@ keeps small pieces for itself, so that all of a model's would stay in memory twi
 def place_parameters(model: nn.Module) -> None:
     """Moves the parameters, not loaded yet, into one array; what they hold is lost.
 
-    Nothing is copied, and memory that nobody has touched is given back untouched. Layers that pack
-    weights into a `room` get rooms that are side by side.
+    Nothing is copied, and memory that nobody has touched is given back untouched.
     """
-    rooms = Rooms()
-    for path, module in model.named_modules():
-        # Why not experts: kernels want those of a layer at equal distances.
-        if hasattr(module, "room") and ".experts." not in path:
-            module.room = rooms.take
     parameters = [p for p in model.parameters() if p.device.type == "cpu"]
     for parameter, tensor in zip(parameters, _side_by_side(parameters), strict=True):
-        parameter.data = _touched(tensor)
+        parameter.data = touched(tensor)
 
 
 def place_buffers(model: nn.Module) -> None:
@@ -65,7 +55,7 @@ def place_buffers(model: nn.Module) -> None:
     moved = 0
     while named:  # one by one, so that only the last ones are there twice
         module, name, buffer = named.pop()
-        setattr(module, name, _touched(places.pop()).copy_(buffer))
+        setattr(module, name, touched(places.pop()).copy_(buffer))
         moved += buffer.nbytes
         if moved >= MOVED_BYTES or not named:
             moved, buffer = 0, None
@@ -78,7 +68,7 @@ def _give_back() -> None:
         libc.malloc_trim(0)
 
 
-def _touched(tensor: torch.Tensor) -> torch.Tensor:
+def touched(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, whose memory lies where the workers are that will read it; `kernels/pool.py`.
 
     Why not by who writes it: a checkpoint's tensors come one by one, and each is written by all.
@@ -94,21 +84,6 @@ def _touched(tensor: torch.Tensor) -> torch.Tensor:
 def _is_small(buffer: torch.Tensor) -> bool:
     """Whether it is no large array, nor in one."""
     return buffer.untyped_storage().nbytes() < LARGE_BYTES
-
-
-class Rooms:
-    """Takes rooms for weights from large arrays, one behind the other."""
-
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, size: int) -> torch.Tensor:
-        """As `room_for`, and touched."""
-        whole = -(-size // LINE) * LINE
-        if whole > len(self._free):
-            self._free = room_for(max(whole, ROOM_BYTES))
-        room, self._free = self._free[:size], self._free[whole:]
-        return _touched(room)
 
 
 def room_for(size: int) -> torch.Tensor:

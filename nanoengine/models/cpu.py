@@ -45,6 +45,7 @@ class CPUKernels(Kernels):
         """`dtype` is the model's: float32, float64 or bfloat16."""
         super().__init__(attention, self.exact_linear)
         self.dtype = dtype
+        self.is_quantized = quantization is not None
         if quantization is not None:
             from nanoengine.layers import cpu_quantized, quantized
 
@@ -111,6 +112,10 @@ class CPUKernels(Kernels):
         return torch.from_numpy(out)
 
     def place(self, model: CausalLM) -> None:
+        if self.is_quantized:
+            from nanoengine.layers.rooms import give_rooms
+
+            give_rooms(model)
         place_parameters(model)
 
     def fuse(self, model: CausalLM) -> None:

@@ -9,7 +9,8 @@ from nanoengine.checkpoint.gguf import TYPES
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
-from nanoengine.layers.placement import LARGE_BYTES, Rooms, place_buffers
+from nanoengine.layers.placement import LARGE_BYTES, place_buffers
+from nanoengine.layers.rooms import Rooms
 from tests.layers.test_gguf_blocks import blocks
 
 CPU, ROWS = torch.device("cpu"), 48
