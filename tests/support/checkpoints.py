@@ -258,6 +258,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> the class of its config in transformers, and what differs from `COMMON`. "text" names the
 family that a multimodal checkpoint's text part is of."""
 
+CPU_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Those that other devices refuse by name: they attend over latents."""
+
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
     """The config of a tiny model; `overrides` are fields of it, or of its text part."""
