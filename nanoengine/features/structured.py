@@ -19,13 +19,11 @@ Made by `build.py`. Legend: L lines of logits, V vocabulary, W = ceil(V / 32) wo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -92,23 +90,39 @@ class GrammarLibrary(Protocol):
         """
 
 
-class Compiled(Future[Grammar]):
-    """A grammar that a thread compiles, or has compiled; since `began` [s, monotonic]."""
+class Compiled:
+    """A grammar that a thread compiles, or has compiled; since `began` [s, monotonic].
+
+    Why no Future: Ctrl-C may come while a thread that waits, or looks, has the future's lock. That
+    stays taken then, and the thread that compiles could never say that it is done. It takes no lock
+    to say so here.
+    """
 
     began: float | None = None
+    grammar: Grammar | None = None
+    error: BaseException | None = None
+
+    def __init__(self) -> None:
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def end(self, grammar: Grammar | None, error: BaseException | None = None) -> None:
+        """Says what has become of it; once."""
+        self.grammar, self.error = grammar, error
+        self._running.release()
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.grammar is not None or self.error is not None
 
     def left(self) -> float:
         """Time that it may still take [s]. The tokenizer's tables, made first, are not its own."""
         return COMPILE_S if self.began is None else self.began + COMPILE_S - time.monotonic()
 
     def wait(self, seconds: float) -> None:
-        """Until it is done, at most so long.
-
-        Why not `concurrent.futures.wait`: Ctrl-C could come behind its taking of the lock, which
-        stayed taken then, so that the thread could never say that it was done.
-        """
-        with contextlib.suppress(TimeoutError):
-            self.exception(seconds)
+        """Until it is done, at most so long."""
+        if not self.done() and self._running.acquire(timeout=max(seconds, 0)):
+            self._running.release()
 
 
 class Structured:
@@ -208,9 +222,10 @@ class Structured:
                     f"structured_outputs can't be compiled: it takes longer than {COMPILE_S:g} s"
                 )
             found.wait(found.left())
-        if error := found.exception():
-            raise error.with_traceback(None)  # Why: of each time that it is raised it kept one.
-        return found.result()
+        if found.grammar is None:
+            assert found.error is not None
+            raise found.error.with_traceback(None)  # Why: of each time it is raised it kept one.
+        return found.grammar
 
     def _begin(self, asked: StructuredOutputs) -> Compiled:
         """What is compiled of this, from now on if it is not yet."""
@@ -231,9 +246,9 @@ class Structured:
                 with self._making:
                     library = self._library = self._library or self.make()
                 found.began = time.monotonic()
-                found.set_result(library.compile(asked))
+                found.end(library.compile(asked))
             except BaseException as error:
-                found.set_exception(error)
+                found.end(None, error)
 
         with _STARTING:
             usual = threading.stack_size(STACK_BYTES)

@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import threading
-from concurrent.futures import wait
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -199,7 +198,8 @@ def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stage.is_ready(form("slow")), "there is nothing to wait for"
     stage.check(form("quick"))
     library.may_end.set()
-    wait(stage._compiled.values())
+    for one in stage._compiled.values():
+        one.wait(10)
     stage.check(form("slow"))
 
 
