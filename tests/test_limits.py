@@ -28,7 +28,7 @@ ROOMS = {
     "checkpoint": 2932,
     "cli": 1153,
     "core": 2883,
-    "features": 2416,
+    "features": 2425,
     "jobs": 2581,
     "kernels": 4917,
     "layers": 2904,
