@@ -1,6 +1,6 @@
 """Kernels of one step on this CPU: attention and linear layers, each against its alternatives.
 
-    python benchmarks/cpu_kernels.py --threads 1 --only linear --seconds 2
+    python -m benchmarks.cpu_kernels --threads 1 --only linear --seconds 2
 
 Alternatives take turns call by call, so a busy machine slows all of them alike. With one thread,
 CPU time is measured instead of the clock, which other programs disturb less. One JSON line a case:

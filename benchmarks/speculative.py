@@ -21,6 +21,7 @@ round. Three texts of 80 tokens take one stream of `qwen3-0.6b` a minute or so a
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import re
@@ -30,51 +31,55 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from side_by_side import Clock, Run, compare, model_options, parser, report
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.core.sequence import Sequence
 from nanoengine.features.drafting import Drafting
 from nanoengine.observe.metrics import Metrics
+from nanoengine.runner import model_runner
 
 TEXTS = Path(__file__).parent / "texts" / "recorded.json"
 TOKEN = re.compile(r" ?[A-Za-z]+|\d|[^\sA-Za-z\d]+|\s+")
 
 
 class Replay:
-    """Makes an engine's sampled tokens those of recorded texts; sits on the runner's methods."""
+    """Makes an engine's sampled tokens those of recorded texts; sits between the runner, its rows
+    and what samples."""
 
     def __init__(self, llm: LLM) -> None:
         self.answers: dict[tuple[int, ...], list[int]] = {}  # prompt -> prompt and answer
         self.of_row: dict[int, list[int]] = {}
-        runner = self.runner = llm.engine.executor
-        self._update, self._likely, self._sample = (
-            runner._update_rows,
-            runner._most_likely,
-            runner._sample,
-        )
-        runner._update_rows, runner._most_likely, runner._sample = (
-            self.update,
-            self.most_likely,
-            self.sample,
-        )
+        runner = llm.engine.executor
+        self._update, runner._update_rows = runner._update_rows, self.update
+        self._make_batch, runner.rows.make_batch = runner.rows.make_batch, self.make_batch
+        special = runner.need_special()
+        for owner, name in (
+            (model_runner, "most_likely_tokens"),
+            (special, "_most_likely"),
+            (special, "sample"),
+        ):
+            setattr(owner, name, functools.partial(self.exchanged, getattr(owner, name)))
 
     def update(self, plan: Any) -> None:
         for new in plan.admitted:
             self.of_row[new.row] = self.answers[tuple(new.token_ids[: new.num_prompt_tokens])]
         self._update(plan)
 
-    def most_likely(self, plan: Any, lines: Any, hidden: Any) -> Any:
-        found = self._likely(plan, lines, hidden)
-        return found and self.exchanged(lines, found)
+    def make_batch(self, *args: Any) -> Any:
+        batch, self.lines = self._make_batch(*args)
+        return batch, self.lines
 
-    def sample(self, plan: Any, lines: Any, logits: Any) -> Any:
-        return self.exchanged(lines, self._sample(plan, lines, logits))
-
-    def exchanged(self, lines: Any, sampled: Any) -> Any:
-        for i, (row, position) in enumerate(zip(lines.rows, lines.positions, strict=True)):
-            whole = self.of_row[int(row)]
-            sampled.token_ids[i] = whole[min(int(position), len(whole) - 1)]
+    def exchanged(self, sample: Callable[..., Any], *args: Any) -> Any:
+        """What `sample` returns, with the recorded tokens in place of its own."""
+        sampled = sample(*args)
+        if sampled is not None:
+            token_ids = (sampled if isinstance(sampled, torch.Tensor) else sampled.packed)[0]
+            lines = zip(self.lines.rows, self.lines.positions, strict=True)
+            for i, (row, position) in enumerate(lines):
+                whole = self.of_row[int(row)]
+                token_ids[i] = whole[min(int(position), len(whole) - 1)]
         return sampled
 
 

@@ -9,6 +9,10 @@ drafted by option alone. A sequence keeps how often its drafts were right, by ki
 place in the draft; the engine keeps what a step of so many rows costs. What is given up is tried
 again now and then.
 
+Both are estimates, and a look costs time even where nothing is found. So an `Account` holds what
+drafting may still lose: a percent of the time of all steps, and what right drafts have gained. A
+step with drafts risks no more than that; where nothing is left, nothing is looked for.
+
 Only speed depends on this file: a draft is kept where it is the token that would be sampled anyway.
 A `Proposer` and an `Observer` of the engine. Which tokens to draft a `Drafter` says: `ngram.py`,
 `draft_model.py`.
@@ -43,11 +47,13 @@ ONE_MORE_EVERY = 48
 """Steps with drafts of which one tries a draft more than seems best: a measurement may be wrong."""
 MOST_DRAFTED_STEPS = 128
 """After so many steps with drafts one without is run, so that its cost stays known."""
+MAY_LOSE = 0.01
+"""Of the time of all steps, what looks and drafts may lose."""
+FIRST_LEFT, MOST_LEFT, MOST_OWED = 0.5, 2.0, 0.5
+"""In steps' time: what an account begins with, and its limits. Why limits: gains of one text should
+not pay for the next one for long, nor one long step that nobody is guilty of."""
 MOST_ASLEEP = 64
 """Steps for which nothing is looked for after as long a time without drafts."""
-PATIENCE_A_NAP, LONGEST_NAP = 16, 4
-"""A sequence without a draft is passed over for a step per so much patience, up to a limit: a look
-takes a microsecond or two, which is a percent of a step of many sequences."""
 
 
 class Guess(NamedTuple):
@@ -173,6 +179,26 @@ class StepCost:
         return high_s if size >= high else low_s + (high_s - low_s) * (size - low) / (high - low)
 
 
+class Account:
+    """Seconds that drafting may still lose; nothing may be lost before a plain step was measured.
+
+    Attributes:
+        left: below 0 where more was lost than it should.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0.0
+        self._is_open = False
+
+    def add(self, plain_s: float, gained_s: float) -> None:
+        """Takes in a step that without drafts takes `plain_s`; `gained_s` is what drafting has
+        gained in it, below 0 where it has lost."""
+        left = self.left if self._is_open else FIRST_LEFT * plain_s
+        left += MAY_LOSE * plain_s + gained_s
+        self._is_open = True
+        self.left = max(-MOST_OWED * plain_s, min(left, MOST_LEFT * plain_s))
+
+
 def bucket(size: int) -> int:
     """Sizes that are measured together: up to 16 each its own, above in steps of an eighth.
 
@@ -223,7 +249,6 @@ class Tracked:
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(weight=3, window=16))
     kind: int = 0
     idle: int = 0  # guesses let pass since the last draft
-    nap: int = 0  # steps for which it is passed over
 
 
 @dataclass(slots=True, kw_only=True)
@@ -249,48 +274,47 @@ class Drafting:
     _num_without: int = 0  # steps in a row that had no draft
     _patience: int = FIRST_PATIENCE  # with which sequences begin
     _num_idle: int = 0  # guesses of all sequences let pass since the last try
+    _account: Account = field(default_factory=Account)
+    _deciding_s: float = 0.0  # of the step being planned
 
     # --- the Proposer -------------------------------------------------------------------------
 
     def needs_tokens(self) -> bool:
-        """False where it has nothing to propose; also, where that makes a step wait, while it had
-        nothing for so long that it looks only now and then."""
+        """False where it has nothing to propose, or looks would lose too much; also, where that
+        makes a step wait, while it had nothing for so long that it looks only now and then."""
         if self.drafter.always:
             return True
-        if self.drafter.only_for is not None and not self.drafter.only_for:
+        if self._account.left < 0 or self._is_unasked:
             return False
         # Why two in a row: the overlapped loop asks before the last step is committed, and after.
         return not self._is_asleep or self._num_without % MOST_ASLEEP < 2
 
     def propose(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
         """The drafts that are expected to pay, for each sequence."""
+        began = self.clock()
         self._asked.clear()
-        awake = [seq for seq in sequences if self._is_awake(seq)]
-        counts = self._counts(awake, self.drafter.look(awake), len(sequences))
-        if not any(counts):
-            return [()] * len(sequences)
-        started = self.clock()
-        found = dict(zip(awake, self.drafter.draft(awake, counts), strict=True))
-        self._drafter.add(max(counts), self.clock() - started)
-        return [found.get(seq, ()) for seq in sequences]
+        drafts: list[tuple[int, ...]] = [()] * len(sequences)
+        counts = self._counts(sequences, self.drafter.look(sequences))
+        if any(counts):
+            started = self.clock()
+            drafts = self.drafter.draft(sequences, counts)
+            self._drafter.add(max(counts), self.clock() - started)
+        self._deciding_s = self.clock() - began
+        return drafts
+
+    @property
+    def _is_unasked(self) -> bool:
+        """Whether there is no row that the drafter could guess for."""
+        return self.drafter.only_for is not None and not self.drafter.only_for
 
     @property
     def _is_asleep(self) -> bool:
         return self.overlapped and self._num_without >= MOST_ASLEEP
 
-    def _is_awake(self, seq: Sequence) -> bool:
-        """Whether the sequence is looked at in this step."""
-        one = self._tracked.get(seq.seq_id)
-        if one is None or not one.nap or self._is_asleep:
-            return True
-        one.nap -= 1
-        return False
-
-    def _counts(
-        self, sequences: SequenceOf[Sequence], guesses: SequenceOf[Guess], num_rows: int
-    ) -> list[int]:
-        """How many tokens to draft for each sequence, in a step of `num_rows` in all."""
-        counts = [0] * len(sequences)
+    def _counts(self, sequences: SequenceOf[Sequence], guesses: SequenceOf[Guess]) -> list[int]:
+        """How many tokens to draft for each sequence."""
+        num_rows = len(sequences)
+        counts = [0] * num_rows
         if not self._plain or self._num_drafted_steps >= MOST_DRAFTED_STEPS:
             self._num_drafted_steps = 0
             return counts
@@ -298,7 +322,6 @@ class Drafting:
         assumed: dict[int, list[float]] = {}  # by kind: what the engine has seen in all sequences
         for i, (seq, guess) in enumerate(zip(sequences, guesses, strict=True)):
             one = self._track(seq)
-            one.nap = min(one.patience // PATIENCE_A_NAP, LONGEST_NAP)
             left = seq.max_num_tokens - seq.num_tokens - 1
             if guess.count and left > 0:
                 self._asked[seq.row] = one
@@ -312,8 +335,13 @@ class Drafting:
                 gains.append([chance for chance in chances if chance >= FEWEST_GAIN])
         if not guessed:
             return counts
+        seconds = self._seconds_of(num_rows)
         most = self._drafted.limit(num_rows) - num_rows
-        best = best_counts(gains, num_rows, self._seconds_of(num_rows), most)
+        while most and seconds(most, 1) - seconds(0, 0) > self._account.left:
+            most = most * 3 // 4
+        if not most:
+            return counts
+        best = best_counts(gains, num_rows, seconds, most)
         for i, count, of_one in zip(guessed, best, gains, strict=True):
             counts[i] = self._pays_or_retries(self._asked[sequences[i].row], count, num_rows)
             if 0 < count < len(of_one) and self._num_drafted_steps % ONE_MORE_EVERY == 1:
@@ -340,10 +368,10 @@ class Drafting:
         Why not all that are out of patience: each costs a row, and one tells of others too.
         """
         if count:
-            one.idle, one.nap, one.patience = 0, 0, FIRST_PATIENCE
+            one.idle, one.patience = 0, FIRST_PATIENCE
             return count
-        one.idle += 1 + one.nap
-        self._num_idle += 1 + one.nap
+        one.idle += 1
+        self._num_idle += 1
         is_due = one.idle > one.patience and self._num_idle > FIRST_PATIENCE * num_rows
         if not is_due and self._num_idle <= MOST_PATIENCE:
             return 0
@@ -364,7 +392,8 @@ class Drafting:
         if getattr(scheduler, "last_finished", None):
             self._tracked = {i: t for i, t in self._tracked.items() if not t.seq.is_finished}
             self.drafter.forget_ended()
-        if self.drafter.only_for is not None and not self.drafter.only_for:
+        deciding_s, self._deciding_s = self._deciding_s, 0.0
+        if self._is_unasked:
             return
         num_drafts = 0
         if plan.draft_token_ids:
@@ -376,9 +405,26 @@ class Drafting:
         self._num_without = 0 if plan.draft_token_ids else self._num_without + 1
         num_rows = len(plan.rows)
         if num_rows and not plan.admitted and plan.num_tokens == num_rows + num_drafts:
-            seconds = step_seconds(result.times)
+            # Why without the scheduler's: it holds the time to decide, which is counted by itself.
+            seconds = step_seconds(result.times) - result.times.schedule_s
             (self._drafted if num_drafts else self._plain).add(num_rows + num_drafts, seconds)
             self._num_drafted_steps = self._num_drafted_steps + 1 if num_drafts else 0
+            if self._plain:
+                self._account_for(result, num_rows, num_drafts, seconds, deciding_s)
+
+    def _account_for(
+        self,
+        result: StepResult,
+        num_rows: int,
+        num_drafts: int,
+        seconds: float,
+        deciding_s: float,
+    ) -> None:
+        """Compares a step with one of the same rows without drafts, per token."""
+        plain_s, gained_s = self._plain.seconds(num_rows), -deciding_s
+        if num_drafts:
+            gained_s += plain_s * sum(map(len, result.token_ids)) / num_rows - seconds
+        self._account.add(plain_s, gained_s)
 
     def _learn(self, one: Tracked, num_drafts: int, num_right: int) -> None:
         for acceptance in (one.acceptance, self.overall):

@@ -17,9 +17,7 @@ class EagerDrafting(Drafting):
     def needs_tokens(self) -> bool:
         return True
 
-    def _counts(
-        self, sequences: Sequence[CoreSequence], guesses: Sequence[Guess], num_rows: int
-    ) -> list[int]:
+    def _counts(self, sequences: Sequence[CoreSequence], guesses: Sequence[Guess]) -> list[int]:
         for seq, guess in zip(sequences, guesses, strict=True):
             self._asked[seq.row] = self._track(seq)
             self._asked[seq.row].kind = guess.kind
