@@ -24,10 +24,11 @@ import operator
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import accumulate
+from statistics import fmean, median_low
 from typing import NamedTuple
 
 from nanoengine.core.plan import StepPlan, StepResult
@@ -49,7 +50,7 @@ MOST_DRAFTED_STEPS = 128
 """After so many steps with drafts one without is run, so that its cost stays known."""
 MAY_LOSE = 0.01
 """Of the time of all steps, what looks and drafts may lose."""
-FIRST_LEFT, MOST_LEFT, MOST_OWED = 0.5, 2.0, 0.5
+FIRST_LEFT, MOST_LEFT, MOST_OWED = 0.5, 4.0, 0.5
 """In steps' time: what an account begins with, and its limits. Why limits: gains of one text should
 not pay for the next one for long, nor one long step that nobody is guilty of."""
 MOST_ASLEEP = 64
@@ -126,11 +127,17 @@ class Acceptance:
 
 
 class StepCost:
-    """Seconds by size: the lower median of the latest measurements, and lines between them."""
+    """Seconds by size: what is typical of the latest measurements, and lines between them.
 
-    def __init__(self) -> None:
+    Args:
+        typical: of some measurements. Why the lower median where sizes are compared: whatever else
+            the machine does makes a step longer, never shorter.
+    """
+
+    def __init__(self, typical: Callable[[Iterable[float]], float] = median_low) -> None:
+        self._typical = typical
         self._latest: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}
         self._sizes: list[int] = []
 
     def add(self, size: int, seconds: float) -> None:
@@ -139,10 +146,8 @@ class StepCost:
         if size not in self._latest:
             self._latest[size] = deque(maxlen=9)
             insort(self._sizes, size)
-        latest = self._latest[size]
-        latest.append(seconds)
-        # Why the lower one: whatever else the machine does makes a step longer, never shorter.
-        self._medians[size] = sorted(latest)[(len(latest) - 1) // 2]
+        self._latest[size].append(seconds)
+        self._seconds[size] = self._typical(self._latest[size])
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -169,13 +174,13 @@ class StepCost:
         place = bisect_left(self._sizes, bucket(size))
         if place and self._sizes[place - 1] > low:
             low = self._sizes[place - 1]
-            low_s = max(self._medians[low], low_s)
+            low_s = max(self._seconds[low], low_s)
         if place == len(self._sizes):
             first, first_s = start
             steepness = (low_s - first_s) / (low - first) / 2 if low > first else 0.0
             return low_s + max(slope, steepness) * (size - low)
         high = self._sizes[place]
-        high_s = max(self._medians[high], start[1])
+        high_s = max(self._seconds[high], start[1])
         return high_s if size >= high else low_s + (high_s - low_s) * (size - low) / (high - low)
 
 
@@ -266,6 +271,7 @@ class Drafting:
     clock: Callable[[], float] = time.perf_counter
     overall: Acceptance = field(default_factory=lambda: Acceptance(weight=4, window=200))
     _plain: StepCost = field(default_factory=StepCost)  # steps without drafts, by rows
+    _plain_mean: StepCost = field(default_factory=lambda: StepCost(fmean))  # the same
     _drafted: StepCost = field(default_factory=StepCost)  # steps with drafts, by rows
     _drafter: StepCost = field(default_factory=StepCost)  # the drafter, by its longest draft
     _tracked: dict[int, Tracked] = field(default_factory=dict)  # by sequence
@@ -407,23 +413,28 @@ class Drafting:
         if num_rows and not plan.admitted and plan.num_tokens == num_rows + num_drafts:
             # Why without the scheduler's: it holds the time to decide, which is counted by itself.
             seconds = step_seconds(result.times) - result.times.schedule_s
-            (self._drafted if num_drafts else self._plain).add(num_rows + num_drafts, seconds)
-            self._num_drafted_steps = self._num_drafted_steps + 1 if num_drafts else 0
-            if self._plain:
-                self._account_for(result, num_rows, num_drafts, seconds, deciding_s)
+            self._measure(num_rows, num_drafts, seconds)
+            self._account_for(result, num_rows, seconds if num_drafts else 0.0, deciding_s)
+
+    def _measure(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        if num_drafts:
+            self._drafted.add(num_rows + num_drafts, seconds)
+            self._num_drafted_steps += 1
+        else:
+            self._plain.add(num_rows, seconds)
+            self._plain_mean.add(num_rows, seconds)
+            self._num_drafted_steps = 0
 
     def _account_for(
-        self,
-        result: StepResult,
-        num_rows: int,
-        num_drafts: int,
-        seconds: float,
-        deciding_s: float,
+        self, result: StepResult, num_rows: int, drafted_s: float, deciding_s: float
     ) -> None:
-        """Compares a step with one of the same rows without drafts, per token."""
-        plain_s, gained_s = self._plain.seconds(num_rows), -deciding_s
-        if num_drafts:
-            gained_s += plain_s * sum(map(len, result.token_ids)) / num_rows - seconds
+        """Compares the seconds of a step, where it had drafts, with what its tokens take without.
+
+        Why the mean: what disturbs steps falls on this one too.
+        """
+        plain_s, gained_s = self._plain_mean.seconds(num_rows), -deciding_s
+        if drafted_s:
+            gained_s += plain_s * sum(map(len, result.token_ids)) / num_rows - drafted_s
         self._account.add(plain_s, gained_s)
 
     def _learn(self, one: Tracked, num_drafts: int, num_right: int) -> None:
