@@ -1,4 +1,4 @@
-"""Drafting on simulated machines: nothing is lost anywhere, and much is won where rows are cheap."""
+"""Drafting on simulated machines: nothing is lost anywhere, much is won where rows are cheap."""
 
 from __future__ import annotations
 
