@@ -16,7 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
+from nanoengine.checkpoint.families import (
+    FAMILIES,
+    OUTSIDE,
+    TEXT_DEFAULTS,
+    TEXT_PARTS,
+    Family,
+)
 from nanoengine.checkpoint.files import GGUF
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
@@ -45,7 +51,7 @@ class ModelConfig:
     """What a checkpoint computes. Names are Hugging Face's where one exists.
 
     Attributes:
-        architecture: a key of `FAMILIES`.
+        architecture: a key of `every_family`.
         max_position_embeddings: longest context [tokens], extended by yarn where it is configured.
         rms_norm_eps: of all norms, LayerNorm's too.
         plan: what the layers compute.
@@ -124,7 +130,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     """The normalised form of a parsed config.json; see `load_model_config`."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
-    family = FAMILIES[architecture]
+    family = FAMILIES.get(architecture) or _every_family()[architecture]
     left_out = [VISION] if is_part else []
     left_out += [family.left_out] if family.left_out else []
     keys = Keys(raw, family.defaults)
@@ -212,19 +218,29 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                 )
             outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
             return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], True
-    by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    for name in named or [by_type.get(given.get("model_type", ""))]:
+    for name in named:
         if name in FAMILIES:
+            return raw, name, False
+    every = _every_family()
+    by_type = {family.model_type: name for name, family in every.items()}
+    for name in named or [by_type.get(given.get("model_type", ""))]:
+        if name in every:
             return raw, name, False
     from nanoengine.checkpoint.pooling import decoder_of
 
     for name in named:
-        if (generator := decoder_of(name, FAMILIES)) is not None:
+        if (generator := decoder_of(name, every)) is not None:
             return raw, generator, False
     what = ", ".join(map(shown, named)) or f"model_type={shown(given.get('model_type'))}"
     raise UnsupportedModelError(
-        f"unsupported architecture {what}; supported: {', '.join([*FAMILIES, *TEXT_PARTS])}"
+        f"unsupported architecture {what}; supported: {', '.join([*every, *TEXT_PARTS])}"
     )
+
+
+def _every_family() -> Mapping[str, Family]:
+    from nanoengine.checkpoint.more_families import every_family
+
+    return every_family()
 
 
 def _states(family: Family, keys: Keys) -> StatePlan | None:

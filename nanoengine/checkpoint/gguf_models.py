@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from nanoengine.checkpoint.families import FAMILIES
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, GGUFTensor, StoredRows, read_gguf, read_rows
 from nanoengine.checkpoint.keys import Json
+from nanoengine.checkpoint.more_families import every_family
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING
 from nanoengine.checkpoint.rope import ORIGINAL
@@ -101,7 +101,7 @@ class Architecture:
     """What an architecture of GGUF is here.
 
     Attributes:
-        name: a key of `FAMILIES`.
+        name: a key of `every_family`.
         also: a key of the metadata -> the name in place of that, where the key asks for something.
         keys: keys of its metadata, besides `KEYS` -> what config.json calls them.
         fixed: keys of config.json that its files leave unsaid.
@@ -536,7 +536,7 @@ def differences(
 def _config_json(model: GGUFModel) -> dict[str, Any]:
     """What a config.json of the same model would say."""
     given, row, tensors = model.given, model.row, model.tensors
-    family, more = FAMILIES[row.name], row.more(given)
+    family, more = every_family()[row.name], row.more(given)
     raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
     raw |= {key: given.one(name, float | bool) for name, key in (KEYS | row.keys).items()}
     for name in row.unread:
@@ -588,7 +588,7 @@ def _windows(given: Metadata, every: int, layers: int) -> Json:
 def _rotation(model: GGUFModel) -> Json:
     """How positions become angles. A tensor of factors slows each pair of dimensions by its own:
     llama3's rule as numbers, or longrope's two lists."""
-    given, family = model.given, FAMILIES[model.row.name]
+    given, family = model.given, every_family()[model.row.name]
     base = given.get("rope.freq_base", float, 1e4)
     full, sliding = family.bases or ("rope_theta", "rope_theta")
     other = given.get("rope.freq_base_swa", float, base if sliding == full else 1e4)

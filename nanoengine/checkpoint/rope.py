@@ -132,6 +132,12 @@ def _rope(
         given.allow("partial_rotary_factor", 1.0)
     kind = given.get("rope_type" if "rope_type" in given else "type")
     kind = "longrope" if kind == "su" else kind
+    if kind == "dynamic" and "alpha" in extra and (alpha := given.get("alpha")):
+        # Source: the model code of HunYuan; the angles depend on no prompt's length.
+        size = keys.get("head_dim")
+        size = size or keys.require("hidden_size") // keys.require("num_attention_heads")
+        base = given.get("rope_theta") if "rope_theta" in given else theta
+        return RopeConfig(theta=base * alpha ** (size / (size - 2)))
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(
             f"rope type {shown(kind)} is not implemented; supported: {', '.join(ROPE_KEYS)}"
@@ -163,6 +169,14 @@ def _check_llama3(values: dict[str, Any], keys: Keys) -> None:
 
 def _complete_longrope(values: dict[str, Any], keys: Keys) -> None:
     """Source: LongRoPE (arXiv 2402.13753), and its magnitude as in the model code of Phi-3."""
+    short, long = values.pop("short_mscale", None), values.pop("long_mscale", None)
+    if short != long:
+        raise UnsupportedModelError(
+            f"rope type 'longrope' has short_mscale={short} and long_mscale={long}; supported: two"
+            " that are equal"
+        )
+    if short:
+        values["attention_factor"] = short
     longest, original = keys.require("max_position_embeddings"), values[ORIGINAL]
     factor = values.pop("factor", None) or longest / original
     stretch = math.log(factor) / math.log(original) if factor > 1 else 0.0

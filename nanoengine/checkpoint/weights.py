@@ -55,7 +55,7 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
     states = config.states.layers if config.states else ()
     attending = next(n for n in range(config.num_hidden_layers) if n not in states)
     name, kv_heads = f"model.layers.{attending}.self_attn", config.num_key_value_heads
-    heads, gates = config.num_attention_heads, "2 * " if config.plan.output_gate else ""
+    heads, gates = config.num_attention_heads, "2 * " if config.plan.output_gate == "behind" else ""
     for key, count, part in (
         (f"{gates}num_attention_heads", 2 * heads if gates else heads, "q_proj"),
         ("num_key_value_heads", kv_heads, "k_proj"),
