@@ -42,7 +42,10 @@ GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_pena
 """Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
 
-VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\."
+VISION = (
+    r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
+    r"|vision_embedder)\."
+)
 """Begins the names of tensors of a multimodal checkpoint that its text part has no use for."""
 
 
@@ -150,6 +153,9 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     plan = family.plan(keys)
     if plan.latent is not None:
         kv_heads, head_dim = 1, plan.latent.size
+    if plan.varied is not None:
+        head_dim, kv_heads = plan.varied.widest
+        left_out += _unused_keys(keys, plan.varied.num_shared)
     if partial_heads:
         turned = read_rotary_dim(keys, head_dim, family.rope)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
@@ -157,7 +163,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     windows = _sliding_windows(architecture, family, keys, states)
     slides = [window is not None for window in windows]
     if family.bases:
-        full, sliding = read_ropes_by_kind(keys, *family.bases)
+        full, sliding = read_ropes_by_kind(keys, *family.bases, family.rope)
         ropes: Ropes = tuple(sliding if slide else full for slide in slides)
     else:
         extra, absent = family.rope_extra, family.rope
@@ -277,6 +283,14 @@ def _sliding_windows(
             f" use_sliding_window={keys.get('use_sliding_window')!r} of {architecture}"
         )
     return tuple(window if slide else None for slide in slides)
+
+
+def _unused_keys(keys: Keys, num_shared: int) -> list[str]:
+    """The names of keys' and values' tensors of layers that have none: see `left_out`."""
+    layers = keys.require("num_hidden_layers")
+    numbers = "|".join(map(str, range(layers - num_shared, layers)))
+    names = rf"[\w.]*layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
+    return [names] if num_shared else []
 
 
 def _drafting_layers(keys: Keys) -> str:

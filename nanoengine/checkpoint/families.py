@@ -35,7 +35,7 @@ class Family:
         moe: its mixture of experts.
         defaults: values of absent keys, where they are not those of `KEYS`. A family that has one
             of `partial_rotary_factor` obeys that key; others turn whole heads.
-        rope: `rope_parameters` of a config that has none.
+        rope: `rope_parameters` of a config that has none, by layer type where there are `bases`.
         rope_extra: further keys of `rope_parameters` -> whether they change the maths of text.
         names: parts of our tensors' names -> what they are called in its checkpoints.
         left_out: expression that begins the names of tensors that are for drafts.
@@ -49,7 +49,7 @@ class Family:
     windows: readers.WindowsReader = readers.never
     turned: readers.TurnedReader = readers.always
     bases: tuple[str, str] | None = None
-    moe: Reader[MoEConfig] | None = None
+    moe: Reader[MoEConfig | None] | None = None
     defaults: Json = field(default_factory=dict)
     rope: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
@@ -390,6 +390,8 @@ FAMILIES: dict[str, Family] = {
 
 TEXT_PARTS: dict[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",

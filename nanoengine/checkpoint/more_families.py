@@ -6,6 +6,7 @@ Loaded where a config names none of the first half, so that a plain prompt loads
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from nanoengine.checkpoint import readers
 from nanoengine.checkpoint.families import (
@@ -52,6 +53,35 @@ GRANITE_NAMES = {
     "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
 }
 MIXTRAL_NAMES = {"mlp": "block_sparse_moe", **NUMBERED}
+
+GEMMA_4 = Family(
+    "gemma4_text",
+    plan=plan(
+        only={"hidden_activation": (GELU,), "use_bidirectional_attention": ("vision", False, None)},
+        norms="both", norm="wide", head_norm="head", activation=GELU, attention_scale=1.0,
+        embedding_scale=key("hidden_size", lambda n: n**0.5), varied=readers.varied,
+        logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
+    ),
+    windows=all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
+    moe=readers.varied_experts,
+    defaults={
+        "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "sliding_window": 512, "max_position_embeddings": 131_072, "vocab_size": 262_144,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+        "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
+    rope={
+        "full_attention": {
+            "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    names={
+        **GEMMA_NAMES, "post_mlp_norm": "post_feedforward_layernorm_1",
+        "post_experts_norm": "post_feedforward_layernorm_2",
+        "pre_experts_norm": "pre_feedforward_layernorm_2",
+    },
+)
 
 MORE_FAMILIES: dict[str, Family] = {
     "AfmoeForCausalLM": Family(
@@ -130,6 +160,11 @@ MORE_FAMILIES: dict[str, Family] = {
     "FlexOlmoForCausalLM": Family(
         "flex_olmo", plan=OLMO2, moe=experts(inner="intermediate_size", **NORM_TOPK),
         defaults={"rope_theta": 5e5}, names=GEMMA_NAMES,
+    ),
+    "Gemma4ForCausalLM": GEMMA_4,
+    "Gemma4UnifiedForCausalLM": replace(
+        GEMMA_4, model_type="gemma4_unified_text",
+        defaults={**GEMMA_4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",

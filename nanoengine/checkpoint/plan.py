@@ -6,6 +6,8 @@ field here and a few lines there; a family is a choice of values.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +41,44 @@ class LatentPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VariedPlan:
+    """Layers of two shapes, of which the last may attend to keys and values of earlier ones.
+
+    Attributes:
+        shapes: head dim and number of KV heads, of layers with a window and of the others.
+        keys_are_values: in layers without a window both are one projection.
+        num_shared: so many last layers attend to the keys and values of the last layer of their
+            kind before them.
+        shared_width: how many times as wide as others' their MLP is.
+        input_size: of the input that each layer has besides; 0: there is none.
+    """
+
+    shapes: tuple[tuple[int, int], tuple[int, int]]
+    keys_are_values: bool
+    num_shared: int
+    shared_width: int
+    input_size: int
+
+    @property
+    def widest(self) -> tuple[int, int]:
+        """The shape of the layers that keep the most."""
+        return max(self.shapes, key=math.prod)
+
+    def in_a_slice(self, window: int | None) -> int:
+        """How many layers of this kind share a slice of the KV cache."""
+        return math.prod(self.widest) // math.prod(self.shapes[window is None])
+
+    def slices(self, windows: Sequence[int | None]) -> list[tuple[int, ...]]:
+        """The layers that keep keys and values, those together that share a slice."""
+        own, found = windows[: len(windows) - self.num_shared], []
+        for window in dict.fromkeys(own):
+            alike = [n for n, other in enumerate(own) if other == window]
+            size = self.in_a_slice(window)
+            found += [tuple(alike[n : n + size]) for n in range(0, len(alike), size)]
+        return sorted(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
     """One decoder layer, and what stands before the first and behind the last; by default Llama's.
 
@@ -66,6 +106,7 @@ class LayerPlan:
         attention_scale: factor on q.k; None: head_dim ** -0.5.
         sinks: each head has a learned score in the sum of its softmax (`AttentionSpec.sinks`).
         latent: keys and values are made of one short vector a token; None: of the hidden state.
+        varied: layers differ in their shapes; None: all are alike.
         head_bias: logits have biases.
         attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
     """
@@ -90,6 +131,7 @@ class LayerPlan:
     attention_scale: float | None = None
     sinks: bool = False
     latent: LatentPlan | None = None
+    varied: VariedPlan | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     head_bias: bool = False

@@ -61,10 +61,10 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
         ("num_key_value_heads", kv_heads, "k_proj"),
         ("heads of q, k and v", heads + 2 * kv_heads, "qkv_proj"),
     ):
-        if config.plan.latent is None:
+        if config.plan.latent is None and config.plan.varied is None:
             check_outputs(f"{key} * head_dim", count * config.head_dim, f"{name}.{part}")
     sparse = config.moe.layers if config.moe else ()
-    for layer in range(config.num_hidden_layers):
+    for layer in range(0 if config.plan.varied else config.num_hidden_layers):
         mlp = f"model.layers.{layer}.mlp"
         if config.moe is None or layer not in sparse:
             for matrix, count in (("gate_proj", 1), ("up_proj", 1), ("gate_up_proj", 2)):

@@ -57,7 +57,7 @@ class VariantLM(CausalLM):
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         self.config = config
-        self.model = VariantDecoder(config, context)
+        self.model = self.make_decoder(config, context)
         plan, tied = config.plan, config.tie_word_embeddings
         capped = plan.logit_scale != 1 or plan.logit_softcap is not None or plan.head_bias
         head = partial(CappedHead, plan) if capped else OutputHead
@@ -66,6 +66,10 @@ class VariantLM(CausalLM):
             from nanoengine.models.states import StateLayer
 
             self.state_layers = [m for m in self.modules() if isinstance(m, StateLayer)]
+
+    def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariantDecoder:
+        """What is between token ids and the last norm."""
+        return VariantDecoder(config, context)
 
     @property
     def graph_safe(self) -> bool:

@@ -91,6 +91,15 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA_4: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 16,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "vocab_size_per_layer_input": 256,
+    "pad_token_id": 0,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": (
@@ -162,6 +171,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3_vision": ("Gemma3Config", {"text": "gemma3", "mm_tokens_per_image": 4}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {**GEMMA_4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+         "hidden_size_per_layer_input": 16, "final_logit_softcapping": 10.0},
+    ),
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        {**GEMMA_4, "num_hidden_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL],
+         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+         "num_global_key_value_heads": 2, "global_head_dim": 8, "enable_moe_block": True,
+         "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma4_vision": ("Gemma4Config", {"text": "gemma4"}),
     "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
     "glm4": ("Glm4Config", {"head_dim": 32, "pad_token_id": 0}),
     "glm4_moe": ("Glm4MoeConfig", {**ROUTED_MOE, "use_qk_norm": True, "head_dim": 16}),
@@ -350,8 +372,18 @@ def make_model(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(
+                (
+                    "norm.weight",
+                    "norm_1.weight",
+                    "norm_2.weight",
+                    ".router.scale",
+                    "per_expert_scale",
+                )
+            ):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith("A_log"):  # else nothing would be remembered
                 parameter.copy_(torch.randn_like(parameter) - 2)
