@@ -74,7 +74,7 @@ class RowBuffers:
         num_groups: int,
         device: torch.device,
         first_state: int | None = None,
-        in_a_slice: Sequence[int] = (),
+        in_a_slice: list[int] | None = None,
     ) -> None:
         self.block_size, self.first_state, self.in_a_slice = block_size, first_state, in_a_slice
         self.num_kv_groups = num_groups - (first_state is not None)
@@ -84,8 +84,7 @@ class RowBuffers:
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
         self.pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.pool_positions = np.full(max_num_seqs, -1)
-        self.seq_ids = np.full(max_num_seqs, -1)
-        self._device = device
+        self.seq_ids, self._device = np.full(max_num_seqs, -1), device
 
     def update(self, plan: StepPlan) -> None:
         """Carries out the plan's changes of rows, in its order."""
