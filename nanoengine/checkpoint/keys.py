@@ -92,7 +92,7 @@ KEYS: dict[str, Key] = {
     "num_global_key_value_heads": Key(int, 1, 2**16),
     "per_layer_config": Key(dict[str, Any], unread="refused"),
     "hidden_size_per_layer_input": Key(int, 0, 2**16, 0, "refused"),
-    "vocab_size_per_layer_input": Key(int, 1, 2**19),
+    "vocab_size_per_layer_input": Key(int, 1, 2**19, **_HARMLESS),
     "query_pre_attn_scalar": Key(int, 1, 2**20, None, "refused"),
     "attention_multiplier": Key(float, 1e-6, 1e6, None, "refused"),
     "attn_temperature_tuning": Key(bool | int, default=False, unread="refused"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from nanoengine.checkpoint import readers
+from nanoengine.checkpoint import more_readers, readers
 from nanoengine.checkpoint.families import (
     ATTENTION_BIAS,
     DEEPSEEK,
@@ -59,11 +59,11 @@ GEMMA_4 = Family(
     plan=plan(
         only={"hidden_activation": (GELU,), "use_bidirectional_attention": ("vision", False, None)},
         norms="both", norm="wide", head_norm="head", activation=GELU, attention_scale=1.0,
-        embedding_scale=key("hidden_size", lambda n: n**0.5), varied=readers.varied,
+        embedding_scale=key("hidden_size", lambda n: n**0.5), varied=more_readers.varied,
         logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
     ),
     windows=all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
-    moe=readers.varied_experts,
+    moe=more_readers.varied_experts,
     defaults={
         "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
         "sliding_window": 512, "max_position_embeddings": 131_072, "vocab_size": 262_144,
@@ -88,7 +88,7 @@ MORE_FAMILIES: dict[str, Family] = {
         "afmoe",
         plan=plan(
             only={"attention_bias": (False,)}, norms="both", norm="wide", head_norm="head",
-            output_gate="beside", embedding_scale=readers.mup_scale,
+            output_gate="beside", embedding_scale=more_readers.mup_scale,
         ),
         windows=all_but_every("global_attn_every_n_layers"), turned=readers.only_with_window,
         moe=experts(
@@ -135,7 +135,7 @@ MORE_FAMILIES: dict[str, Family] = {
         moe=experts(
             count="moe_num_experts", taken="moe_k", correction_bias="row", norm_epsilon=1e-12,
             shared_size=readers.shared_size("moe_num_shared_experts"),
-            layers=readers.ernie_layers,
+            layers=more_readers.ernie_layers,
         ),
         defaults={
             "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
@@ -228,7 +228,7 @@ MORE_FAMILIES: dict[str, Family] = {
         plan=plan(
             norms=key("use_post_norm", lambda asked: "both" if asked else "before"),
             **{**GRANITE_KEYS, "logit_scale": key("logits_scaling"),
-               "attention_scale": readers.mup_attention},
+               "attention_scale": more_readers.mup_attention},
         ),
         names={"attention_output_norm": "post_norm1", "mlp_output_norm": "post_norm2"},
     ),
