@@ -180,17 +180,6 @@ FAMILIES: dict[str, Family] = {
         defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
         eps="layer_norm_eps",
     ),
-    "CwmForCausalLM": Family(
-        "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-            "sliding_window": 8192, "eos_token_id": [128_001, 128_008, 128_009],
-        },
-        rope={
-            "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        },
-    ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
         plan=plan(
@@ -272,13 +261,6 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "GraniteForCausalLM": Family("granite", plan=GRANITE, defaults={"attention_multiplier": 1.0}),
-    "HeliumForCausalLM": Family(
-        "helium",
-        plan=plan(interleaved=True, qkv_bias=key("attention_bias"), mlp_bias=key("mlp_bias")),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5,
-        },
-    ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
         defaults=HUNYUAN_DEFAULTS, rope_extra=HUNYUAN_ROPE, names=HUNYUAN_NAMES,
@@ -304,14 +286,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "MistralForCausalLM": Family(
         "mistral", windows=WINDOW, defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    ),
-    "NemotronForCausalLM": Family(
-        "nemotron",
-        plan=plan(
-            only={"hidden_act": ("relu2",)}, norm="centered layer", norm_bias=True, gated=False,
-            activation="relu2", **LLAMA,
-        ),
-        defaults={"partial_rotary_factor": 0.5}, eps="norm_eps",
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", plan=OLMO2, defaults={"rms_norm_eps": 1e-5}, names=GEMMA_NAMES,
@@ -351,37 +325,10 @@ FAMILIES: dict[str, Family] = {
         moe=QWEN_SHARED, defaults=NEXT_DEFAULTS | {"norm_topk_prob": True},
         rope_extra=M_ROPE, names=SHARED_NAMES, left_out=DRAFTS, inner=EXPERT_SIZE,
     ),
-    "SeedOssForCausalLM": Family(
-        "seed_oss",
-        plan=plan(
-            qkv_bias=key("attention_bias"), output_bias=key("attention_out_bias"),
-            mlp_bias=key("mlp_bias"),
-        ),
-        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
-    ),
     "SmolLM3ForCausalLM": Family(
         "smollm3", plan=plan(**LLAMA), windows=windows(readers.not_turned, asked=True),
         turned=readers.smollm_turned,
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
-    ),
-    "StableLmForCausalLM": Family(
-        "stablelm",
-        plan=plan(
-            norms=key("use_parallel_residual", lambda asked: "parallel" if asked else "before"),
-            norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
-        ),
-        defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}, eps="layer_norm_eps",
-    ),
-    "Starcoder2ForCausalLM": Family(
-        "starcoder2",
-        plan=plan(
-            only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated=False,
-            activation=GELU, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
-            mlp_bias=key("use_bias"),
-        ),
-        windows=WINDOW,
-        defaults={"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True},
-        names={"up_proj": "c_fc", "down_proj": "c_proj"}, eps="norm_epsilon",
     ),
 }
 # fmt: on

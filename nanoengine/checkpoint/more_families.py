@@ -122,6 +122,17 @@ MORE_FAMILIES: dict[str, Family] = {
             "post_attention_layernorm": "feedforward_layernorm",
         },
     ),
+    "CwmForCausalLM": Family(
+        "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "sliding_window": 8192, "eos_token_id": [128_001, 128_008, 128_009],
+        },
+        rope={
+            "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    ),
     "Dots1ForCausalLM": Family(
         "dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers), moe=DEEPSEEK,
         defaults={
@@ -213,6 +224,13 @@ MORE_FAMILIES: dict[str, Family] = {
             "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
         },
     ),
+    "HeliumForCausalLM": Family(
+        "helium",
+        plan=plan(interleaved=True, qkv_bias=key("attention_bias"), mlp_bias=key("mlp_bias")),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5,
+        },
+    ),
     "HunYuanMoEV1ForCausalLM": Family(
         "hunyuan_v1_moe", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
         moe=experts(
@@ -293,6 +311,14 @@ MORE_FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         names=MIXTRAL_NAMES,
     ),
+    "NemotronForCausalLM": Family(
+        "nemotron",
+        plan=plan(
+            only={"hidden_act": ("relu2",)}, norm="centered layer", norm_bias=True, gated=False,
+            activation="relu2", **LLAMA,
+        ),
+        defaults={"partial_rotary_factor": 0.5}, eps="norm_eps",
+    ),
     "OlmoeForCausalLM": Family(
         "olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
         moe=experts(inner="intermediate_size", **NORM_TOPK), defaults={"rms_norm_eps": 1e-5},
@@ -330,6 +356,14 @@ MORE_FAMILIES: dict[str, Family] = {
         "qwen3_moe", plan=QWEN3, windows=windows(readers.every_layer, asked=True, named=False),
         moe=experts(**QWEN), defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        plan=plan(
+            qkv_bias=key("attention_bias"), output_bias=key("attention_out_bias"),
+            mlp_bias=key("mlp_bias"),
+        ),
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
+    ),
     "SolarOpenForCausalLM": Family(
         "solar_open", plan=plan(qkv_bias=key("attention_bias")),
         moe=experts(**{n: read for n, read in DEEPSEEK_KEYS.items() if n != "layers"}),
@@ -338,6 +372,25 @@ MORE_FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True, "n_shared_experts": 1, "partial_rotary_factor": 1.0,
         },
         inner=EXPERT_SIZE,
+    ),
+    "StableLmForCausalLM": Family(
+        "stablelm",
+        plan=plan(
+            norms=key("use_parallel_residual", lambda asked: "parallel" if asked else "before"),
+            norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
+        ),
+        defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}, eps="layer_norm_eps",
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2",
+        plan=plan(
+            only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated=False,
+            activation=GELU, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
+            mlp_bias=key("use_bias"),
+        ),
+        windows=WINDOW,
+        defaults={"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True},
+        names={"up_proj": "c_fc", "down_proj": "c_proj"}, eps="norm_epsilon",
     ),
     "VaultGemmaForCausalLM": Family(
         "vaultgemma", plan=plan(**{**GEMMA_2, "norms": "before"}), windows=all_but_every(2),
