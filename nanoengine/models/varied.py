@@ -26,11 +26,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoengine.attention.base import AttentionSpec, Rotation, rotate
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot, whole_slots
@@ -166,10 +167,11 @@ class VariedDecoder(VariantDecoder):
             sizes = replace(config, hidden_size=varied.input_size)
             self.per_layer_projection_norm = make_norm(sizes, context)
             self.projection_scale = hidden**-0.5
+        self.backend, self.first_shared = context.kernels.attention, depth - varied.num_shared
         self.layers = nn.ModuleList()
         last: dict[int | None, VariedAttention] = {}
         for index, window in enumerate(config.sliding_windows):
-            shared = last[window] if index >= depth - varied.num_shared else None
+            shared = last[window] if index >= self.first_shared else None
             layer = VariedLayer(index, kinds.index(window), configs[index], shared, context)
             self.layers.append(layer)
             last.setdefault(window, layer.mixer)
@@ -183,6 +185,12 @@ class VariedDecoder(VariantDecoder):
         inputs = self._inputs(x, batch.token_ids) if self.input_size else None
         rotations = [rotary(batch.positions) for rotary in self.rotary.each]
         for index, layer in enumerate(self.stack):
+            if index == self.first_shared and batch.logits_indices is not None:
+                batch, kept = ends_of(batch, self.backend)
+                if not len(kept):  # the step is only a chunk of prompts
+                    return x[:0]
+                x, inputs = x[kept], None if inputs is None else inputs[kept]
+                rotations = [rotary(batch.positions) for rotary in self.rotary.each]
             rows = batch.logits_indices if index == len(self.stack) - 1 else None
             own = None if inputs is None else inputs[:, index]
             x = layer(x, rotations, batch, rows, own)
@@ -194,6 +202,38 @@ class VariedDecoder(VariantDecoder):
         projected = self.per_layer_model_projection(embedded) * self.projection_scale
         normed, _ = self.per_layer_projection_norm(projected.view(-1, self.input_size), None)
         return (normed.view(shape) + self.embed_tokens_per_layer(token_ids).view(shape)) * 2**-0.5
+
+
+def ends_of(batch: Batch, backend: AttentionBackend) -> tuple[Batch, torch.Tensor]:
+    """A batch of each sequence's tokens from the first that gives logits on, and where they are in
+    the step's. Why: layers that store no keys and values need no others; of most prompts one is
+    left."""
+    assert batch.logits_indices is not None
+    starts, wanted = batch.query_start_loc.numpy(), batch.logits_indices.numpy()
+    first = starts[1:].astype(np.int64)
+    np.minimum.at(first, np.searchsorted(starts, wanted, "right") - 1, wanted)
+    counts = starts[1:] - first
+    (seqs,) = np.nonzero(counts)
+    seqs = seqs[np.argsort(counts[seqs] != 1, kind="stable")]
+    kept = np.concatenate([np.arange(first[n], starts[n + 1]) for n in seqs] or [first[:0]])
+    places = np.zeros(batch.num_tokens, np.int64)
+    places[kept] = np.arange(len(kept))
+    ends = np.concatenate(([0], np.cumsum(counts[seqs]))).astype(np.int32)
+    of_tokens, of_seqs = torch.from_numpy(kept), torch.from_numpy(seqs)
+    found = replace(
+        batch,
+        token_ids=batch.token_ids[of_tokens],
+        positions=batch.positions[of_tokens],
+        slot_mapping=batch.slot_mapping[:, of_tokens],
+        query_start_loc=torch.from_numpy(ends),
+        seq_lens=batch.seq_lens[of_seqs],
+        block_tables=batch.block_tables[:, of_seqs],
+        logits_indices=torch.from_numpy(places[wanted]),
+        num_decodes=int((counts == 1).sum()),
+        max_query_len=int(counts.max(initial=1)),
+    )
+    found.attention = backend.prepare(found)
+    return found, of_tokens
 
 
 class VariedLayer(VariantLayer):

@@ -14,6 +14,7 @@ from nanoengine.checkpoint.config import load_model_config, parse_model_config
 from nanoengine.checkpoint.varied_plan import VariedPlan
 from nanoengine.errors import ConfigError, UnsupportedModelError
 from nanoengine.runner.kv_cache import in_a_slice, make_groups
+from nanoengine.settings.params import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import all_logits, build
@@ -100,6 +101,30 @@ def test_ranks_may_share_the_one_kv_head_of_all_layers() -> None:
     one = tokens(run(make_engine(directory, **options), prompts, greedy(6)))
     two = make_engine(directory, tensor_parallel_size=2, **options)
     assert tokens(run(two, prompts, greedy(6))) == one
+
+
+def test_chunks_score_prompts_and_sample_as_whole_prompts_do() -> None:
+    """Steps of which some, all or no tokens give logits."""
+    prompts = random_prompts(3, (21, 5, 30))
+    asked = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1)
+    plain = greedy(4)
+    found = []
+    for budget in (7, 256):
+        engine = make_engine(
+            checkpoint("gemma4"), dtype="float32", attention_backend="cpu", block_size=8,
+            num_kv_blocks=60, max_num_batched_tokens=budget, max_num_seqs=4, max_model_len=64,
+        )  # fmt: skip
+        outputs = run(engine, prompts, [asked, plain, asked])
+        scores = [
+            [next(iter(line.values())).logprob for line in (output.prompt_logprobs or ()) if line]
+            for output in outputs
+        ]
+        found.append((tokens(outputs), scores))
+    (ours, scored), (others, other_scored) = found
+    assert ours == others
+    assert list(map(len, scored)) == [20, 0, 29]
+    for a, b in zip(scored, other_scored, strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
