@@ -227,7 +227,12 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in named:
         if name in FAMILIES:
             return raw, name, False
+    from nanoengine.checkpoint.more_families import OTHER_NAMES
+
     every = _every_family()
+    if len(named) == 1 and named[0] in OTHER_NAMES:
+        named = [OTHER_NAMES[named[0]]]
+        raw = {**raw, "architectures": named}
     by_type = {family.model_type: name for name, family in every.items()}
     for name in named or [by_type.get(given.get("model_type", ""))]:
         if name in every:

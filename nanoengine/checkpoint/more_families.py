@@ -401,6 +401,13 @@ MORE_FAMILIES: dict[str, Family] = {
 # fmt: on
 
 
+OTHER_NAMES = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Architecture as published checkpoints name it -> as transformers does."""
+
+
 def every_family() -> Mapping[str, Family]:
     """Supported architecture -> its row; all of the table."""
     return FAMILIES | MORE_FAMILIES

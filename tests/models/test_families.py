@@ -234,6 +234,17 @@ def test_the_model_may_lie_below_another_prefix(prefix: str, tmp_path: Path) -> 
     assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("phimoe", "PhiMoEForCausalLM"), ("exaone_moe", "ExaoneMoEForCausalLM")]
+)
+def test_an_architecture_may_have_the_name_that_it_was_published_with(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    raw = json.loads((Path(checkpoint(family)) / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [name]}), "utf-8")
+    assert load_model_config(tmp_path) == load_model_config(checkpoint(family))
+
+
 def test_tensors_of_a_vision_tower_are_left_out_and_said_to_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

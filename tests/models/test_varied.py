@@ -116,7 +116,7 @@ def test_chunks_score_prompts_and_sample_as_whole_prompts_do() -> None:
         )  # fmt: skip
         outputs = run(engine, prompts, [asked, plain, asked])
         scores = [
-            [next(iter(line.values())).logprob for line in (output.prompt_logprobs or ()) if line]
+            [line[0].logprob for line in (output.prompt_logprobs or ()) if line]
             for output in outputs
         ]
         found.append((tokens(outputs), scores))
