@@ -274,6 +274,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "command-r": Architecture("CohereForCausalLM", keys={"logit_scale": "logit_scale"}),
     "dots1": Architecture("Dots1ForCausalLM", keys=ROUTED),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM", unread=("expert_shared_feed_forward_length",),
+        keys=EXPERTS | {
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+    ),
     "exaone": Architecture("LlamaForCausalLM"),
     "exaone4": Architecture("Exaone4ForCausalLM", slides=4),
     "gemma2": Architecture(
@@ -291,9 +299,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         names=BEFORE_MLP, slides=2,
     ),
     "granite": Architecture("GraniteForCausalLM", keys=SCALES, pairs=True, unread=NO_STATES),
-    "granitemoe": Architecture("GraniteMoeForCausalLM", keys=SCALES, pairs=True),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM", pairs=True,
+        also={"expert_shared_feed_forward_length": "GraniteMoeSharedForCausalLM"},
+        keys=SCALES | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+    ),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1ForCausalLM",
+        unread=(*EXPERTS, "expert_shared_count", "expert_shared_feed_forward_length"),
+    ),
     "internlm2": Architecture("LlamaForCausalLM", pairs=True),
+    "jais2": Architecture("Jais2ForCausalLM", fixed={"hidden_act": "relu2"}),
     "lfm2": Architecture(
         "Lfm2ForCausalLM", keys=CONVOLVED, fixed={"block_auto_adjust_ff_dim": False}, more=_lfm2,
     ),
@@ -522,9 +539,12 @@ def differences(
     norm = "wide" if plan.norm == "centered" else plan.norm
     drafting = range(layers, model.given.layers)
     kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
+    merged = plan.merged_gate and "model.layers.0.mlp.shared_experts.gate_proj.weight" not in here
+    if moe is not None:
+        moe = replace(moe, inputs_first=False, correction_bias=bool(moe.correction_bias))
     return {
-        "plan": replace(plan, norm=norm, **biases),
-        "moe": None if moe is None else replace(moe, inputs_first=False),
+        "plan": replace(plan, norm=norm, merged_gate=merged, **biases),
+        "moe": moe,
         "states": None if states is None else replace(states, merged=False, tiled=model.row.tiled),
         "tensor_names": {},
         "left_out": rf"model\.layers\.({'|'.join(map(str, drafting))})\." if drafting else "",
