@@ -185,7 +185,7 @@ class VariedDecoder(VariantDecoder):
         inputs = self._inputs(x, batch.token_ids) if self.input_size else None
         rotations = [rotary(batch.positions) for rotary in self.rotary.each]
         for index, layer in enumerate(self.stack):
-            if index == self.first_shared and batch.logits_indices is not None:
+            if index == self.first_shared and _has_others(batch):
                 batch, kept = ends_of(batch, self.backend)
                 if not len(kept):  # the step is only a chunk of prompts
                     return x[:0]
@@ -202,6 +202,12 @@ class VariedDecoder(VariantDecoder):
         projected = self.per_layer_model_projection(embedded) * self.projection_scale
         normed, _ = self.per_layer_projection_norm(projected.view(-1, self.input_size), None)
         return (normed.view(shape) + self.embed_tokens_per_layer(token_ids).view(shape)) * 2**-0.5
+
+
+def _has_others(batch: Batch) -> bool:
+    """Whether there are tokens that give no logits."""
+    wanted = batch.logits_indices
+    return wanted is not None and len(wanted) < batch.num_tokens
 
 
 def ends_of(batch: Batch, backend: AttentionBackend) -> tuple[Batch, torch.Tensor]:

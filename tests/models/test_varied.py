@@ -73,11 +73,20 @@ def test_tensors_that_nobody_reads_of_layers_without_keys_are_left_out(
     assert "2 of its" in caplog.text
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe"])
-def test_random_variations_compute_what_transformers_does(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("gemma4", {}),
+        ("gemma4", {"global_head_dim": 16, "num_kv_shared_layers": 0}),
+        ("gemma4_moe", {}),
+    ],
+)
+def test_variations_compute_what_transformers_does(
+    family: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     fields: dict[str, Any] = {
         "num_attention_heads": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8, "use_double_wide_mlp": False, "attention_bias": True,
+        "hidden_size_per_layer_input": 8, "use_double_wide_mlp": False, "attention_bias": True, **more,
     }  # fmt: skip
     reference = make_checkpoint(tmp_path, family, seed=3, **fields)
     prompts = plain_prompts(40)
