@@ -82,7 +82,7 @@ class VariedLM(VariantLM):
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariedDecoder:
         if context.device.type != "cpu":
             raise ConfigError(
-                "this model's layers of two shapes are not implemented on device"
+                "this model's attention, of two shapes, is not implemented on device"
                 f" {context.device.type!r}: set device='cpu'"
             )
         varied, ranks = config.plan.varied, context.shard.world_size

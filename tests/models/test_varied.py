@@ -86,7 +86,8 @@ def test_variations_compute_what_transformers_does(
 ) -> None:
     fields: dict[str, Any] = {
         "num_attention_heads": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8, "use_double_wide_mlp": False, "attention_bias": True, **more,
+        "hidden_size_per_layer_input": 8, "use_double_wide_mlp": False, "attention_bias": True,
+        **more,
     }  # fmt: skip
     reference = make_checkpoint(tmp_path, family, seed=3, **fields)
     prompts = plain_prompts(40)

@@ -334,8 +334,10 @@ family that a multimodal checkpoint's text part is of."""
 EAGER = ("gemma2", "gpt_oss", "vaultgemma")
 """Those whose attention transformers has in plain torch alone."""
 
-CPU_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-"""Those that other devices refuse by name: they attend over latents."""
+CPU_FAMILIES = (
+    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gemma4", "gemma4_moe", "gemma4_vision",
+)  # fmt: skip
+"""Those that other devices refuse by name: they attend over latents, or have layers that differ."""
 
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
