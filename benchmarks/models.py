@@ -41,6 +41,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "gemma4_text": (
+        "Gemma4ForCausalLM",
+        {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 64,
+            "vocab_size_per_layer_input": 32_000,
+            "num_kv_shared_layers": 8,
+            "global_head_dim": 128,
+            "sliding_window": 512,
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 4,
+        },
+    ),
     "glm4": ("Glm4ForCausalLM", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     "granite": (
         "GraniteForCausalLM",

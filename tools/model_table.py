@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from nanoengine.checkpoint.config import parse_model_config  # noqa: E402
-from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS  # noqa: E402
+from nanoengine.checkpoint.families import TEXT_PARTS  # noqa: E402
+from nanoengine.checkpoint.more_families import every_family  # noqa: E402
 from nanoengine.errors import NanoEngineError  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
 from tests.support.model_helpers import all_logits, build, random_prompts  # noqa: E402
@@ -96,7 +97,7 @@ def main() -> None:
         print(model_type, *rows[model_type], flush=True)
     supported = {architecture for architecture, result in rows.values() if result == "equal"}
     print(len(supported), "architectures equal;", "not tried:",
-          sorted({*FAMILIES, *TEXT_PARTS} - supported))  # fmt: skip
+          sorted({*every_family(), *TEXT_PARTS} - supported))  # fmt: skip
     if not sys.argv[1:]:
         text = PAGE.read_text("utf-8")
         before, rest = text.split(BEGIN)

@@ -16,7 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
+from nanoengine.checkpoint.families import (
+    FAMILIES,
+    OUTSIDE,
+    TEXT_DEFAULTS,
+    TEXT_PARTS,
+    Family,
+)
 from nanoengine.checkpoint.files import GGUF
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
@@ -36,7 +42,10 @@ GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_pena
 """Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
 
-VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\."
+VISION = (
+    r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
+    r"|vision_embedder)\."
+)
 """Begins the names of tensors of a multimodal checkpoint that its text part has no use for."""
 
 
@@ -45,7 +54,7 @@ class ModelConfig:
     """What a checkpoint computes. Names are Hugging Face's where one exists.
 
     Attributes:
-        architecture: a key of `FAMILIES`.
+        architecture: a key of `every_family`.
         max_position_embeddings: longest context [tokens], extended by yarn where it is configured.
         rms_norm_eps: of all norms, LayerNorm's too.
         plan: what the layers compute.
@@ -124,7 +133,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     """The normalised form of a parsed config.json; see `load_model_config`."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
-    family = FAMILIES[architecture]
+    family = FAMILIES.get(architecture) or _every_family()[architecture]
     left_out = [VISION] if is_part else []
     left_out += [family.left_out] if family.left_out else []
     keys = Keys(raw, family.defaults)
@@ -144,6 +153,9 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     plan = family.plan(keys)
     if plan.latent is not None:
         kv_heads, head_dim = 1, plan.latent.size
+    if plan.varied is not None:
+        head_dim, kv_heads = plan.varied.widest
+        left_out += _unused_keys(keys, plan.varied.num_shared)
     if partial_heads:
         turned = read_rotary_dim(keys, head_dim, family.rope)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
@@ -151,7 +163,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     windows = _sliding_windows(architecture, family, keys, states)
     slides = [window is not None for window in windows]
     if family.bases:
-        full, sliding = read_ropes_by_kind(keys, *family.bases)
+        full, sliding = read_ropes_by_kind(keys, *family.bases, family.rope)
         ropes: Ropes = tuple(sliding if slide else full for slide in slides)
     else:
         extra, absent = family.rope_extra, family.rope
@@ -212,19 +224,34 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                 )
             outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
             return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], True
-    by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    for name in named or [by_type.get(given.get("model_type", ""))]:
+    for name in named:
         if name in FAMILIES:
+            return raw, name, False
+    from nanoengine.checkpoint.more_families import OTHER_NAMES
+
+    every = _every_family()
+    if len(named) == 1 and named[0] in OTHER_NAMES:
+        named = [OTHER_NAMES[named[0]]]
+        raw = {**raw, "architectures": named}
+    by_type = {family.model_type: name for name, family in every.items()}
+    for name in named or [by_type.get(given.get("model_type", ""))]:
+        if name in every:
             return raw, name, False
     from nanoengine.checkpoint.pooling import decoder_of
 
     for name in named:
-        if (generator := decoder_of(name, FAMILIES)) is not None:
+        if (generator := decoder_of(name, every)) is not None:
             return raw, generator, False
     what = ", ".join(map(shown, named)) or f"model_type={shown(given.get('model_type'))}"
     raise UnsupportedModelError(
-        f"unsupported architecture {what}; supported: {', '.join([*FAMILIES, *TEXT_PARTS])}"
+        f"unsupported architecture {what}; supported: {', '.join([*every, *TEXT_PARTS])}"
     )
+
+
+def _every_family() -> Mapping[str, Family]:
+    from nanoengine.checkpoint.more_families import every_family
+
+    return every_family()
 
 
 def _states(family: Family, keys: Keys) -> StatePlan | None:
@@ -261,6 +288,14 @@ def _sliding_windows(
             f" use_sliding_window={keys.get('use_sliding_window')!r} of {architecture}"
         )
     return tuple(window if slide else None for slide in slides)
+
+
+def _unused_keys(keys: Keys, num_shared: int) -> list[str]:
+    """The names of keys' and values' tensors of layers that have none: see `left_out`."""
+    layers = keys.require("num_hidden_layers")
+    numbers = "|".join(map(str, range(layers - num_shared, layers)))
+    names = rf"[\w.]*layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
+    return [names] if num_shared else []
 
 
 def _drafting_layers(keys: Keys) -> str:

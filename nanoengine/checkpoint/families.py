@@ -1,8 +1,8 @@
 """The families: what each one's config.json means, and how its checkpoints differ from Llama's.
 
-`FAMILIES` is the table: a row is a family, its readers say which keys it obeys, and what it doesn't
-say is as in Llama. A new family of known mechanisms is a row; a new mechanism is a field of
-`LayerPlan` or `MoEConfig` besides. Called by `config.py`.
+`FAMILIES` is the table, with `more_families.py`: a row is a family, its readers say which keys it
+obeys, and what it doesn't say is as in Llama. A new family of known mechanisms is a row; a new
+mechanism is a field of `LayerPlan` or `MoEConfig` besides. Called by `config.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.readers import Reader, all_but_every, experts, key, plan, size, windows
 
 PLAIN, INNER_SIZE = plan(), size("intermediate_size")
+# Why: where all layers have experts, configs need name no other MLP.
+EXPERT_SIZE = size("intermediate_size", "moe_intermediate_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Family:
         moe: its mixture of experts.
         defaults: values of absent keys, where they are not those of `KEYS`. A family that has one
             of `partial_rotary_factor` obeys that key; others turn whole heads.
-        rope: `rope_parameters` of a config that has none.
+        rope: `rope_parameters` of a config that has none, by layer type where there are `bases`.
         rope_extra: further keys of `rope_parameters` -> whether they change the maths of text.
         names: parts of our tensors' names -> what they are called in its checkpoints.
         left_out: expression that begins the names of tensors that are for drafts.
@@ -47,7 +49,7 @@ class Family:
     windows: readers.WindowsReader = readers.never
     turned: readers.TurnedReader = readers.always
     bases: tuple[str, str] | None = None
-    moe: Reader[MoEConfig] | None = None
+    moe: Reader[MoEConfig | None] | None = None
     defaults: Json = field(default_factory=dict)
     rope: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
@@ -79,21 +81,24 @@ GEMMA = {
     "only": {"hidden_act": (GELU, None), "hidden_activation": (GELU,)}, "norms": "both",
     "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5), **GEMMA_1,
 }
-GRANITE = plan(
-    embedding_scale=key("embedding_multiplier"), residual_scale=key("residual_multiplier"),
-    attention_scale=key("attention_multiplier"),
-    logit_scale=key("logits_scaling", lambda scaling: 1 / scaling), **LLAMA,
-)
+GEMMA_2 = {
+    "attention_softcap": key("attn_logit_softcapping"),
+    "logit_softcap": key("final_logit_softcapping"), **GEMMA,
+}
+GRANITE_KEYS = {
+    "embedding_scale": key("embedding_multiplier"), "residual_scale": key("residual_multiplier"),
+    "attention_scale": key("attention_multiplier"),
+    "logit_scale": key("logits_scaling", lambda scaling: 1 / scaling), **LLAMA,
+}
+GRANITE = plan(**GRANITE_KEYS)
 QWEN_NEXT = plan(
-    only={"attn_output_gate": (True,)}, norm="centered", head_norm="head", output_gate=True,
+    only={"attn_output_gate": (True,)}, norm="centered", head_norm="head", output_gate="behind",
     **ATTENTION_BIAS,
 )
 
 # --- experts and windows --------------------------------------------------------------------------
 
 NORM_TOPK = {"norm_topk_prob": key("norm_topk_prob")}
-# Why no key of norms: a softmax over the experts taken is one over all, divided by their sum.
-MIXTRAL = {"count": "num_local_experts", "inner": "intermediate_size"}
 QWEN = {"layers": readers.sparse_layers, **NORM_TOPK}
 QWEN_SHARED = experts(
     shared_size=size("shared_expert_intermediate_size"), shared_gate=True, **QWEN,
@@ -101,7 +106,7 @@ QWEN_SHARED = experts(
 SCALED = {"score": "sigmoid", "scaling_factor": key("routed_scaling_factor"), **NORM_TOPK}
 DEEPSEEK_KEYS = {
     "count": "n_routed_experts", "correction_bias": True, "num_groups": key("n_group"),
-    "groups_per_token": key("topk_group"), "shared_size": readers.shared_size,
+    "groups_per_token": key("topk_group"), "shared_size": readers.shared_size(),
     "layers": readers.layers_from("first_k_dense_replace"), **SCALED,
 }
 DEEPSEEK = experts(**DEEPSEEK_KEYS)
@@ -119,12 +124,21 @@ GEMMA_DEFAULTS = {
     "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
     "sliding_window": 4096, "tie_word_embeddings": True,
 }
+GEMMA_2_DEFAULTS = {
+    **GEMMA_DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 GLM_DEFAULTS = {
     "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7,
     "partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338],
 }
 LFM2_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
 NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
+HUNYUAN_DEFAULTS = {"rms_norm_eps": 1e-5}
+# Why without effect: a config that has an alpha has these too, and nobody reads them.
+HUNYUAN_ROPE = dict.fromkeys(
+    ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), False,
+)
 M_ROPE = {"mrope_section": False, "mrope_interleaved": False}
 """Where positions of images go. Why without effect: all positions of a text are the same."""
 
@@ -135,8 +149,8 @@ GEMMA_NAMES = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
+HUNYUAN_NAMES = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
 NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-MIXTRAL_NAMES = {"mlp": "block_sparse_moe", **NUMBERED}
 LFM2_NAMES = {
     "model.norm": "model.embedding_norm",
     "input_layernorm": "operator_norm",
@@ -166,17 +180,6 @@ FAMILIES: dict[str, Family] = {
         defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
         eps="layer_norm_eps",
     ),
-    "CwmForCausalLM": Family(
-        "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-            "sliding_window": 8192, "eos_token_id": [128_001, 128_008, 128_009],
-        },
-        rope={
-            "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        },
-    ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
         plan=plan(
@@ -187,7 +190,7 @@ FAMILIES: dict[str, Family] = {
             latent=readers.latent, interleaved=True, mlp_bias=key("mlp_bias"), **ATTENTION_BIAS,
         ),
         moe=experts(
-            count="n_routed_experts", norm_topk_prob=False, shared_size=readers.shared_size,
+            count="n_routed_experts", norm_topk_prob=False, shared_size=readers.shared_size(),
             scaling_factor=key("routed_scaling_factor"),
             layers=readers.layers_from("first_k_dense_replace"),
         ),
@@ -199,13 +202,6 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 64, "norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8,
             "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
             "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "num_key_value_heads": 128,
-        },
-    ),
-    "Dots1ForCausalLM": Family(
-        "dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers), moe=DEEPSEEK,
-        defaults={
-            "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62,
-            "n_shared_experts": None,
         },
     ),
     "Ernie4_5ForCausalLM": Family(
@@ -235,16 +231,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
     ),
     "Gemma2ForCausalLM": Family(
-        "gemma2",
-        plan=plan(
-            attention_softcap=key("attn_logit_softcapping"),
-            logit_softcap=key("final_logit_softcapping"), **GEMMA,
-        ),
-        windows=all_but_every(2),
-        defaults={
-            **GEMMA_DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        "gemma2", plan=plan(**GEMMA_2), windows=all_but_every(2), defaults=GEMMA_2_DEFAULTS,
         names=GEMMA_NAMES,
     ),
     "Gemma3ForCausalLM": Family(
@@ -264,19 +251,6 @@ FAMILIES: dict[str, Family] = {
             "mlp_output_norm": "post_mlp_layernorm",
         },
     ),
-    "Glm4MoeForCausalLM": Family(
-        "glm4_moe",
-        plan=plan(
-            qkv_bias=key("attention_bias"),
-            head_norm=key("use_qk_norm", lambda asked: "head" if asked else None),
-        ),
-        moe=DEEPSEEK,
-        defaults={
-            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
-            "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1,
-            "num_nextn_predict_layers": 1,
-        },
-    ),
     "Glm4MoeLiteForCausalLM": Family(
         "glm4_moe_lite", plan=DEEPSEEK_PLAN,
         moe=experts(**{**DEEPSEEK_KEYS, "layers": readers.named_sparse_layers}),
@@ -286,74 +260,16 @@ FAMILIES: dict[str, Family] = {
             "num_nextn_predict_layers": 1, "q_lora_rank": 768, "num_key_value_heads": 20,
         },
     ),
-    "GptOssForCausalLM": Family(
-        "gpt_oss",
-        plan=plan(
-            only={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-            norm="wide", qkv_bias=True, output_bias=True, activation="clamped_swiglu", sinks=True,
-        ),
-        windows=all_but_every(2),
-        moe=experts(
-            **MIXTRAL, router_bias=True, expert_bias=True, interleaved=True, inputs_first=True,
-        ),
-        defaults={
-            "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
-            "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
-        },
-        rope={
-            "rope_type": "yarn", "factor": 32.0, "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        names={"mlp.gate": "mlp.router"},
-    ),
     "GraniteForCausalLM": Family("granite", plan=GRANITE, defaults={"attention_multiplier": 1.0}),
-    "GraniteMoeForCausalLM": Family(
-        "granitemoe", plan=GRANITE, moe=experts(**MIXTRAL), defaults={"attention_multiplier": 1.0},
-        names={
-            "mlp.gate": "block_sparse_moe.router.layer",
-            "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-            "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
-        },
-    ),
-    "HeliumForCausalLM": Family(
-        "helium",
-        plan=plan(interleaved=True, qkv_bias=key("attention_bias"), mlp_bias=key("mlp_bias")),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5,
-        },
-    ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
-        defaults={"rms_norm_eps": 1e-5},
-        names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
+        defaults=HUNYUAN_DEFAULTS, rope_extra=HUNYUAN_ROPE, names=HUNYUAN_NAMES,
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2", plan=LFM2, states=readers.conv_states, defaults=LFM2_DEFAULTS, names=LFM2_NAMES,
         inner=readers.lfm2_inner_size, eps="norm_eps",
     ),
-    "Lfm2MoeForCausalLM": Family(
-        "lfm2_moe", plan=LFM2, states=readers.conv_states,
-        moe=experts(
-            correction_bias=key("use_expert_bias"), norm_epsilon=1e-6,
-            layers=readers.layers_from("num_dense_layers"), **SCALED,
-        ),
-        defaults=LFM2_DEFAULTS | {"norm_topk_prob": True},
-        names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
-        eps="norm_eps",
-    ),
     "LlamaForCausalLM": Family("llama", plan=plan(**LLAMA)),
-    "MiniMaxM2ForCausalLM": Family(
-        "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
-        moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6,
-            "partial_rotary_factor": 1.0,
-        },
-        names={
-            **MIXTRAL_NAMES,
-            "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
-        },
-    ),
     "Ministral3ForCausalLM": Family(
         "ministral3", windows=WINDOW,
         defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
@@ -371,19 +287,6 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(
         "mistral", windows=WINDOW, defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "MixtralForCausalLM": Family(
-        "mixtral", windows=WINDOW, moe=experts(**MIXTRAL),
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        names=MIXTRAL_NAMES,
-    ),
-    "NemotronForCausalLM": Family(
-        "nemotron",
-        plan=plan(
-            only={"hidden_act": ("relu2",)}, norm="centered layer", norm_bias=True, gated=False,
-            activation="relu2", **LLAMA,
-        ),
-        defaults={"partial_rotary_factor": 0.5}, eps="norm_eps",
-    ),
     "Olmo2ForCausalLM": Family(
         "olmo2", plan=OLMO2, defaults={"rms_norm_eps": 1e-5}, names=GEMMA_NAMES,
     ),
@@ -392,10 +295,6 @@ FAMILIES: dict[str, Family] = {
         bases=("rope_theta", "rope_theta"),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
         names=GEMMA_NAMES,
-    ),
-    "OlmoeForCausalLM": Family(
-        "olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
-        moe=experts(inner="intermediate_size", **NORM_TOPK), defaults={"rms_norm_eps": 1e-5},
     ),
     "Phi3ForCausalLM": Family(
         "phi3", plan=plan(merged=True), windows=WINDOW,
@@ -408,20 +307,10 @@ FAMILIES: dict[str, Family] = {
         "qwen2", plan=plan(only={"attention_bias": (True,)}, qkv_bias=True), windows=QWEN_WINDOWS,
         defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     ),
-    "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", plan=plan(qkv_bias=key("qkv_bias")),
-        windows=windows(readers.alternate, asked=True), moe=QWEN_SHARED,
-        defaults={"num_key_value_heads": 16, "sliding_window": 4096, "qkv_bias": True},
-        names=SHARED_NAMES,
-    ),
     "Qwen3ForCausalLM": Family(
         "qwen3", plan=QWEN3, windows=QWEN_WINDOWS,
         defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
         rope_extra=M_ROPE,
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", plan=QWEN3, windows=windows(readers.every_layer, asked=True, named=False),
-        moe=experts(**QWEN), defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next", plan=QWEN_NEXT, states=readers.delta_states(merged=True), moe=QWEN_SHARED,
@@ -433,49 +322,23 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text", plan=QWEN_NEXT, states=readers.delta_states(merged=False),
-        moe=QWEN_SHARED,
-        # Why a size: all layers have experts, and such configs name no other MLP.
-        defaults=NEXT_DEFAULTS | {"norm_topk_prob": True, "intermediate_size": 1},
-        rope_extra=M_ROPE, names=SHARED_NAMES, left_out=DRAFTS,
-    ),
-    "SeedOssForCausalLM": Family(
-        "seed_oss",
-        plan=plan(
-            qkv_bias=key("attention_bias"), output_bias=key("attention_out_bias"),
-            mlp_bias=key("mlp_bias"),
-        ),
-        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
+        moe=QWEN_SHARED, defaults=NEXT_DEFAULTS | {"norm_topk_prob": True},
+        rope_extra=M_ROPE, names=SHARED_NAMES, left_out=DRAFTS, inner=EXPERT_SIZE,
     ),
     "SmolLM3ForCausalLM": Family(
         "smollm3", plan=plan(**LLAMA), windows=windows(readers.not_turned, asked=True),
         turned=readers.smollm_turned,
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
-    "StableLmForCausalLM": Family(
-        "stablelm",
-        plan=plan(
-            norms=key("use_parallel_residual", lambda asked: "parallel" if asked else "before"),
-            norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
-        ),
-        defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}, eps="layer_norm_eps",
-    ),
-    "Starcoder2ForCausalLM": Family(
-        "starcoder2",
-        plan=plan(
-            only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated=False,
-            activation=GELU, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
-            mlp_bias=key("use_bias"),
-        ),
-        windows=WINDOW,
-        defaults={"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True},
-        names={"up_proj": "c_fc", "down_proj": "c_proj"}, eps="norm_epsilon",
-    ),
 }
 # fmt: on
-"""Supported architecture -> its row."""
+"""Supported architecture -> its row; those that a plain prompt may need."""
+
 
 TEXT_PARTS: dict[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",

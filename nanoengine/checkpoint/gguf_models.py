@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from nanoengine.checkpoint.families import FAMILIES
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, GGUFTensor, StoredRows, read_gguf, read_rows
 from nanoengine.checkpoint.keys import Json
+from nanoengine.checkpoint.more_families import every_family
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING
 from nanoengine.checkpoint.rope import ORIGINAL
@@ -101,7 +101,7 @@ class Architecture:
     """What an architecture of GGUF is here.
 
     Attributes:
-        name: a key of `FAMILIES`.
+        name: a key of `every_family`.
         also: a key of the metadata -> the name in place of that, where the key asks for something.
         keys: keys of its metadata, besides `KEYS` -> what config.json calls them.
         fixed: keys of config.json that its files leave unsaid.
@@ -274,6 +274,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "command-r": Architecture("CohereForCausalLM", keys={"logit_scale": "logit_scale"}),
     "dots1": Architecture("Dots1ForCausalLM", keys=ROUTED),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM", unread=("expert_shared_feed_forward_length",),
+        keys=EXPERTS | {
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+    ),
     "exaone": Architecture("LlamaForCausalLM"),
     "exaone4": Architecture("Exaone4ForCausalLM", slides=4),
     "gemma2": Architecture(
@@ -291,9 +299,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         names=BEFORE_MLP, slides=2,
     ),
     "granite": Architecture("GraniteForCausalLM", keys=SCALES, pairs=True, unread=NO_STATES),
-    "granitemoe": Architecture("GraniteMoeForCausalLM", keys=SCALES, pairs=True),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM", pairs=True,
+        also={"expert_shared_feed_forward_length": "GraniteMoeSharedForCausalLM"},
+        keys=SCALES | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+    ),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1ForCausalLM",
+        unread=(*EXPERTS, "expert_shared_count", "expert_shared_feed_forward_length"),
+    ),
     "internlm2": Architecture("LlamaForCausalLM", pairs=True),
+    "jais2": Architecture("Jais2ForCausalLM", fixed={"hidden_act": "relu2"}),
     "lfm2": Architecture(
         "Lfm2ForCausalLM", keys=CONVOLVED, fixed={"block_auto_adjust_ff_dim": False}, more=_lfm2,
     ),
@@ -522,9 +539,12 @@ def differences(
     norm = "wide" if plan.norm == "centered" else plan.norm
     drafting = range(layers, model.given.layers)
     kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
+    merged = plan.merged_gate and "model.layers.0.mlp.shared_experts.gate_proj.weight" not in here
+    if moe is not None:
+        moe = replace(moe, inputs_first=False, correction_bias=bool(moe.correction_bias))
     return {
-        "plan": replace(plan, norm=norm, **biases),
-        "moe": None if moe is None else replace(moe, inputs_first=False),
+        "plan": replace(plan, norm=norm, merged_gate=merged, **biases),
+        "moe": moe,
         "states": None if states is None else replace(states, merged=False, tiled=model.row.tiled),
         "tensor_names": {},
         "left_out": rf"model\.layers\.({'|'.join(map(str, drafting))})\." if drafting else "",
@@ -536,7 +556,7 @@ def differences(
 def _config_json(model: GGUFModel) -> dict[str, Any]:
     """What a config.json of the same model would say."""
     given, row, tensors = model.given, model.row, model.tensors
-    family, more = FAMILIES[row.name], row.more(given)
+    family, more = every_family()[row.name], row.more(given)
     raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
     raw |= {key: given.one(name, float | bool) for name, key in (KEYS | row.keys).items()}
     for name in row.unread:
@@ -588,7 +608,7 @@ def _windows(given: Metadata, every: int, layers: int) -> Json:
 def _rotation(model: GGUFModel) -> Json:
     """How positions become angles. A tensor of factors slows each pair of dimensions by its own:
     llama3's rule as numbers, or longrope's two lists."""
-    given, family = model.given, FAMILIES[model.row.name]
+    given, family = model.given, every_family()[model.row.name]
     base = given.get("rope.freq_base", float, 1e4)
     full, sliding = family.bases or ("rope_theta", "rope_theta")
     other = given.get("rope.freq_base_swa", float, base if sliding == full else 1e4)

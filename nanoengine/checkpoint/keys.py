@@ -68,24 +68,31 @@ KEYS: dict[str, Key] = {
         Key(float, *_FACTOR, 1.0, "refused"),
     ),
     **_each("final_logit_softcapping attn_logit_softcapping", _SOFTCAP),
-    "lm_head_bias": _MATHS_FLAG,
+    **_each("lm_head_bias mup_enabled", _MATHS_FLAG),
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6),
     **_each("layer_norm_eps norm_eps norm_epsilon", Key(float, 0, 1, 1e-5)),
     **_each("qk_layernorm use_qk_norm use_parallel_residual", _MATHS_FLAG),
+    "use_post_norm": Key(bool, default=True),
     # attention
     **_each("num_attention_heads num_key_value_heads", Key(int, 1, 2**16)),
     "head_dim": Key(int, 2, 2**16),
     **_each("attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias", _MATHS_FLAG),
     **_each("clip_qkv attention_chunk_size dual_chunk_attention_config", _REFUSED),
     "is_causal": Key(bool, default=True, unread="refused"),
-    **_each("use_mla attn_output_gate use_bidirectional_attention", _MATHS_FLAG),
+    **_each("use_mla attn_output_gate attention_k_eq_v", _MATHS_FLAG),
     **_each(
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
         Key(int, 1, 2**15, None, "refused"),
     ),
     "q_lora_rank": Key(int, 1, 2**15, None, "refused", off=True),
     "num_kv_shared_layers": Key(int, 0, 10_000, 0, "refused"),
+    "use_bidirectional_attention": Key(bool | str, default=False, unread="refused"),
+    "global_head_dim": Key(int, 2, 2**16, 512),
+    "num_global_key_value_heads": Key(int, 1, 2**16),
+    "per_layer_config": Key(dict[str, Any], unread="refused"),
+    "hidden_size_per_layer_input": Key(int, 0, 2**16, 0, "refused"),
+    "vocab_size_per_layer_input": Key(int, 1, 2**19, **_HARMLESS),
     "query_pre_attn_scalar": Key(int, 1, 2**20, None, "refused"),
     "attention_multiplier": Key(float, 1e-6, 1e6, None, "refused"),
     "attn_temperature_tuning": Key(bool | int, default=False, unread="refused"),
@@ -94,6 +101,7 @@ KEYS: dict[str, Key] = {
     "use_sliding_window": _MATHS_FLAG,
     "max_window_layers": Key(int, *_LAYERS, 28, "harmless"),
     "sliding_window_pattern": Key(int | str, **_HARMLESS),
+    "global_attn_every_n_layers": Key(int, 1, 10_000, 4, "harmless"),
     # rotation: in config.json, or in a dict of their own
     **_each("rope_parameters rope_scaling", Key(dict[str, Any])),
     **_each("rope_type type", Key(str, default="default")),
@@ -101,7 +109,8 @@ KEYS: dict[str, Key] = {
     "original_max_position_embeddings": Key(int, 1, MOST_POSITIONS, 0, "harmless"),
     **_each("factor low_freq_factor high_freq_factor beta_fast beta_slow", Key(float, *_FACTOR)),
     "attention_factor": Key(float, 1e-3, 1e3),
-    **_each("mscale mscale_all_dim", Key(float, 0, 1e3)),
+    **_each("mscale mscale_all_dim short_mscale long_mscale", Key(float, 0, 1e3)),
+    "alpha": Key(float, 1, 1e6),
     "truncate": Key(bool, default=True),
     **_each("short_factor long_factor", Key(list[float])),
     "llama_4_scaling_beta": Key(float, 0, 1e3, 0.0),
@@ -114,18 +123,27 @@ KEYS: dict[str, Key] = {
     # the MLP
     **_each("intermediate_size block_ff_dim", Key(int, 1, 2**22)),
     **_each("hidden_act hidden_activation", Key(str, default="silu", unread="refused")),
-    "mlp_bias": _MATHS_FLAG,
+    **_each("mlp_bias use_double_wide_mlp enable_moe_block", _MATHS_FLAG),
     **_each("swiglu_alpha swiglu_limit", Key(float, unread="refused")),
     "block_auto_adjust_ff_dim": Key(bool, default=True),
     "block_ffn_dim_multiplier": Key(float, 1e-3, 1e3, 1.0),
     "block_multiple_of": Key(int, 1, 2**20, 256, "harmless"),
     # experts
     **_each("num_experts num_local_experts num_experts_per_tok", Key(int, *_EXPERTS)),
-    **_each("n_routed_experts n_shared_experts", Key(int, *_EXPERTS, 0, "refused")),
+    **_each("moe_num_experts moe_k moe_topk top_k_experts", Key(int, *_EXPERTS)),
+    **_each(
+        "n_routed_experts n_shared_experts num_shared_experts moe_num_shared_experts",
+        Key(int, *_EXPERTS, 0, "refused"),
+    ),
     "moe_intermediate_size": Key(int, 0, 2**22),
-    "shared_expert_intermediate_size": Key(int, 0, 2**22, 0, "refused"),
+    **_each(
+        "shared_expert_intermediate_size shared_intermediate_size",
+        Key(int, 0, 2**22, 0, "refused"),
+    ),
     **_each("n_group topk_group", Key(int, *_EXPERTS, 1)),
-    "routed_scaling_factor": Key(float, *_FACTOR, 1.0),
+    **_each("routed_scaling_factor router_scaling_factor route_scale", Key(float, *_FACTOR, 1.0)),
+    "router_jitter_noise": Key(float, 0, 1, 0.01, "harmless"),
+    "moe_norm_min": Key(float, 0, 1, 1e-12, "refused"),
     "norm_topk_prob": _FLAG,
     "topk_method": Key(str, unread="refused"),
     "mlp_layer_types": Key(list[str], unread="refused"),
@@ -134,6 +152,9 @@ KEYS: dict[str, Key] = {
     "use_expert_bias": Key(bool, default=True),
     "first_k_dense_replace": Key(int, *_LAYERS, 0, "refused"),
     "num_dense_layers": Key(int, *_LAYERS, 2),
+    "moe_layer_start_index": Key(int, *_LAYERS, 1),
+    "moe_layer_end_index": Key(int, -1, 10_000, -1),
+    "moe_layer_interval": Key(int, 1, 10_000, 1),
     "decoder_sparse_step": Key(int, 1, 10_000, 1),
     "mlp_only_layers": Key(list[int]),
     # layers that keep a state
@@ -148,6 +169,9 @@ KEYS: dict[str, Key] = {
 }
 """Key that is obeyed, or would change the maths -> what it may be."""
 
+PER_LAYER = "moe_topk", "moe_intermediate_size"
+"""Keys that may have a number for each layer, all the same."""
+
 HARMLESS = frozenset((
     # what a file is, and how to build and train on it
     "auto_map", "chunk_size_feed_forward", "gradient_checkpointing", "id2label",
@@ -161,11 +185,11 @@ HARMLESS = frozenset((
     # of training alone
     "attention_dropout", "classifier_dropout", "embd_pdrop", "embedding_dropout",
     "hidden_dropout", "resid_pdrop",
-    "residual_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    "residual_dropout", "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
     # how transformers runs, not what; and what is read as `sliding_window_pattern`
     "cache_implementation", "use_cache", "_sliding_window_pattern",
-    # the sum of two others
-    "qk_head_dim",
+    # the sum of two others; where two addends are rounded
+    "qk_head_dim", "enable_moe_fp32_combine",
 ))  # fmt: skip
 """Further keys that change no result of generating. Any other key that nobody reads is told: see
 `Keys.unread`."""
@@ -182,6 +206,9 @@ def checked(raw: Json, where: str) -> dict[str, Any]:
         if given[key] is None:
             continue
         kind, least, most, *_ = KEYS[key]
+        if key in PER_LAYER and isinstance(given[key], list) and given[key]:
+            first, *others = given[key]
+            given[key] = first if others and others == [first] * len(others) else given[key]
         given[key] = check_value(given[key], kind, f"{where}: {key}", UnsupportedModelError)
         if least is not None and most is not None and not least <= given[key] <= most:
             raise UnsupportedModelError(

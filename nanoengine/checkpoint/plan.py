@@ -7,7 +7,10 @@ field here and a few lines there; a family is a choice of values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from nanoengine.checkpoint.varied_plan import VariedPlan
 
 Norms = Literal["before", "behind", "both", "parallel"]
 NormKind = Literal["rms", "wide", "centered", "layer", "centered layer"]
@@ -52,7 +55,8 @@ class LayerPlan:
         head_norm: query and key heads are normed each ("head"), over all heads together ("width"),
             or each behind the rotation ("rotated"); None: not at all.
         qkv_bias, output_bias, mlp_bias: which projections have biases.
-        output_gate: each query head brings a gate, whose sigmoid weighs what the head has attended.
+        output_gate: a sigmoid of this weighs what a query head has attended; in the checkpoint it
+            stands "behind" the head's query, or "beside" that projection in one of its own.
         gated: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
         activation: a key of `layers.kernels.GATES`, of an MLP without a gate one of
             `models.variants.ACTIVATIONS`; that of experts too.
@@ -65,6 +69,8 @@ class LayerPlan:
         attention_scale: factor on q.k; None: head_dim ** -0.5.
         sinks: each head has a learned score in the sum of its softmax (`AttentionSpec.sinks`).
         latent: keys and values are made of one short vector a token; None: of the hidden state.
+        varied: layers differ in their shapes; None: all are alike.
+        head_bias: logits have biases.
         attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
     """
 
@@ -75,7 +81,7 @@ class LayerPlan:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    output_gate: bool = False
+    output_gate: Literal[False, "behind", "beside"] = False
     gated: bool = True
     activation: str = "silu"
     merged: bool = False
@@ -88,8 +94,10 @@ class LayerPlan:
     attention_scale: float | None = None
     sinks: bool = False
     latent: LatentPlan | None = None
+    varied: VariedPlan | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    head_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +145,13 @@ class MoEConfig:
 
     Attributes:
         intermediate_size: of each expert.
-        score: what router logits become; sums of "softmax" are 1 over all experts.
+        score: what router logits become; sums of "softmax" are 1 over all experts. "sparsemixer"
+            takes one expert, then another, each with its share of a softmax over those that come
+            near it, as `jitter` says.
         norm_topk_prob: the weights of a token's experts are divided by their sum, and
             `norm_epsilon`.
         correction_bias: the checkpoint has a bias that is added where experts are chosen, and not
-            to their weights.
+            to their weights; "row": as a matrix of one row.
         num_groups, groups_per_token: experts are chosen from the best groups only.
         scaling_factor: on the weights.
         shared_size: inner size of the MLP that every token takes besides; 0: none.
@@ -158,8 +168,9 @@ class MoEConfig:
     layers: tuple[int, ...]
     norm_topk_prob: bool = True
     norm_epsilon: float = 0.0
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    correction_bias: bool = False
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    jitter: float = 0.0
+    correction_bias: bool | Literal["row"] = False
     num_groups: int = 1
     groups_per_token: int = 1
     scaling_factor: float = 1.0

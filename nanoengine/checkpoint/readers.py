@@ -178,6 +178,10 @@ def from_max_window_layers(keys: Keys, layers: int) -> list[bool]:
     return [n >= keys.get("max_window_layers") for n in range(layers)]
 
 
+def no_layer(keys: Keys, layers: int) -> list[bool]:
+    return [False] * layers
+
+
 def alternate(keys: Keys, layers: int) -> list[bool]:
     return [n % 2 == 0 and n < keys.get("max_window_layers") for n in range(layers)]
 
@@ -186,19 +190,19 @@ def not_turned(keys: Keys, layers: int) -> list[bool]:
     return [not turned for turned in smollm_turned(keys, never(keys, None, layers))]
 
 
-def all_but_every(number: int | None = None) -> WindowsReader:
-    """As `layer_types` says, else every layer but each n-th; None: n is `sliding_window_pattern`.
+def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader:
+    """As `layer_types` says, else every layer but each n-th, n being this number, or this key.
     A model that has such layers needs a window."""
 
     def slides(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
         if kinds is not None:
             return _named(kinds)
-        every = number or keys.get("sliding_window_pattern")
+        every = keys.get(number) if isinstance(number, str) else number
         if isinstance(every, str):
             return [every[n % len(every)] == "L" and n + 1 < layers for n in range(layers)]
         if not 1 <= every <= 10_000:
             raise UnsupportedModelError(
-                f"config.json: sliding_window_pattern must be from 1 to 10,000, got {every}"
+                f"config.json: {number} must be from 1 to 10,000, got {every}"
             )
         return [(n + 1) % every != 0 for n in range(layers)]
 
@@ -250,11 +254,13 @@ def smollm_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
 def experts(
     *,
     count: str = "num_experts",
+    taken: str = "num_experts_per_tok",
     inner: str = "moe_intermediate_size",
     score: str = "softmax",
     **fields: Any,
 ) -> Reader[MoEConfig]:
-    """A mixture of experts, by the keys that say how many there are and of which inner size."""
+    """A mixture of experts, by the keys that say how many there are, how many of them a token takes
+    and of which inner size they are."""
 
     def read(keys: Keys) -> MoEConfig:
         if score == "sigmoid":
@@ -262,15 +268,18 @@ def experts(
         usual = {
             # Why a second: some writers of Qwen3-MoE call them so.
             "num_experts": size(count, "num_local_experts"),
-            "num_experts_per_tok": size("num_experts_per_tok"),
+            "num_experts_per_tok": size(taken, "num_experts_per_tok"),
             "intermediate_size": size(inner),
             "layers": tuple(range(keys.require("num_hidden_layers"))),
         }
         moe = _made(MoEConfig, {**usual, "score": score, **fields}, keys)
         if moe.num_experts_per_tok > moe.num_experts:
             raise UnsupportedModelError(
-                f"num_experts_per_tok={moe.num_experts_per_tok} must be at most"
-                f" {count}={moe.num_experts}"
+                f"{taken}={moe.num_experts_per_tok} must be at most {count}={moe.num_experts}"
+            )
+        if moe.score == "sparsemixer" and moe.num_experts_per_tok != 2:
+            raise UnsupportedModelError(
+                f"{taken}={moe.num_experts_per_tok} is not implemented; supported: 2"
             )
         groups, kept = moe.num_groups, moe.groups_per_token
         small = groups > 1 and moe.num_experts < 2 * groups
@@ -310,8 +319,12 @@ def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
     return _those(kinds, "sparse")
 
 
-def shared_size(keys: Keys) -> int:
-    """DeepSeek-V3: so many shared experts of an expert's size."""
-    count = keys.get("n_shared_experts")
-    count = keys.require("n_shared_experts") if count is None else count
-    return count * keys.require("moe_intermediate_size")
+def shared_size(name: str = "n_shared_experts") -> Reader[int]:
+    """DeepSeek-V3: as many shared experts of an expert's size as this key says."""
+
+    def read(keys: Keys) -> int:
+        count = keys.get(name)
+        count = keys.require(name) if count is None else count
+        return count * keys.require("moe_intermediate_size")
+
+    return read

@@ -23,6 +23,7 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
         {"factor"},
         {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     ),
+    "proportional": (set(), {"factor", "partial_rotary_factor"}),
     "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor"}),
 }
 """Rope type -> its required and its optional parameters."""
@@ -38,7 +39,7 @@ class RopeConfig:
 
     Attributes:
         theta: base of the wavelengths.
-        type: default, linear, llama3, yarn or longrope.
+        type: default, linear, llama3, yarn, longrope or proportional.
         factor: how many times longer the context is than in pre-training.
         original_max_position_embeddings: context of pre-training [tokens].
         low_freq_factor, high_freq_factor: llama3: the band of wavelengths that is blended.
@@ -48,6 +49,7 @@ class RopeConfig:
         truncate: yarn: round the blend's bounds to whole dimensions.
         short_factor, long_factor: longrope: what slows each pair of dimensions in an engine whose
             `max_model_len` is within the original context, and in one with a longer one.
+        partial_rotary_factor: proportional: this part of the pairs is turned, as if all were.
         llama_4_scaling_beta: queries grow by 1 + beta * log(1 + position // original context).
     """
 
@@ -64,6 +66,7 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
     llama_4_scaling_beta: float = 0.0
 
 
@@ -86,11 +89,11 @@ def read_rope(keys: Keys, *, absent: Json, extra: Mapping[str, bool], partial: b
     return _rope(given, keys, keys.get("rope_theta"), original, key, extra, partial)
 
 
-def read_ropes_by_kind(keys: Keys, full: str, sliding: str) -> list[RopeConfig]:
+def read_ropes_by_kind(keys: Keys, full: str, sliding: str, absent: Json) -> list[RopeConfig]:
     """RoPE of layers that see everything, and of those with a window, by the keys of their bases;
     scaling, where there is any, is for the former. As transformers has it, what stands beside the
-    layer types in `rope_parameters` is ignored."""
-    nested, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
+    layer types in `rope_parameters` is ignored; `absent` as in `read_rope`."""
+    nested, scaling = keys.get("rope_parameters") or absent, keys.get("rope_scaling") or {}
     kinds = ("full_attention", full, scaling), ("sliding_attention", sliding, {})
     others = sorted(nested.keys() - {kind for kind, _, _ in kinds})
     keys.ignored += [f"rope_parameters.{key}" for key in others]
@@ -128,10 +131,16 @@ def _rope(
     partial: bool,
 ) -> RopeConfig:  # fmt: skip
     given = Keys(raw, where=f"config.json: {key}")
-    if not partial:
-        given.allow("partial_rotary_factor", 1.0)
     kind = given.get("rope_type" if "rope_type" in given else "type")
     kind = "longrope" if kind == "su" else kind
+    if not partial and kind != "proportional":
+        given.allow("partial_rotary_factor", 1.0)
+    if kind == "dynamic" and "alpha" in extra and (alpha := given.get("alpha")):
+        # Source: the model code of HunYuan; the angles depend on no prompt's length.
+        size = keys.get("head_dim")
+        size = size or keys.require("hidden_size") // keys.require("num_attention_heads")
+        base = given.get("rope_theta") if "rope_theta" in given else theta
+        return RopeConfig(theta=base * alpha ** (size / (size - 2)))
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(
             f"rope type {shown(kind)} is not implemented; supported: {', '.join(ROPE_KEYS)}"
@@ -163,6 +172,14 @@ def _check_llama3(values: dict[str, Any], keys: Keys) -> None:
 
 def _complete_longrope(values: dict[str, Any], keys: Keys) -> None:
     """Source: LongRoPE (arXiv 2402.13753), and its magnitude as in the model code of Phi-3."""
+    short, long = values.pop("short_mscale", None), values.pop("long_mscale", None)
+    if short != long:
+        raise UnsupportedModelError(
+            f"rope type 'longrope' has short_mscale={short} and long_mscale={long}; supported: two"
+            " that are equal"
+        )
+    if short:
+        values["attention_factor"] = short
     longest, original = keys.require("max_position_embeddings"), values[ORIGINAL]
     factor = values.pop("factor", None) or longest / original
     stretch = math.log(factor) / math.log(original) if factor > 1 else 0.0

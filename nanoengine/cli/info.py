@@ -129,6 +129,13 @@ def backend_lines(
     return lines
 
 
+def _num_slices(model: ModelConfig) -> int:
+    """How many layers keep keys and values, those that share a slice of the cache as one."""
+    if model.plan.varied is not None:
+        return len(model.plan.varied.slices(model.sliding_windows))
+    return model.num_hidden_layers - (len(model.states.layers) if model.states else 0)
+
+
 def model_lines(
     model: ModelConfig, directory: Path, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> list[str]:
@@ -140,7 +147,7 @@ def model_lines(
         block_size=1,
         num_kv_heads=m.num_key_value_heads,
         head_dim=m.head_dim,
-        num_layers=m.num_hidden_layers - (len(states.layers) if states else 0),
+        num_layers=_num_slices(m),
         dtype=kv_dtype,
     )
     windows = {window for window in m.sliding_windows if window is not None}

@@ -34,7 +34,7 @@ from nanoengine.layers.collectives import Shard
 
 Masks = Callable[[], np.ndarray | None]
 
-ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
+ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".router")
 """Ends of the names of small layers that are never rounded. Why: they choose among experts, and
 another choice is another result, not one that is a little off."""
 

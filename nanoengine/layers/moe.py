@@ -86,8 +86,10 @@ class Router(ExactLinear):
         return groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        correction = whole_slots(path, e_score_correction_bias=self.e_score_correction_bias)
-        return super().weight_slots(path) | correction
+        bias = self.e_score_correction_bias
+        if self.moe.correction_bias == "row" and bias is not None:
+            bias = bias.view(1, -1)
+        return super().weight_slots(path) | whole_slots(path, e_score_correction_bias=bias)
 
 
 class Expert(Layer):

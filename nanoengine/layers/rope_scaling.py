@@ -1,4 +1,5 @@
-"""Rotations of contexts longer than those of pre-training: linear, llama3, yarn, longrope.
+"""Rotations of contexts longer than those of pre-training: linear, llama3, yarn,
+longrope; and those of a part of the pairs alone.
 
 Called by `rotary.py` for a rope of such a type; each slows some of the wavelengths.
 """
@@ -25,7 +26,9 @@ def scaled(rope: RopeConfig, wavelengths: torch.Tensor, max_positions: int) -> t
         slowed = torch.tensor(rope.long_factor if is_long else rope.short_factor)
         return 1.0 / (slowed * wavelengths)
     frequencies = 1.0 / wavelengths
-    if rope.type == "linear":
+    if rope.type in ("linear", "proportional"):
+        turned = int(rope.partial_rotary_factor * len(frequencies))
+        frequencies[turned:] = 0.0
         return frequencies / rope.factor
     return (_llama3 if rope.type == "llama3" else _yarn)(frequencies, rope)
 

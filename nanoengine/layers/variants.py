@@ -90,19 +90,23 @@ class OneTensor(MergedLinear):
 class OtherQKV(QKVLinear):
     """The query, key and value projections, with rows in the order that the layer reads them.
 
-    Dimensions of query and key heads are ordered as `head_order` says. Where the
-    checkpoint holds a gate behind each query head, all gates come first here, before the queries:
-    [..., (2 H + 2 K) * D].
+    Dimensions of query and key heads are ordered as `head_order` says. Gates come first here,
+    before the queries, wherever the checkpoint holds them: [..., (2 H + 2 K) * D].
     """
 
     def __init__(self, name: str, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(name, config, context, query_rows=1 + config.plan.output_gate)
+        where = config.plan.output_gate
+        super().__init__(name, config, context, query_rows=2 if where else 1)
         self.head_order, self.head_dim = head_order(config), config.head_dim
-        self.gated = config.plan.output_gate
+        self.gated = where == "behind"
+        if where == "beside":
+            size = self.parts["q_proj"] // 2
+            self.parts = {"gate_proj": size, **self.parts, "q_proj": size}
+            self.shards = {"gate_proj": context.shard, **self.shards}
 
     def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
         gated, order = self.gated and name == "q_proj", self.head_order
-        if name == "v_proj" or (order is None and not gated):
+        if name in ("v_proj", "gate_proj") or (order is None and not gated):
             return None
         heads = torch.arange(num_rows).view(-1, self.head_dim)
         queries = heads[::2] if gated else heads
@@ -112,6 +116,30 @@ class OtherQKV(QKVLinear):
 
 class OneTensorQKV(OtherQKV, OneTensor):
     """Both at once."""
+
+
+class XIELU(Layer):
+    """a x^2 + b x, for x above 0; below, c (e^x - 1 - x) + b x. a and c are a layer's own.
+
+    Attributes:
+        alpha_p, alpha_n, beta, eps: as checkpoints have them: a is softplus(alpha_p), c is beta +
+            softplus(alpha_n), b is beta; x counts as at most eps in e^x.
+
+    Source: Huang and Schlag (arXiv 2411.13010).
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = context.parameter(1), context.parameter(1)
+        self.beta, self.eps = context.parameter(), context.parameter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        above, below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        bent = torch.expm1(torch.minimum(x, self.eps)) - x
+        return torch.where(x > 0, above * x * x, bent * below) + self.beta * x
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return whole_slots(path, **dict(self.named_parameters()))
 
 
 # --- norms ----------------------------------------------------------------------------------------

@@ -131,6 +131,10 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
     dense = config.moe is None and config.states is None
     if dense and alike and replace(config.plan, **named) in plans:
         return CausalLM
+    if config.plan.varied is not None:
+        from nanoengine.models.varied import VariedLM
+
+        return VariedLM
     from nanoengine.models.variants import VariantLM
 
     return VariantLM

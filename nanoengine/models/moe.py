@@ -39,7 +39,10 @@ class SparseMLP(Layer):
         super().__init__()
         moe, hidden = config.moe, config.hidden_size
         assert moe is not None
-        self.gate = Router(f"{path}.gate", hidden, moe, context=context)
+        router = Router
+        if moe.score == "sparsemixer":
+            from nanoengine.layers.routers import SparseMixer as router
+        self.gate = router(f"{path}.gate", hidden, moe, context=context)
         self.experts = Experts(
             f"{path}.experts", hidden, moe, config.plan.activation, context=context
         )
@@ -71,5 +74,6 @@ class SparseMLP(Layer):
 
 
 def mixtures(model: nn.Module) -> list[SparseMLP]:
-    """All of a model."""
-    return [module for module in model.modules() if isinstance(module, SparseMLP)]
+    """Those of a model that kernels may compute."""
+    found = [module for module in model.modules() if isinstance(module, SparseMLP)]
+    return [mlp for mlp in found if type(mlp.gate) is Router]

@@ -29,7 +29,7 @@ from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.checkpoint.slots import WeightSlot, whole_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers import variants
 from nanoengine.layers.embedding import Embedding, OutputHead
@@ -57,15 +57,19 @@ class VariantLM(CausalLM):
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         self.config = config
-        self.model = VariantDecoder(config, context)
+        self.model = self.make_decoder(config, context)
         plan, tied = config.plan, config.tie_word_embeddings
-        capped = plan.logit_scale != 1 or plan.logit_softcap is not None
+        capped = plan.logit_scale != 1 or plan.logit_softcap is not None or plan.head_bias
         head = partial(CappedHead, plan) if capped else OutputHead
         self.lm_head = head("lm_head", self.model.embed_tokens, tied=tied, context=context)
         if config.states is not None:
             from nanoengine.models.states import StateLayer
 
             self.state_layers = [m for m in self.modules() if isinstance(m, StateLayer)]
+
+    def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariantDecoder:
+        """What is between token ids and the last norm."""
+        return VariantDecoder(config, context)
 
     @property
     def graph_safe(self) -> bool:
@@ -74,25 +78,30 @@ class VariantLM(CausalLM):
 
 
 class CappedHead(OutputHead):
-    """An output head whose logits are scaled, and bent to at most a cap.
+    """An output head whose logits are scaled, have biases, and are bent to at most a cap.
 
     Why the hidden states are scaled, and not the logits: they are fewer.
     """
 
-    def __init__(self, plan: LayerPlan, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, plan: LayerPlan, *arguments: Any, context: ModelContext, tied: bool) -> None:
+        super().__init__(*arguments, context=context, tied=tied)
         self.scale, self.cap = plan.logit_scale, plan.logit_softcap
+        self.bias = context.parameter(self.shape[0]) if plan.head_bias else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._capped(super().forward(self._scaled(hidden)))
+        logits = super().forward(self._scaled(hidden))
+        return self._capped(logits if self.bias is None else logits + self.bias)
 
     def argmax(
         self, hidden: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self.ranks > 1:
+        if self.ranks > 1 or self.bias is not None:
             return None
         found = self.method.argmax(self._scaled(hidden), self.cap, masks)
         return None if found is None else (found[0], self._capped(found[1]))
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return super().weight_slots(path) | whole_slots(path, bias=self.bias)
 
     def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self.scale == 1 else hidden * self.scale
@@ -269,7 +278,7 @@ class PlainMLP(Layer):
     def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         plan, hidden = config.plan, config.hidden_size
-        self.activation = ACTIVATIONS[plan.activation]
+        self.act_fn = ACTIVATIONS.get(plan.activation) or variants.XIELU(context)
         self.up_proj = MergedLinear(
             f"{path}.up_proj", hidden, {"up_proj": inner}, bias=plan.mlp_bias, context=context
         )
@@ -278,7 +287,7 @@ class PlainMLP(Layer):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.up_proj(x)))
+        return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
 class VariantAttention(SelfAttention):
@@ -341,13 +350,13 @@ class TorchAttention(VariantAttention):
         plan, rope = config.plan, config.ropes[index]
         split = plan.head_norm == "width" and context.shard.world_size > 1
         grows = rope is not None and rope.llama_4_scaling_beta != 0
-        return plan.output_gate or plan.head_norm == "rotated" or split or grows
+        return bool(plan.output_gate) or plan.head_norm == "rotated" or split or grows
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(path, index, config, context)
         plan, rope, spec = config.plan, config.ropes[index], self.attention.spec
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self.is_gated, self.norm_is_last = plan.output_gate, plan.head_norm == "rotated"
+        self.is_gated, self.norm_is_last = bool(plan.output_gate), plan.head_norm == "rotated"
         self.norm_is_split = plan.head_norm == "width" and self.norm_weights is None
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0

@@ -66,7 +66,14 @@ def make_groups(
     config: ModelConfig, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> tuple[KVGroup, ...]:
     """The KV groups of a model of `dtype`. Snapshots are as far apart on any number of ranks."""
-    states = config.states
+    states, varied = config.states, config.plan.varied
+    if varied is not None:
+        from nanoengine.core.groups.rules import make_kv_groups
+
+        firsts = {numbers[0] for numbers in varied.slices(config.sliding_windows)}
+        others = [n for n in range(config.num_hidden_layers) if n not in firsts]
+        groups = make_kv_groups(config.sliding_windows, others)
+        return groups[:-1] if others else groups
     if states is None and not any(config.sliding_windows):
         return (KVGroup(layers=tuple(range(config.num_hidden_layers))),)
     from nanoengine.core.groups.rules import make_kv_groups
@@ -86,6 +93,12 @@ def make_groups(
         block_size,
     )
     return make_kv_groups(config.sliding_windows, states.layers, every)
+
+
+def in_a_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:
+    """How many layers share a slice, in each group; [] where none do."""
+    varied = config.plan.varied
+    return [varied.in_a_slice(group.sliding_window) for group in groups] if varied else []
 
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:

@@ -74,8 +74,9 @@ class RowBuffers:
         num_groups: int,
         device: torch.device,
         first_state: int | None = None,
+        in_a_slice: list[int] | None = None,
     ) -> None:
-        self.block_size, self.first_state = block_size, first_state
+        self.block_size, self.first_state, self.in_a_slice = block_size, first_state, in_a_slice
         self.num_kv_groups = num_groups - (first_state is not None)
         # Why zeros, not empty: the system gives memory only where it is first written.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
@@ -83,8 +84,7 @@ class RowBuffers:
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
         self.pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.pool_positions = np.full(max_num_seqs, -1)
-        self.seq_ids = np.full(max_num_seqs, -1)
-        self._device = device
+        self.seq_ids, self._device = np.full(max_num_seqs, -1), device
 
     def update(self, plan: StepPlan) -> None:
         """Carries out the plan's changes of rows, in its order."""
@@ -102,7 +102,8 @@ class RowBuffers:
             self.token_ids[row, position] = token_id
             self.pool_positions[row] = -1
         for row, group, start, block_ids in plan.table_updates:
-            self.block_tables[group, row, start : start + len(block_ids)] = block_ids
+            ids = np.multiply(block_ids, self.in_a_slice[group]) if self.in_a_slice else block_ids
+            self.block_tables[group, row, start : start + len(block_ids)] = ids
         if plan.draft_token_ids:
             ends = np.add(plan.starts, plan.num_scheduled_tokens)
             for entry, row in enumerate(plan.rows):

@@ -211,6 +211,7 @@ class RunnerParts:
             num_groups=len(self.groups),
             device=self.device,
             first_state=num_blocks if self.model_config.states else None,
+            in_a_slice=kv_cache.in_a_slice(self.model_config, self.groups),
         )
 
     def _allocate(self, layout: KVLayout) -> KVCache:

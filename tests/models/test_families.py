@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.checkpoint.config import load_model_config, parse_model_config
-from nanoengine.checkpoint.families import FAMILIES as ROWS
 from nanoengine.checkpoint.families import TEXT_PARTS
+from nanoengine.checkpoint.more_families import every_family
 from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.layers.variants import head_order
@@ -50,6 +50,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "kv_lora_rank": 40,
         },
     ),
+    "ernie4_5_moe all": (
+        "ernie4_5_moe",
+        {"moe_layer_interval": 1, "moe_layer_end_index": 2, "moe_num_shared_experts": 0},
+    ),
     "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "llama mlp bias": ("llama", {"mlp_bias": True}),
     "mixtral full": ("mixtral", {"sliding_window": None}),
@@ -60,6 +64,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss out": ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
     "smollm3 interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
+    "hyperclovax before": ("hyperclovax", {"use_post_norm": False}),
     "starcoder2 plain": ("starcoder2", {"use_bias": False, "sliding_window": None}),
 }
 """Name -> a family and keys of its config that it makes optional."""
@@ -131,10 +136,10 @@ def test_greedy_tokens_in_tritons_interpreter(family: str) -> None:
 
 def test_every_row_of_the_table_is_tried() -> None:
     made = {load_model_config(checkpoint(name)).architecture for name in FAMILIES}
-    assert made == set(ROWS)
+    assert made == set(every_family())
     written = [json.loads((Path(checkpoint(name)) / "config.json").read_text("utf-8"))
                for name in FAMILIES]  # fmt: skip
-    assert {one["architectures"][0] for one in written} == set(ROWS) | set(TEXT_PARTS)
+    assert {one["architectures"][0] for one in written} == set(every_family()) | set(TEXT_PARTS)
 
 
 # --- rotation -------------------------------------------------------------------------------------
@@ -229,6 +234,17 @@ def test_the_model_may_lie_below_another_prefix(prefix: str, tmp_path: Path) -> 
     assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("phimoe", "PhiMoEForCausalLM"), ("exaone_moe", "ExaoneMoEForCausalLM")]
+)
+def test_an_architecture_may_have_the_name_that_it_was_published_with(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    raw = json.loads((Path(checkpoint(family)) / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [name]}), "utf-8")
+    assert load_model_config(tmp_path) == load_model_config(checkpoint(family))
+
+
 def test_tensors_of_a_vision_tower_are_left_out_and_said_to_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -289,9 +305,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "n_group=3 and topk_group=2 must make equal groups": ("glm4_moe", {"n_group": 3}),
     "no_rope_layers has 1 entries": ("smollm3", {"no_rope_layers": [1]}),
     "rope type 'dynamic'": (
-        "hunyuan",
+        "llama",
         {"rope_parameters": {"rope_type": "dynamic", "alpha": 2.0, "rope_theta": 1e4}},
     ),
+    "short_mscale=1.1 and long_mscale=1.2": (
+        "phimoe",
+        {
+            "rope_parameters": {
+                **LONGROPE,
+                "partial_rotary_factor": 1.0,
+                "short_mscale": 1.1,
+                "long_mscale": 1.2,
+            }
+        },
+    ),
+    "num_experts_per_tok=3 is not implemented; supported: 2": (
+        "phimoe",
+        {"num_experts_per_tok": 3},
+    ),
+    "use_bias=True is not implemented": ("ernie4_5_moe", {"use_bias": True}),
     "turns 3 of head_dim=16": ("phi3", {"partial_rotary_factor": 0.2, "rope_parameters": None}),
     "first_k_dense_replace=1": ("llama", {"first_k_dense_replace": 1}),
     "kv_lora_rank=8": ("llama", {"kv_lora_rank": 8}),

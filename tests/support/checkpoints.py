@@ -91,8 +91,23 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA_4: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 16,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "vocab_size_per_layer_input": 256,
+    "pad_token_id": 0,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": (
+        "AfmoeConfig",
+        {**MOE, "head_dim": 32, "num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 1.5,
+         "layer_types": [SLIDING, SLIDING, FULL], "sliding_window": 16, "mup_enabled": True},
+    ),
+    "apertus": ("ApertusConfig", {"attention_bias": True, "max_position_embeddings": 16_384}),
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25, "attention_bias": True}),
     "cohere2": (
@@ -112,6 +127,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1Config", {**ROUTED_MOE, "layer_types": [FULL, FULL, SLIDING],
                               "sliding_window": 16}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"num_hidden_layers": 4, "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 3,
+         "moe_num_shared_experts": 2, "moe_layer_interval": 2},
+    ),
     "exaone4": (
         "Exaone4Config",
         {
@@ -119,6 +139,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 16,
             "layer_types": [SLIDING, FULL, SLIDING],
         },
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {**MOE, "layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 16,
+         "mlp_layer_types": ["dense", "sparse", "sparse"], "num_shared_experts": 2},
+    ),
+    "flex_olmo": (
+        "FlexOlmoConfig",
+        {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0},
     ),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": (
@@ -142,6 +171,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3_vision": ("Gemma3Config", {"text": "gemma3", "mm_tokens_per_image": 4}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {**GEMMA_4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+         "hidden_size_per_layer_input": 16, "final_logit_softcapping": 10.0},
+    ),
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        {**GEMMA_4, "num_hidden_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL],
+         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+         "num_global_key_value_heads": 2, "global_head_dim": 8, "enable_moe_block": True,
+         "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma4_vision": ("Gemma4Config", {"text": "gemma4"}),
     "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
     "glm4": ("Glm4Config", {"head_dim": 32, "pad_token_id": 0}),
     "glm4_moe": ("Glm4MoeConfig", {**ROUTED_MOE, "use_qk_norm": True, "head_dim": 16}),
@@ -188,14 +230,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {**LOCAL_MOE, "shared_intermediate_size": 48, "attention_multiplier": 0.2,
+         "residual_multiplier": 0.4},
+    ),
     "helium": ("HeliumConfig", {"head_dim": 16, "mlp_bias": True}),
     "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32, "attention_bias": True}),
+    "hunyuan_moe": (
+        "HunYuanMoEV1Config",
+        {"num_experts": 6, "moe_topk": 2, "head_dim": 32,
+         "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0,
+                             "factor": 1.0}},
+    ),
+    "hy_v3": ("HYV3Config", {**MOE, "head_dim": 32, "num_shared_experts": 2}),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
+    ),
+    "jais2": ("Jais2Config", {}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", FULL, "conv"], **CONV}),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         {**MOE, **CONV, "layer_types": ["conv", FULL, "conv"], "num_dense_layers": 1},
     ),
     "llama": ("LlamaConfig", {}),
+    "mellum": (
+        "MellumConfig",
+        {**MOE, "head_dim": 32, "layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 16,
+         "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
     "minimax_m2": ("MiniMaxM2Config", {**LOCAL_MOE, "head_dim": 32, "rotary_dim": 16}),
     "ministral": (
         "MinistralConfig",
@@ -230,6 +294,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("OlmoeConfig", {**MOE, "moe_intermediate_size": None}),
+    "phi": ("PhiConfig", {"partial_rotary_factor": 0.5, "rms_norm_eps": None}),
+    "phimoe": ("PhimoeConfig", {**LOCAL_MOE, "attention_bias": True, "lm_head_bias": True,
+                                "sliding_window": 16}),
     "phi3": (
         "Phi3Config",
         {"partial_rotary_factor": 0.5, "sliding_window": 16, "pad_token_id": 0},
@@ -252,14 +319,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe_vision": ("Qwen3_5MoeConfig", {"text": "qwen3_5_moe"}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 32, "mlp_bias": True}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
+    "solar_open": ("SolarOpenConfig", {**ROUTED_MOE, "head_dim": 32, "first_k_dense_replace": 0}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 16}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 24,
+         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
+    ),
 }  # fmt: skip
 """Name -> the class of its config in transformers, and what differs from `COMMON`. "text" names the
 family that a multimodal checkpoint's text part is of."""
 
-CPU_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-"""Those that other devices refuse by name: they attend over latents."""
+EAGER = ("gemma2", "gpt_oss", "vaultgemma")
+"""Those whose attention transformers has in plain torch alone."""
+
+CPU_FAMILIES = (
+    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gemma4", "gemma4_moe", "gemma4_vision",
+)  # fmt: skip
+"""Those that other devices refuse by name: they attend over latents, or have layers that differ."""
 
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
@@ -289,16 +367,25 @@ def make_model(
     model = kind.from_config(
         config,
         dtype=torch.float32,
-        # Why: the only one that some have.
-        attn_implementation="eager" if family in ("gemma2", "gpt_oss") else "sdpa",
+        attn_implementation="eager" if family in EAGER else "sdpa",
         experts_implementation="eager",
     ).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(
+                (
+                    "norm.weight",
+                    "norm_1.weight",
+                    "norm_2.weight",
+                    ".router.scale",
+                    "per_expert_scale",
+                )
+            ):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith("A_log"):  # else nothing would be remembered
                 parameter.copy_(torch.randn_like(parameter) - 2)

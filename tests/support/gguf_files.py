@@ -41,6 +41,10 @@ NAMES = {
     "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.router.layer": "ffn_gate_inp",
     "feed_forward.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.gate.wg": "ffn_gate_inp", "mlp.moe_statics.e_score_correction_bias": "exp_probs_b",
+    "mlp.shared_mlp.gate_proj": "ffn_gate_shexp", "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+    "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
     "mlp.gate.e_score_correction_bias": "exp_probs_b", "feed_forward.expert_bias": "exp_probs_b",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b",
     "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
@@ -67,7 +71,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, str]]] = {
     "cohere": ("command-r", {}), "exaone4": ("exaone4", BOTH), "gemma2": ("gemma2", BOTH),
     "gemma3": ("gemma3", BOTH), "glm": ("chatglm", {}), "glm4": ("glm4", GLM),
     "glm4_moe": ("glm4moe", BEHIND), "gpt_oss": ("gpt-oss", BEHIND),
-    "granitemoe": ("granitemoe", {}), "hunyuan": ("hunyuan-dense", {}),
+    "ernie4_5_moe": ("ernie4_5-moe", {}), "granitemoe": ("granitemoe", {}),
+    "granitemoeshared": ("granitemoe", {}), "hunyuan_moe": ("hunyuan-moe", {}),
+    "hunyuan": ("hunyuan-dense", {}),
     "lfm2_moe": ("lfm2moe", {}), "minimax_m2": ("minimax-m2", {}), "ministral3": ("mistral3", {}),
     "mistral": ("llama", {}), "mixtral": ("llama", {}),
     "olmo2": ("olmo2", BOTH), "olmo3": ("olmo2", BOTH), "qwen2_moe": ("qwen2moe", {}),
@@ -95,7 +101,7 @@ NORMS = ("attn_norm.weight", "ffn_norm.weight", "output_norm.weight", "attention
 NO_HEAD_DIM = ("granite", "granitemoe", "phi3", "chatglm")
 TURNED = (
     *PAIRED, *TILED, "qwen3next", "phi3", "chatglm", "glm4", "glm4moe", "cohere2", "minimax-m2",
-    "stablelm",
+    "stablelm", "jais2",
 )  # fmt: skip
 """Those that say how many dimensions of a head turn."""
 WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "phi3", "cohere2")
@@ -137,12 +143,20 @@ FURTHER = {
     | {"shortconv.l_cache": "conv_L_cache", "leading_dense_block_count": "num_dense_layers"},
     "command-r": {"logit_scale": "logit_scale"},
     "cohere2": {"logit_scale": "logit_scale"},
+    "ernie4_5-moe": INNER
+    | {
+        "expert_shared_count": "moe_num_shared_experts",
+        "interleave_moe_layer_step": "moe_layer_interval",
+        "leading_dense_block_count": "moe_layer_start_index",
+    },
+    "hunyuan-moe": {"expert_shared_feed_forward_length": "intermediate_size"},
     "granite": SCALES,
     "granitemoe": SCALES,
     "stablelm": {"use_parallel_residual": "use_parallel_residual"},
 }
 """Architecture -> further keys, and what they are called in the config."""
-COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+TAKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -249,9 +263,12 @@ def converted(
             yield f"{where}.experts.down_proj.bias", tensor
         elif name.endswith("input_linear.weight"):  # granitemoe: [E, 2 I, inputs]
             mlp = name.replace("block_sparse_moe.input_linear.weight", "mlp.experts")
-            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+            mlp = mlp.replace("shared_mlp.input_linear.weight", "mlp.shared_experts")
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=-2), strict=True):
                 yield f"{mlp}.{part}_proj.weight", half
-        elif name.endswith("output_linear.weight"):
+        elif name.endswith("moe_statics.e_score_correction_bias"):
+            yield name, tensor.squeeze(0)
+        elif name.endswith("block_sparse_moe.output_linear.weight"):
             ours = "mlp.experts.down_proj.weight"
             yield name.replace("block_sparse_moe.output_linear.weight", ours), tensor
         elif name.endswith("in_proj_qkvz.weight") and not merged:
@@ -330,11 +347,16 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         "rope.freq_base": rope.get("rope_theta"),
         "rope.freq_base_swa": sliding,
         "expert_count": next((given[key] for key in COUNTS if given.get(key)), None),
-        "expert_used_count": given.get("num_experts_per_tok"),
+        "expert_used_count": next((given[key] for key in TAKEN if given.get(key)), None),
+        "expert_shared_feed_forward_length": given.get("shared_intermediate_size"),
     }
     if architecture in TURNED:
         size = head_dim or config.hidden_size // config.num_attention_heads
         found["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1))
+    if "alpha" in rope:
+        size = head_dim or config.hidden_size // config.num_attention_heads
+        found["rope.freq_base"] *= rope["alpha"] ** (size / (size - 2))
+        found["rope.scaling.type"] = "none"
     if rope.get("rope_type") in ("linear", "yarn"):
         kind = {
             "type": rope["rope_type"],

@@ -25,19 +25,22 @@ class DenseAttention(AttentionBackend):
 
     name, kv_layout, default_block_size, graph_safe = "dense", "PKD", 16, False
 
+    def __init__(self) -> None:
+        self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
     def prepare(self, batch: Batch) -> None:
         return None
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         assert cache.k_cache.numel() == cache.v_cache.numel() == 0
-        self.stored = k, v  # of this layer only: the next one stores before it attends
+        self.stored[id(cache.k_cache)] = k, v  # a later layer may attend to them again
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         out, spec = [], cache.spec
         for start, end in itertools.pairwise(batch.query_start_loc.tolist()):
             distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
             mask = (distance >= 0) & (distance < (spec.sliding_window or end))
-            heads = [x[start:end].transpose(0, 1) for x in (q, *self.stored)]
+            heads = [x[start:end].transpose(0, 1) for x in (q, *self.stored[id(cache.k_cache)])]
             q_heads, k_heads, v_heads = heads
             groups = len(q_heads) // len(k_heads)
             scores = q_heads @ k_heads.repeat_interleave(groups, 0).mT * spec.scale

@@ -1,0 +1,413 @@
+"""The second half of the families' table: models with experts, and others that fewer people run.
+
+Loaded where a config names none of the first half, so that a plain prompt loads no rows but those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from nanoengine.checkpoint import more_readers, readers
+from nanoengine.checkpoint.families import (
+    ATTENTION_BIAS,
+    DEEPSEEK,
+    DEEPSEEK_KEYS,
+    DRAFTS,
+    EXPERT_SIZE,
+    FAMILIES,
+    GELU,
+    GEMMA_2,
+    GEMMA_2_DEFAULTS,
+    GEMMA_NAMES,
+    GRANITE,
+    GRANITE_KEYS,
+    HUNYUAN_DEFAULTS,
+    HUNYUAN_NAMES,
+    HUNYUAN_ROPE,
+    LFM2,
+    LFM2_DEFAULTS,
+    LFM2_NAMES,
+    LLAMA,
+    NORM_TOPK,
+    NUMBERED,
+    OLMO2,
+    QWEN,
+    QWEN3,
+    QWEN_SHARED,
+    SCALED,
+    SHARED_NAMES,
+    WINDOW,
+    Family,
+)
+from nanoengine.checkpoint.readers import all_but_every, experts, key, plan, size, windows
+
+# fmt: off
+# Why no key of norms: a softmax over the experts taken is one over all, divided by their sum.
+MIXTRAL = {"count": "num_local_experts", "inner": "intermediate_size"}
+# Why another key: these families name experts so that all take.
+SHARED = {"correction_bias": True, "shared_size": readers.shared_size("num_shared_experts")}
+GRANITE_NAMES = {
+    "mlp.gate": "block_sparse_moe.router.layer",
+    "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+}
+MIXTRAL_NAMES = {"mlp": "block_sparse_moe", **NUMBERED}
+
+GEMMA_4 = Family(
+    "gemma4_text",
+    plan=plan(
+        only={"hidden_activation": (GELU,), "use_bidirectional_attention": ("vision", False, None)},
+        norms="both", norm="wide", head_norm="head", activation=GELU, attention_scale=1.0,
+        embedding_scale=key("hidden_size", lambda n: n**0.5), varied=more_readers.varied,
+        logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
+    ),
+    windows=all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
+    moe=more_readers.varied_experts,
+    defaults={
+        "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "sliding_window": 512, "max_position_embeddings": 131_072, "vocab_size": 262_144,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+        "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
+    rope={
+        "full_attention": {
+            "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    names={
+        **GEMMA_NAMES, "post_mlp_norm": "post_feedforward_layernorm_1",
+        "post_experts_norm": "post_feedforward_layernorm_2",
+        "pre_experts_norm": "pre_feedforward_layernorm_2",
+    },
+)
+
+MORE_FAMILIES: dict[str, Family] = {
+    "AfmoeForCausalLM": Family(
+        "afmoe",
+        plan=plan(
+            only={"attention_bias": (False,)}, norms="both", norm="wide", head_norm="head",
+            output_gate="beside", embedding_scale=more_readers.mup_scale,
+        ),
+        windows=all_but_every("global_attn_every_n_layers"), turned=readers.only_with_window,
+        moe=experts(
+            score="sigmoid", scaling_factor=key("route_scale"),
+            layers=readers.layers_from("num_dense_layers"), **SHARED,
+        ),
+        defaults={
+            "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024, "num_dense_layers": 1,
+            "num_shared_experts": 2,
+        },
+        names={
+            "attention_output_norm": "post_attention_layernorm",
+            "post_attention_layernorm": "pre_mlp_layernorm",
+            "mlp_output_norm": "post_mlp_layernorm",
+            "mlp.gate": "mlp.router.gate", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+        },
+    ),
+    "ApertusForCausalLM": Family(
+        "apertus",
+        plan=plan(
+            only={"hidden_act": ("xielu",)}, head_norm="head", gated=False, activation="xielu",
+            **ATTENTION_BIAS,
+        ),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1.2e7},
+        rope={
+            "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+        names={
+            "input_layernorm": "attention_layernorm",
+            "post_attention_layernorm": "feedforward_layernorm",
+        },
+    ),
+    "CwmForCausalLM": Family(
+        "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "sliding_window": 8192, "eos_token_id": [128_001, 128_008, 128_009],
+        },
+        rope={
+            "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    ),
+    "Dots1ForCausalLM": Family(
+        "dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers), moe=DEEPSEEK,
+        defaults={
+            "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62,
+            "n_shared_experts": None,
+        },
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "ernie4_5_moe",
+        plan=plan(only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, interleaved=True),
+        moe=experts(
+            count="moe_num_experts", taken="moe_k", correction_bias="row", norm_epsilon=1e-12,
+            shared_size=readers.shared_size("moe_num_shared_experts"),
+            layers=more_readers.ernie_layers,
+        ),
+        defaults={
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+            "tie_word_embeddings": True, "moe_num_shared_experts": 2,
+        },
+        names={"mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
+        left_out=r"model\.mtp_",
+    ),
+    "ExaoneMoeForCausalLM": Family(
+        "exaone_moe", plan=plan(head_norm="head"), windows=all_but_every(),
+        turned=readers.exaone_turned,
+        moe=experts(**{**DEEPSEEK_KEYS, "count": "num_experts", **SHARED,
+                       "layers": readers.named_sparse_layers}),
+        defaults={
+            "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+            "sliding_window_pattern": 4, "first_k_dense_replace": 1, "num_shared_experts": 1,
+            "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        },
+        names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
+        left_out=DRAFTS,
+    ),
+    "FlexOlmoForCausalLM": Family(
+        "flex_olmo", plan=OLMO2, moe=experts(inner="intermediate_size", **NORM_TOPK),
+        defaults={"rope_theta": 5e5}, names=GEMMA_NAMES,
+    ),
+    "Gemma4ForCausalLM": GEMMA_4,
+    "Gemma4UnifiedForCausalLM": replace(
+        GEMMA_4, model_type="gemma4_unified_text",
+        defaults={**GEMMA_4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
+    ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        plan=plan(
+            qkv_bias=key("attention_bias"),
+            head_norm=key("use_qk_norm", lambda asked: "head" if asked else None),
+        ),
+        moe=DEEPSEEK,
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        plan=plan(
+            only={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+            norm="wide", qkv_bias=True, output_bias=True, activation="clamped_swiglu", sinks=True,
+        ),
+        windows=all_but_every(2),
+        moe=experts(
+            **MIXTRAL, router_bias=True, expert_bias=True, interleaved=True, inputs_first=True,
+        ),
+        defaults={
+            "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
+            "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+        },
+        rope={
+            "rope_type": "yarn", "factor": 32.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        names={"mlp.gate": "mlp.router"},
+    ),
+    "GraniteMoeForCausalLM": Family(
+        "granitemoe", plan=GRANITE, moe=experts(**MIXTRAL), defaults={"attention_multiplier": 1.0},
+        names=GRANITE_NAMES,
+    ),
+    "GraniteMoeSharedForCausalLM": Family(
+        "granitemoeshared", plan=plan(**GRANITE_KEYS, merged_gate=True),
+        moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
+        defaults={"attention_multiplier": 1.0},
+        names={
+            **GRANITE_NAMES,
+            "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
+            "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
+        },
+    ),
+    "HeliumForCausalLM": Family(
+        "helium",
+        plan=plan(interleaved=True, qkv_bias=key("attention_bias"), mlp_bias=key("mlp_bias")),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5,
+        },
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        "hunyuan_v1_moe", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
+        moe=experts(
+            inner="intermediate_size", taken="moe_topk", shared_size=size("intermediate_size"),
+        ),
+        defaults=HUNYUAN_DEFAULTS, rope_extra=HUNYUAN_ROPE,
+        names={
+            **HUNYUAN_NAMES, "mlp.gate": "mlp.gate.wg", "mlp.shared_experts": "mlp.shared_mlp",
+        },
+    ),
+    "HyperCLOVAXForCausalLM": Family(
+        "hyperclovax",
+        plan=plan(
+            norms=key("use_post_norm", lambda asked: "both" if asked else "before"),
+            **{**GRANITE_KEYS, "logit_scale": key("logits_scaling"),
+               "attention_scale": more_readers.mup_attention},
+        ),
+        names={"attention_output_norm": "post_norm1", "mlp_output_norm": "post_norm2"},
+    ),
+    "HYV3ForCausalLM": Family(
+        "hy_v3", plan=plan(head_norm="head", **LLAMA),
+        moe=experts(
+            score="sigmoid", scaling_factor=key("router_scaling_factor"),
+            layers=readers.named_sparse_layers, **SHARED,
+        ),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1, "num_shared_experts": 1, "rope_theta": 11_158_840.0,
+            "router_scaling_factor": 2.826,
+        },
+        names={
+            "mlp.gate": "mlp.router.gate", "mlp.shared_experts": "mlp.shared_mlp",
+            "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+        },
+    ),
+    "Jais2ForCausalLM": Family(
+        "jais2",
+        plan=plan(
+            only={"hidden_act": ("relu2",)}, norm="layer", norm_bias=True, gated=False,
+            activation="relu2", **LLAMA,
+        ),
+        defaults={"attention_bias": True, "mlp_bias": True}, eps="layer_norm_eps",
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        "lfm2_moe", plan=LFM2, states=readers.conv_states,
+        moe=experts(
+            correction_bias=key("use_expert_bias"), norm_epsilon=1e-6,
+            layers=readers.layers_from("num_dense_layers"), **SCALED,
+        ),
+        defaults=LFM2_DEFAULTS | {"norm_topk_prob": True},
+        names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
+        eps="norm_eps",
+    ),
+    "MellumForCausalLM": Family(
+        "mellum", plan=QWEN3, windows=windows(readers.no_layer),
+        bases=("rope_theta", "rope_local_base_freq"),
+        moe=experts(layers=readers.named_sparse_layers, **NORM_TOPK),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024, "rope_theta": 5e5,
+            "norm_topk_prob": True,
+        },
+        left_out=DRAFTS,
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
+        moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6,
+            "partial_rotary_factor": 1.0,
+        },
+        names={
+            **MIXTRAL_NAMES,
+            "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+        },
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral", windows=WINDOW, moe=experts(**MIXTRAL),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        names=MIXTRAL_NAMES,
+    ),
+    "NemotronForCausalLM": Family(
+        "nemotron",
+        plan=plan(
+            only={"hidden_act": ("relu2",)}, norm="centered layer", norm_bias=True, gated=False,
+            activation="relu2", **LLAMA,
+        ),
+        defaults={"partial_rotary_factor": 0.5}, eps="norm_eps",
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
+        moe=experts(inner="intermediate_size", **NORM_TOPK), defaults={"rms_norm_eps": 1e-5},
+    ),
+    "PhiForCausalLM": Family(
+        "phi",
+        plan=plan(
+            only={"hidden_act": ("gelu_new",)}, norms="parallel", norm="layer", norm_bias=True,
+            gated=False, activation=GELU, qkv_bias=True, output_bias=True, mlp_bias=True,
+            head_bias=True,
+        ),
+        defaults={"partial_rotary_factor": 0.5}, eps="layer_norm_eps",
+        names={
+            "model.norm": "model.final_layernorm", "o_proj": "dense", "up_proj": "fc1",
+            "down_proj": "fc2",
+        },
+    ),
+    "PhimoeForCausalLM": Family(
+        "phimoe",
+        plan=plan(
+            norm="layer", norm_bias=True, head_bias=key("lm_head_bias"), **ATTENTION_BIAS,
+        ),
+        windows=WINDOW,
+        moe=experts(**MIXTRAL, score="sparsemixer", jitter=key("router_jitter_noise")),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        rope_extra={"short_mscale": True, "long_mscale": True}, names=MIXTRAL_NAMES,
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", plan=plan(qkv_bias=key("qkv_bias")),
+        windows=windows(readers.alternate, asked=True), moe=QWEN_SHARED,
+        defaults={"num_key_value_heads": 16, "sliding_window": 4096, "qkv_bias": True},
+        names=SHARED_NAMES,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe", plan=QWEN3, windows=windows(readers.every_layer, asked=True, named=False),
+        moe=experts(**QWEN), defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        plan=plan(
+            qkv_bias=key("attention_bias"), output_bias=key("attention_out_bias"),
+            mlp_bias=key("mlp_bias"),
+        ),
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
+    ),
+    "SolarOpenForCausalLM": Family(
+        "solar_open", plan=plan(qkv_bias=key("attention_bias")),
+        moe=experts(**{n: read for n, read in DEEPSEEK_KEYS.items() if n != "layers"}),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "norm_topk_prob": True, "n_shared_experts": 1, "partial_rotary_factor": 1.0,
+        },
+        inner=EXPERT_SIZE,
+    ),
+    "StableLmForCausalLM": Family(
+        "stablelm",
+        plan=plan(
+            norms=key("use_parallel_residual", lambda asked: "parallel" if asked else "before"),
+            norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
+        ),
+        defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}, eps="layer_norm_eps",
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2",
+        plan=plan(
+            only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated=False,
+            activation=GELU, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
+            mlp_bias=key("use_bias"),
+        ),
+        windows=WINDOW,
+        defaults={"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True},
+        names={"up_proj": "c_fc", "down_proj": "c_proj"}, eps="norm_epsilon",
+    ),
+    "VaultGemmaForCausalLM": Family(
+        "vaultgemma", plan=plan(**{**GEMMA_2, "norms": "before"}), windows=all_but_every(2),
+        defaults=GEMMA_2_DEFAULTS,
+        names={"post_attention_layernorm": "pre_feedforward_layernorm"},
+    ),
+}
+# fmt: on
+
+
+OTHER_NAMES = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Architecture as published checkpoints name it -> as transformers does."""
+
+
+def every_family() -> Mapping[str, Family]:
+    """Supported architecture -> its row; all of the table."""
+    return FAMILIES | MORE_FAMILIES

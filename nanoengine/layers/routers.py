@@ -1,0 +1,60 @@
+"""Routers that choose experts as no kernel does; in plain torch everywhere.
+
+Taken by `models/moe.py` for a plan that asks for one.
+
+Legend: T tokens, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.plan import MoEConfig
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
+from nanoengine.layers.layer import ModelContext
+from nanoengine.layers.moe import Router
+
+
+class SparseMixer(Router):
+    """Takes the best expert, then the best of the others, each with its share of a softmax over
+    the experts that come near it.
+
+    Source: Phi-3.5-MoE's model code; Liu et al., GRIN (arXiv 2409.12136).
+    """
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.logits(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
+        left, weights, experts = logits, [], []
+        for _ in range(2):
+            best, expert = left.max(dim=-1, keepdim=True)
+            distance = (best - logits) / logits.abs().clamp(min=best)
+            near = left.masked_fill(distance > 2 * self.moe.jitter, -torch.inf)
+            weights.append(near.softmax(dim=-1).gather(1, expert))
+            experts.append(expert)
+            left = left.scatter(1, expert, -torch.inf)
+        return torch.cat(weights, dim=1).to(hidden.dtype), torch.cat(experts, dim=1)
+
+
+class ScaledRouter(Router):
+    """Norms what it routes, and weighs each expert by a factor of its own. Source: Gemma 4."""
+
+    def __init__(
+        self, path: str, hidden: int, moe: MoEConfig, config: ModelConfig, context: ModelContext
+    ) -> None:
+        super().__init__(path, hidden, moe, context=context)
+        self.eps, self.hidden = config.rms_norm_eps, hidden
+        self.scale, self.per_expert_scale = (
+            context.parameter(hidden),
+            context.parameter(moe.num_experts),
+        )
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = F.rms_norm(hidden, (self.hidden,), None, self.eps)
+        weights, experts = super().forward(normed * self.scale * self.hidden**-0.5)
+        return weights * self.per_expert_scale[experts], experts
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        scales = {"scale": self.scale, "per_expert_scale": self.per_expert_scale}
+        return self.slots_of(f"{path}.proj", MatrixPart(self.shape)) | whole_slots(path, **scales)

@@ -1,0 +1,390 @@
+"""Layers of two shapes, that may attend to another's keys, and have an input of their own.
+
+    VariedLM         the model; its layers' caches, several of which may share a slice
+    VariedDecoder    makes the inputs of all layers of the token ids and of their embeddings
+    VariedLayer      attention, MLP and experts side by side, then the layer's input, then a factor
+    VariedAttention  values are normed, or are the keys; or keys and values are an earlier layer's
+
+    token ids ─ embed_tokens_per_layer ────────────────────┐
+    embeddings ─ per_layer_model_projection ─ norm ── + ── inputs [T, layers, input size]
+
+Layers that see everything have heads of another size, and another number of KV heads, than those
+with a window. A layer of the narrower kind takes a fraction of a slice of the KV cache, so several
+of them share one: blocks of theirs have the numbers m b, m b + 1, ... where the pool's has b.
+
+Taken by `loader.py` for a plan that is `varied`. All is plain torch but products, norms and
+attention.
+
+Source: the model code of Gemma 4.
+
+Legend: T tokens, H / K query / KV heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, Rotation, rotate
+from nanoengine.attention.batch import Batch
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.slots import WeightSlot, whole_slots
+from nanoengine.errors import ConfigError
+from nanoengine.layers.attention import Attention
+from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.linear import MergedLinear, RowParallelLinear
+from nanoengine.layers.moe import Experts
+from nanoengine.layers.rotary import RotaryEmbedding
+from nanoengine.layers.routers import ScaledRouter
+from nanoengine.layers.variants import OtherHeadNorm, make_norm
+from nanoengine.models.decoder import taken
+from nanoengine.models.variants import (
+    ACTIVATIONS,
+    ScaledEmbedding,
+    VariantAttention,
+    VariantDecoder,
+    VariantLayer,
+    VariantLM,
+    make_mlp,
+)
+
+
+def of_layer(config: ModelConfig, index: int) -> ModelConfig:
+    """The config of a model all of whose layers are as this one is."""
+    varied = config.plan.varied
+    assert varied is not None
+    head_dim, kv_heads = varied.shapes[config.sliding_windows[index] is None]
+    first = config.num_hidden_layers - varied.num_shared
+    inner = config.intermediate_size * (varied.shared_width if index >= first else 1)
+    return replace(config, head_dim=head_dim, num_key_value_heads=kv_heads, intermediate_size=inner)
+
+
+def whole_linear(path: str, inputs: int, outputs: int, context: ModelContext) -> MergedLinear:
+    """A matrix that every rank holds whole."""
+    name = path.rpartition(".")[2]
+    shards = {name: context.shard.of_heads(1)}
+    return MergedLinear(path, inputs, {name: outputs}, context=context, shards=shards)
+
+
+class VariedLM(VariantLM):
+    """A language model whose layers differ, on one rank.
+
+    Raises:
+        ConfigError: the device is no CPU; ranks are more than KV heads of one kind of layer.
+    """
+
+    def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariedDecoder:
+        if context.device.type != "cpu":
+            raise ConfigError(
+                "this model's attention, of two shapes, is not implemented on device"
+                f" {context.device.type!r}: set device='cpu'"
+            )
+        varied, ranks = config.plan.varied, context.shard.world_size
+        assert varied is not None
+        least = min(heads for _, heads in varied.shapes)
+        if ranks > least and len({heads for _, heads in varied.shapes}) > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={ranks} must be at most {least}, the KV heads of this"
+                " model's layers that have the fewest"
+            )
+        return VariedDecoder(config, context)
+
+    @property
+    def attention_layers(self) -> list[SharedSlice]:
+        """What the KV cache's slices are bound to, in the order of the first layer of each."""
+        varied, every = self.config.plan.varied, self.model.layers
+        assert varied is not None
+        layers = [layer.mixer.attention for layer in every]
+        slices = varied.slices(self.config.sliding_windows)
+        return [SharedSlice([layers[n] for n in numbers], self.widest) for numbers in slices]
+
+    @property
+    def widest(self) -> AttentionSpec:
+        """Of a layer that fills a slice alone."""
+        specs = [layer.mixer.attention.spec for layer in self.model.layers]
+        return max(specs, key=lambda spec: spec.num_kv_heads * spec.head_dim)
+
+
+class SharedSlice:
+    """Layers whose caches lie in one slice of the KV cache; bound as an `Attention` is.
+
+    Attributes:
+        spec: of a layer that fills the slice alone.
+    """
+
+    def __init__(self, layers: Sequence[Attention], spec: AttentionSpec) -> None:
+        self.layers, self.spec = layers, spec
+
+    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, group: int) -> None:
+        """Gives each layer its part of the slice."""
+        for number, layer in enumerate(self.layers):
+            parts = [self._part(cache, layer, number) for cache in (k_cache, v_cache)]
+            layer.bind(*parts, group)
+
+    def _part(self, cache: torch.Tensor, layer: Attention, number: int) -> torch.Tensor:
+        """The slice from the first block of the `number`th layer on, in blocks of its size."""
+        heads, dim = layer.spec.num_kv_heads, layer.spec.head_dim
+        in_order = layer.backend.kv_layout == "PKD"
+        size = cache.shape[1] if in_order else cache.shape[2]
+        inner = (size, heads, dim) if in_order else (heads, size, dim)
+        flat = cache.flatten()[number * math.prod(inner) :]
+        count = len(flat) // math.prod(inner)
+        return flat[: count * math.prod(inner)].view(count, *inner)
+
+
+class VariedDecoder(VariantDecoder):
+    """The stack of layers, and the inputs that each of them has of its own."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        Layer.__init__(self)
+        plan, hidden, depth = config.plan, config.hidden_size, config.num_hidden_layers
+        varied = plan.varied
+        assert varied is not None
+        self.embed_tokens = ScaledEmbedding(
+            plan.embedding_scale, config.vocab_size, hidden, context=context
+        )
+        configs = [of_layer(config, index) for index in range(depth)]
+        kinds = list(dict.fromkeys(config.sliding_windows))
+        self.rotary = Layer()
+        self.rotary.each = nn.ModuleList(
+            RotaryEmbedding(config.ropes[n], configs[n], context)
+            for n in map(config.sliding_windows.index, kinds)
+        )
+        self.input_size, size = varied.input_size, depth * varied.input_size
+        if size:
+            self.embed_tokens_per_layer = ScaledEmbedding(
+                varied.input_size**0.5, config.vocab_size, size, context=context
+            )
+            self.per_layer_model_projection = whole_linear(
+                "model.per_layer_model_projection", hidden, size, context
+            )
+            sizes = replace(config, hidden_size=varied.input_size)
+            self.per_layer_projection_norm = make_norm(sizes, context)
+            self.projection_scale = hidden**-0.5
+        self.backend, self.first_shared = context.kernels.attention, depth - varied.num_shared
+        self.layers = nn.ModuleList()
+        last: dict[int | None, VariedAttention] = {}
+        for index, window in enumerate(config.sliding_windows):
+            shared = last[window] if index >= self.first_shared else None
+            layer = VariedLayer(index, kinds.index(window), configs[index], shared, context)
+            self.layers.append(layer)
+            last.setdefault(window, layer.mixer)
+            if shared is None:
+                last[window] = layer.mixer
+        self.stack = list(self.layers)
+        self.norm = make_norm(config, context)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = self.embed_tokens(batch.token_ids)
+        inputs = self._inputs(x, batch.token_ids) if self.input_size else None
+        rotations = [rotary(batch.positions) for rotary in self.rotary.each]
+        for index, layer in enumerate(self.stack):
+            if index == self.first_shared and _has_others(batch):
+                batch, kept = ends_of(batch, self.backend)
+                if not len(kept):  # the step is only a chunk of prompts
+                    return x[:0]
+                x, inputs = x[kept], None if inputs is None else inputs[kept]
+                rotations = [rotary(batch.positions) for rotary in self.rotary.each]
+            rows = batch.logits_indices if index == len(self.stack) - 1 else None
+            own = None if inputs is None else inputs[:, index]
+            x = layer(x, rotations, batch, rows, own)
+        return self.norm(x, None)[0]
+
+    def _inputs(self, embedded: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """What each layer takes of each token: [T, layers, input size]."""
+        shape = len(token_ids), -1, self.input_size
+        projected = self.per_layer_model_projection(embedded) * self.projection_scale
+        normed, _ = self.per_layer_projection_norm(projected.view(-1, self.input_size), None)
+        return (normed.view(shape) + self.embed_tokens_per_layer(token_ids).view(shape)) * 2**-0.5
+
+
+def _has_others(batch: Batch) -> bool:
+    """Whether there are tokens that give no logits."""
+    wanted = batch.logits_indices
+    return wanted is not None and len(wanted) < batch.num_tokens
+
+
+def ends_of(batch: Batch, backend: AttentionBackend) -> tuple[Batch, torch.Tensor]:
+    """A batch of each sequence's tokens from the first that gives logits on, and where they are in
+    the step's. Why: layers that store no keys and values need no others; of most prompts one is
+    left."""
+    assert batch.logits_indices is not None
+    starts, wanted = batch.query_start_loc.numpy(), batch.logits_indices.numpy()
+    first = starts[1:].astype(np.int64)
+    np.minimum.at(first, np.searchsorted(starts, wanted, "right") - 1, wanted)
+    counts = starts[1:] - first
+    (seqs,) = np.nonzero(counts)
+    seqs = seqs[np.argsort(counts[seqs] != 1, kind="stable")]
+    kept = np.concatenate([np.arange(first[n], starts[n + 1]) for n in seqs] or [first[:0]])
+    places = np.zeros(batch.num_tokens, np.int64)
+    places[kept] = np.arange(len(kept))
+    ends = np.concatenate(([0], np.cumsum(counts[seqs]))).astype(np.int32)
+    of_tokens, of_seqs = torch.from_numpy(kept), torch.from_numpy(seqs)
+    found = replace(
+        batch,
+        token_ids=batch.token_ids[of_tokens],
+        positions=batch.positions[of_tokens],
+        slot_mapping=batch.slot_mapping[:, of_tokens],
+        query_start_loc=torch.from_numpy(ends),
+        seq_lens=batch.seq_lens[of_seqs],
+        block_tables=batch.block_tables[:, of_seqs],
+        logits_indices=torch.from_numpy(places[wanted]),
+        num_decodes=int((counts == 1).sum()),
+        max_query_len=int(counts.max(initial=1)),
+    )
+    found.attention = backend.prepare(found)
+    return found, of_tokens
+
+
+class VariedLayer(VariantLayer):
+    """One layer; `shared` is the attention whose keys and values it attends to, None: its own."""
+
+    def __init__(
+        self,
+        index: int,
+        rotation: int,
+        config: ModelConfig,
+        shared: VariedAttention | None,
+        context: ModelContext,
+    ) -> None:
+        Layer.__init__(self)
+        path, plan, moe = f"model.layers.{index}", config.plan, config.moe
+        varied, hidden = plan.varied, config.hidden_size
+        assert varied is not None
+        self.rotation, self.scale = rotation, plan.residual_scale
+        self.self_attn = self.mixer = VariedAttention(
+            f"{path}.self_attn", index, config, shared, context
+        )
+        self.mlp = make_mlp(f"{path}.mlp", index, replace(config, moe=None), context)
+        self.experts = None
+        norms = "input_layernorm", "attention_output_norm", "post_attention_layernorm"
+        norms += ("mlp_output_norm",)
+        if moe is not None:
+            self.router = ScaledRouter(f"{path}.router", hidden, moe, config, context)
+            self.experts = Experts(f"{path}.experts", hidden, moe, plan.activation, context=context)
+            norms += "post_mlp_norm", "post_experts_norm", "pre_experts_norm"
+        self.activation = ACTIVATIONS[plan.activation]
+        if varied.input_size:
+            self.per_layer_input_gate = whole_linear(
+                f"{path}.per_layer_input_gate", hidden, varied.input_size, context
+            )
+            self.per_layer_projection = whole_linear(
+                f"{path}.per_layer_projection", varied.input_size, hidden, context
+            )
+            norms += ("post_per_layer_input_norm",)
+        for name in norms:
+            setattr(self, name, make_norm(config, context))
+        self.layer_scalar = context.parameter(1)
+
+    needs_torch = True
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotations: list[Rotation],
+        batch: Batch,
+        rows: torch.Tensor | None,
+        own: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden_size] -> the same of the rows that go on from attention; `own`
+        [T, input size] is the layer's input."""
+        normed, x = self.input_layernorm(x, None)
+        attended = self.mixer(normed, rotations[self.rotation], batch, rows)
+        attended = self._added(self.attention_output_norm, attended)
+        normed, x = self.post_attention_layernorm(attended, taken(x, rows))
+        x = x + self._mlps(normed, x)
+        if own is not None:
+            gated = self.activation(self.per_layer_input_gate(x)) * taken(own, rows)
+            x = x + self._added(self.post_per_layer_input_norm, self.per_layer_projection(gated))
+        return x * self.layer_scalar
+
+    def _mlps(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What the MLP adds to x, and the experts beside it."""
+        if self.experts is None:
+            return self.mlp_part(normed)
+        dense = self._added(self.post_mlp_norm, self.mlp(normed))
+        sparse = self.experts(self._added(self.pre_experts_norm, x), *self.router(x))
+        both = dense + self._added(self.post_experts_norm, sparse)
+        return self._added(self.mlp_output_norm, both)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return whole_slots(path, layer_scalar=self.layer_scalar)
+
+
+class VariedAttention(VariantAttention):
+    """Attention whose values are normed, without a weight; they may be the keys as projected.
+
+    Attributes:
+        attention: its own, or that of the layer whose keys and values it attends to.
+    """
+
+    needs_torch = True
+
+    def __init__(
+        self,
+        path: str,
+        index: int,
+        config: ModelConfig,
+        shared: VariedAttention | None,
+        context: ModelContext,
+    ) -> None:
+        Layer.__init__(self)
+        plan, varied, shard = config.plan, config.plan.varied, context.shard
+        assert varied is not None
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        rows = config.num_attention_heads * self.head_dim
+        kv = config.num_key_value_heads
+        self.is_shared = shared is not None
+        self.keys_are_values = varied.keys_are_values and config.sliding_windows[index] is None
+        parts, shards = {"q_proj": rows}, {"q_proj": shard}
+        if not self.is_shared:
+            parts |= {"k_proj": kv * self.head_dim}
+            if not self.keys_are_values:
+                parts |= {"v_proj": kv * self.head_dim}
+            shards |= dict.fromkeys(("k_proj", "v_proj"), shard.of_heads(kv))
+        self.qkv_proj = MergedLinear(
+            f"{path}.qkv_proj", config.hidden_size, parts, bias=plan.qkv_bias, context=context,
+            shards=shards,
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            f"{path}.o_proj", rows, config.hidden_size, bias=plan.output_bias, context=context
+        )
+        spec = self.make_spec(index, config, context)
+        self.counts = spec.num_heads, spec.num_kv_heads
+        self.head_norm: OtherHeadNorm = QueryNorm(spec, config, context)
+        if not self.is_shared:
+            self.head_norm = OtherHeadNorm(spec, config, context)
+        self.attention = Attention(spec, context.kernels.attention)
+        if shared is not None:
+            self.attention = shared.attention
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        attention, norm = self.attention, self.head_norm.weights
+        if self.is_shared:
+            q = rotate(heads, rotation, norm)
+            attended = attention.backend.attend(q, attention.cache, batch)
+        else:
+            values = F.rms_norm(heads[:, -self.counts[1] :], (self.head_dim,), None, self.eps)
+            kept = heads if self.keys_are_values else heads[:, : sum(self.counts)]
+            attended = attention(torch.cat((kept, values), dim=1), rotation, norm, batch)
+        return self.o_proj(taken(attended, rows).flatten(1))
+
+
+class QueryNorm(OtherHeadNorm):
+    """The norm of query heads alone."""
+
+    def __init__(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(replace(spec, num_kv_heads=0), config, context)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        slots = super().weight_slots(path).items()
+        return {name: slot for name, slot in slots if name.endswith("q_norm.weight")}

@@ -1,0 +1,160 @@
+"""Models whose layers differ: which caches share a slice, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanoengine.checkpoint.config import load_model_config, parse_model_config
+from nanoengine.checkpoint.varied_plan import VariedPlan
+from nanoengine.errors import ConfigError, UnsupportedModelError
+from nanoengine.runner.kv_cache import in_a_slice, make_groups
+from nanoengine.settings.params import SamplingParams
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.model_helpers import all_logits, build
+from tests.support.model_helpers import random_prompts as plain_prompts
+
+WINDOW = 512
+
+
+def plan(shared: int = 0, **shapes: tuple[int, int]) -> VariedPlan:
+    window, full = shapes["window"], shapes["full"]
+    return VariedPlan(
+        shapes=(window, full), keys_are_values=False, num_shared=shared, shared_width=1,
+        input_size=0,
+    )  # fmt: skip
+
+
+def test_layers_of_the_narrower_kind_share_a_slice() -> None:
+    windows = [WINDOW, WINDOW, WINDOW, None, WINDOW, WINDOW, None]
+    narrow = plan(window=(256, 1), full=(512, 1), shared=3)
+    assert narrow.slices(windows) == [(0, 1), (2,), (3,)]
+    wide = plan(window=(256, 8), full=(512, 2))
+    assert wide.slices(windows) == [(0,), (1,), (2,), (3, 6), (4,), (5,)]
+    assert [wide.in_a_slice(window) for window in (WINDOW, None)] == [1, 2]
+    alike = plan(window=(64, 2), full=(128, 1))
+    assert alike.slices(windows) == [(n,) for n in range(7)]
+
+
+def test_a_pool_of_the_published_shapes_wastes_nothing() -> None:
+    """The 31B model: 50 layers with a window, 10 others of half their width."""
+    text = {
+        "model_type": "gemma4_text", "num_hidden_layers": 60, "hidden_size": 5376,
+        "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "sliding_window": 1024,
+    }  # fmt: skip
+    raw = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    config = parse_model_config(raw)
+    assert (config.head_dim, config.num_key_value_heads) == (256, 16)
+    groups = make_groups(config, block_size=16, dtype=torch.float32, kv_dtype=torch.float32)
+    assert {len(group.layers) for group in groups} == {5}
+    assert in_a_slice(config, groups) == [1] * 10 + [2]
+
+
+def test_tensors_that_nobody_reads_of_layers_without_keys_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = make_checkpoint(tmp_path, "gemma4")
+    file, prompts = tmp_path / "model.safetensors", plain_prompts(9)
+    more = {
+        f"model.layers.5.self_attn.{name}.weight": torch.ones(8) for name in ("k_proj", "v_norm")
+    }
+    save_file(load_file(file) | more, file)
+    with torch.inference_mode():
+        expected = reference(torch.tensor(prompts)).logits[0]
+    assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
+    assert "2 of its" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("gemma4", {}),
+        ("gemma4", {"global_head_dim": 16, "num_kv_shared_layers": 0}),
+        ("gemma4_moe", {}),
+    ],
+)
+def test_variations_compute_what_transformers_does(
+    family: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {
+        "num_attention_heads": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8, "use_double_wide_mlp": False, "attention_bias": True,
+        **more,
+    }  # fmt: skip
+    reference = make_checkpoint(tmp_path, family, seed=3, **fields)
+    prompts = plain_prompts(40)
+    with torch.inference_mode():
+        expected = reference(torch.tensor(prompts)).logits[0]
+    assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
+
+
+def test_ranks_that_would_change_how_layers_share_slices_are_refused() -> None:
+    directory = checkpoint("gemma4_moe", num_global_key_value_heads=1, global_head_dim=16)
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size=2 must be at most 1, the KV heads"
+    ):
+        make_engine(directory, device="cpu", dtype="float32", tensor_parallel_size=2)
+
+
+def test_ranks_may_share_the_one_kv_head_of_all_layers() -> None:
+    directory = checkpoint("gemma4", num_key_value_heads=1)
+    options = {"device": "cpu", "dtype": "float32", "block_size": 8, "num_kv_blocks": 30}
+    prompts = random_prompts(3, (21, 5, 30))
+    one = tokens(run(make_engine(directory, **options), prompts, greedy(6)))
+    two = make_engine(directory, tensor_parallel_size=2, **options)
+    assert tokens(run(two, prompts, greedy(6))) == one
+
+
+def test_chunks_score_prompts_and_sample_as_whole_prompts_do() -> None:
+    """Steps of which some, all or no tokens give logits."""
+    prompts = random_prompts(3, (21, 5, 30))
+    asked = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1)
+    plain = greedy(4)
+    found = []
+    for budget in (7, 256):
+        engine = make_engine(
+            checkpoint("gemma4"), dtype="float32", attention_backend="cpu", block_size=8,
+            num_kv_blocks=60, max_num_batched_tokens=budget, max_num_seqs=4, max_model_len=64,
+        )  # fmt: skip
+        outputs = run(engine, prompts, [asked, plain, asked])
+        scores = [
+            [line[0].logprob for line in (output.prompt_logprobs or ()) if line]
+            for output in outputs
+        ]
+        found.append((tokens(outputs), scores))
+    (ours, scored), (others, other_scored) = found
+    assert ours == others
+    assert list(map(len, scored)) == [20, 0, 29]
+    for a, b in zip(scored, other_scored, strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "use_bidirectional_attention='all'": {"use_bidirectional_attention": "all"},
+    "per_layer_config={'3': {'head_dim': 32}} is not implemented": {
+        "per_layer_config": {"3": {"head_dim": 32}}
+    },
+    "layers of 2 KV heads of 16 and of 2 of 24": {"global_head_dim": 24, "per_layer_config": None},
+    "num_kv_shared_layers=6 of 7": {"num_kv_shared_layers": 6},
+    "vocab_size_per_layer_input=99": {"vocab_size_per_layer_input": 99},
+    "layer_types ends with 'sliding_attention'": {
+        "layer_types": ["full_attention"] * 6 + ["sliding_attention"]
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_implemented_is_refused_by_key_and_value(message: str, tmp_path: Path) -> None:
+    raw = json.loads((Path(checkpoint("gemma4")) / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | REFUSED[message]), "utf-8")
+    with pytest.raises(UnsupportedModelError) as error:
+        load_model_config(tmp_path)
+    assert message in str(error.value)
