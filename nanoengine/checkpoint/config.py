@@ -21,7 +21,7 @@ from nanoengine.checkpoint.files import GGUF
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
-from nanoengine.checkpoint.readers import FULL, SLIDING
+from nanoengine.checkpoint.readers import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 from nanoengine.settings.checks import check_value, read_object, shown
@@ -243,6 +243,7 @@ def _sliding_windows(
     num_layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
     if kinds and states is not None:
         kinds = [FULL if n in states.layers else kind for n, kind in enumerate(kinds)]
+    kinds = kinds and [FULL if kind == ATTENTION else kind for kind in kinds]
     for kind in kinds or ():
         if kind not in (FULL, SLIDING):
             raise UnsupportedModelError(

@@ -47,7 +47,7 @@ class Family:
     windows: readers.WindowsReader = readers.never
     turned: readers.TurnedReader = readers.always
     bases: tuple[str, str] | None = None
-    moe: Reader[MoEConfig] | None = None
+    moe: Reader[MoEConfig | None] | None = None
     defaults: Json = field(default_factory=dict)
     rope: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
@@ -79,11 +79,12 @@ GEMMA = {
     "only": {"hidden_act": (GELU, None), "hidden_activation": (GELU,)}, "norms": "both",
     "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5), **GEMMA_1,
 }
-GRANITE = plan(
-    embedding_scale=key("embedding_multiplier"), residual_scale=key("residual_multiplier"),
-    attention_scale=key("attention_multiplier"),
-    logit_scale=key("logits_scaling", lambda scaling: 1 / scaling), **LLAMA,
-)
+GRANITE_FACTORS = {
+    "embedding_scale": key("embedding_multiplier"), "residual_scale": key("residual_multiplier"),
+    "attention_scale": key("attention_multiplier"),
+    "logit_scale": key("logits_scaling", lambda scaling: 1 / scaling),
+}
+GRANITE = plan(**GRANITE_FACTORS, **LLAMA)
 QWEN_NEXT = plan(
     only={"attn_output_gate": (True,)}, norm="centered", head_norm="head", output_gate=True,
     **ATTENTION_BIAS,
@@ -124,6 +125,7 @@ GLM_DEFAULTS = {
     "partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338],
 }
 LFM2_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
+MAMBA_DEFAULTS = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
 NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
 M_ROPE = {"mrope_section": False, "mrope_interleaved": False}
 """Where positions of images go. Why without effect: all positions of a text are the same."""
@@ -148,6 +150,20 @@ LFM2_NAMES = {
     **NUMBERED,
 }
 SHARED_NAMES = {"shared_experts": "shared_expert"}
+GRANITE_MOE_NAMES = {
+    "mlp.gate": "block_sparse_moe.router.layer",
+    "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+}
+GRANITE_4_NAMES = GRANITE_MOE_NAMES | {
+    f"mlp.{part}{ours}": f"shared_mlp.{theirs}_linear"
+    for ours, theirs in (("gate_up_proj", "input"), ("down_proj", "output"))
+    for part in ("", "shared_experts.")
+}
+FALCON_NAMES = {
+    "model.norm": "model.final_layernorm", "post_attention_layernorm": "pre_ff_layernorm",
+    "mlp": "feed_forward",
+}
 DRAFTS = r"mtp\."
 
 # --- the table ------------------------------------------------------------------------------------
@@ -157,6 +173,14 @@ FAMILIES: dict[str, Family] = {
         "arcee",
         plan=plan(only={"hidden_act": ("relu2",)}, gated=False, activation="relu2", **LLAMA),
         defaults={"rms_norm_eps": 1e-5},
+    ),
+    "BambaForCausalLM": Family(
+        "bamba", plan=plan(**LLAMA), states=readers.mamba_states,
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+            **MAMBA_DEFAULTS,
+        },
+        names=FALCON_NAMES,
     ),
     "CohereForCausalLM": Family(
         "cohere", plan=COHERE, defaults=COHERE_DEFAULTS | {"rope_theta": 5e5}, eps="layer_norm_eps",
@@ -309,11 +333,20 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": Family("granite", plan=GRANITE, defaults={"attention_multiplier": 1.0}),
     "GraniteMoeForCausalLM": Family(
         "granitemoe", plan=GRANITE, moe=experts(**MIXTRAL), defaults={"attention_multiplier": 1.0},
-        names={
-            "mlp.gate": "block_sparse_moe.router.layer",
-            "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-            "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+        names=GRANITE_MOE_NAMES,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid", plan=plan(merged_gate=True, **GRANITE_FACTORS, **ATTENTION_BIAS),
+        states=readers.mamba_states, turned=readers.if_named_rope,
+        moe=readers.where_any(
+            "num_local_experts",
+            experts(**MIXTRAL, shared_size=size("shared_intermediate_size")),
+        ),
+        defaults={
+            "attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024, **MAMBA_DEFAULTS,
         },
+        names=GRANITE_4_NAMES, inner=size("shared_intermediate_size"),
     ),
     "HeliumForCausalLM": Family(
         "helium",

@@ -145,6 +145,17 @@ KEYS: dict[str, Key] = {
     "linear_num_value_heads": Key(int, 1, 2**12, 32),
     "conv_L_cache": Key(int, 2, 64, 3),
     "conv_bias": _MATHS_FLAG,
+    # Mamba
+    "attn_layer_indices": Key(list[int]),
+    **_each("mamba_n_heads mamba_n_groups mamba_d_state", Key(int, 1, 2**12)),
+    "mamba_d_head": Key(int | str, default="auto"),
+    "mamba_d_conv": Key(int, 2, 64, 4),
+    "mamba_expand": Key(int, 1, 64, 2),
+    "mamba_conv_bias": Key(bool, default=True),
+    "mamba_proj_bias": _FLAG,
+    "time_step_limit": Key(list[Any]),
+    "position_embedding_type": Key(str, unread="harmless"),
+    "shared_intermediate_size": Key(int, 1, 2**22),
 }
 """Key that is obeyed, or would change the maths -> what it may be."""
 
@@ -163,7 +174,7 @@ HARMLESS = frozenset((
     "hidden_dropout", "resid_pdrop",
     "residual_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     # how transformers runs, not what; and what is read as `sliding_window_pattern`
-    "cache_implementation", "use_cache", "_sliding_window_pattern",
+    "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep", "_sliding_window_pattern",
     # the sum of two others
     "qk_head_dim",
 ))  # fmt: skip

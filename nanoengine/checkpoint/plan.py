@@ -6,11 +6,13 @@ field here and a few lines there; a family is a choice of values.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 Norms = Literal["before", "behind", "both", "parallel"]
 NormKind = Literal["rms", "wide", "centered", "layer", "centered layer"]
+ANY_STEP = (0.0, math.inf)
 HeadNormKind = Literal["head", "width", "rotated"]
 
 
@@ -98,7 +100,9 @@ class StatePlan:
 
     Attributes:
         kind: "delta": a matrix a value head, written by the gated delta rule, behind a short
-            convolution; "conv": the convolution alone, between two gates.
+            convolution; "conv": the convolution alone, between two gates; "mamba": a matrix a head
+            behind a convolution, by Mamba-2's rule. Its value heads are Mamba's heads, its key
+            heads the groups, `key_dim` is the size of b and c.
         layers: which ones.
         kernel: how many tokens the convolution sees.
         channels: how wide it is.
@@ -108,10 +112,14 @@ class StatePlan:
             head.
         tiled: the inputs of the last projection are value heads in another order: first the first
             of each key head, then the second.
-        bias: the projections and the convolution of "conv" have biases.
+        bias: the projections and the convolution of "conv" have biases, the first projection of
+            "mamba".
+        conv_bias, output_bias: the convolution and the last projection of "mamba" have.
+        norm: of "mamba", where it stands: "behind" the gate, or "before" it; None: there is none.
+        step_limits: between which the dt of "mamba" stays.
     """
 
-    kind: Literal["delta", "conv"]
+    kind: Literal["delta", "conv", "mamba"]
     layers: tuple[int, ...]
     kernel: int
     channels: int
@@ -122,6 +130,10 @@ class StatePlan:
     merged: bool = False
     tiled: bool = False
     bias: bool = False
+    conv_bias: bool = False
+    output_bias: bool = False
+    norm: Literal["behind", "before"] | None = None
+    step_limits: tuple[float, float] = ANY_STEP
 
     @property
     def size(self) -> int:

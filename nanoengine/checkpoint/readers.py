@@ -8,16 +8,19 @@ fields of `LayerPlan` and `MoEConfig`, given by name: a value, or what reads one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanoengine.checkpoint.keys import KEYS, Keys
-from nanoengine.checkpoint.plan import LatentPlan, LayerPlan, MoEConfig, StatePlan
+from nanoengine.checkpoint.plan import ANY_STEP, LatentPlan, LayerPlan, MoEConfig, StatePlan
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR, CONV = "linear_attention", "conv"
+MAMBA, ATTENTION = "mamba", "attention"
+"""What transformers 4 wrote for LINEAR and FULL."""
 
 T = TypeVar("T")
 Reader = Callable[[Keys], T]
@@ -134,6 +137,53 @@ def conv_states(keys: Keys) -> StatePlan:
     )
 
 
+def mamba_states(keys: Keys) -> StatePlan:
+    """Granite 4: as `layer_types` says, which may call them "mamba"; Bamba: all but
+    `attn_layer_indices`."""
+    every, attending = range(keys.require("num_hidden_layers")), keys.get("attn_layer_indices")
+    kinds = keys.get("layer_types") or [FULL if n in (attending or ()) else LINEAR for n in every]
+    heads, groups = keys.get("mamba_n_heads"), keys.get("mamba_n_groups")
+    inner = keys.get("mamba_expand") * keys.require("hidden_size")
+    size = keys.get("mamba_d_head")
+    size = inner // heads if size == "auto" else size
+    if heads % groups or heads * size != inner:
+        raise UnsupportedModelError(
+            f"mamba_n_heads={heads} must be a multiple of mamba_n_groups={groups}, and times"
+            f" mamba_d_head={size} be mamba_expand * hidden_size={inner}"
+        )
+    return StatePlan(
+        kind="mamba",
+        layers=tuple(n for n, kind in enumerate(kinds) if kind in (LINEAR, MAMBA)),
+        kernel=keys.get("mamba_d_conv"),
+        channels=inner + 2 * groups * keys.get("mamba_d_state"),
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_dim=keys.get("mamba_d_state"),
+        value_dim=size,
+        bias=keys.get("mamba_proj_bias"),
+        conv_bias=keys.get("mamba_conv_bias"),
+        output_bias=keys.get("mamba_proj_bias"),
+        norm="behind",
+        step_limits=_limits(keys),
+    )
+
+
+def _limits(keys: Keys) -> tuple[float, float]:
+    """Between which Mamba's dt stays. transformers writes infinity as {"__float__": "Infinity"}."""
+    given = keys.get("time_step_limit")
+    try:
+        low, high = (float(each["__float__"] if isinstance(each, dict) else each)
+                     for each in given or ANY_STEP)  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not 0 <= low < high:
+        raise UnsupportedModelError(
+            f"config.json: time_step_limit must be two numbers, from 0 and the second larger, got"
+            f" {shown(given)}"
+        )
+    return low, high
+
+
 def _those(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
     return tuple(n for n, given in enumerate(kinds) if given == kind)
 
@@ -232,6 +282,11 @@ def exaone_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
     return slides if keys.get("sliding_window") is not None else always(keys, slides)
 
 
+def if_named_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+    """Granite 4: none unless `position_embedding_type` is "rope"."""
+    return [keys.get("position_embedding_type") == "rope"] * len(slides)
+
+
 def smollm_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
     """`no_rope_layers` has a 0 for each layer that is not turned."""
     every, given = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
@@ -282,6 +337,11 @@ def experts(
         return moe
 
     return read
+
+
+def where_any(name: str, made: Reader[MoEConfig]) -> Reader[MoEConfig | None]:
+    """A mixture of experts unless this key says that there are none."""
+    return lambda keys: made(keys) if keys.get(name) else None
 
 
 def sparse_layers(keys: Keys) -> tuple[int, ...]:

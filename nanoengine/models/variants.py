@@ -225,9 +225,12 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
     """What layer `index`, whose full name is `path`, has where others have attention."""
     states = config.states
     if states is not None and index in states.layers:
-        from nanoengine.models.states import STATE_LAYERS
+        if states.kind == "mamba":
+            from nanoengine.models.mamba import MambaMixer as kind
+        else:
+            from nanoengine.models.states import STATE_LAYERS
 
-        kind = STATE_LAYERS[states.kind]
+            kind = STATE_LAYERS[states.kind]
         return kind(f"{path}.{kind.name}", config, context)
     if config.plan.latent is not None:
         from nanoengine.models.latent import LatentAttention

@@ -82,6 +82,13 @@ CONV: dict[str, Any] = {
     "tie_word_embeddings": True,
     "norm_eps": 1e-4,
 }
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "pad_token_id": 0,
+}
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -94,6 +101,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25, "attention_bias": True}),
     "cohere2": (
         "Cohere2Config",
@@ -182,6 +190,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeConfig",
         {
             **LOCAL_MOE,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **LOCAL_MOE,
+            **MAMBA,
+            "shared_intermediate_size": 48,
+            "layer_types": ["linear_attention", FULL, "linear_attention"],
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.4,
             "attention_multiplier": 0.2,
