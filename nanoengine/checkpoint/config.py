@@ -88,6 +88,14 @@ class ModelConfig:
     headless: bool = False
 
     @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        if self.plan.blocks is not None:
+            return tuple(n for n, kind in enumerate(self.plan.blocks) if kind == FULL)
+        aside = self.states.layers if self.states and self.plan.factors is None else ()
+        return tuple(n for n in range(self.num_hidden_layers) if n not in aside)
+
+    @property
     def linear_inputs(self) -> dict[str, int]:
         """How many inputs the linear layers of attention's output and the MLPs have, by key."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
@@ -125,6 +133,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     """The normalised form of a parsed config.json; see `load_model_config`."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES[architecture]
+    raw = family.rewritten(raw) if family.rewritten else raw
     left_out = [VISION] if is_part else []
     left_out += [family.left_out] if family.left_out else []
     keys = Keys(raw, family.defaults)
@@ -147,7 +156,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     if partial_heads:
         turned = read_rotary_dim(keys, head_dim, family.rope)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
-    states = _states(family, keys)
+    states = _states(family, keys, plan)
     windows = _sliding_windows(architecture, family, keys, states)
     slides = [window is not None for window in windows]
     if family.bases:
@@ -227,9 +236,12 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     )
 
 
-def _states(family: Family, keys: Keys) -> StatePlan | None:
+def _states(family: Family, keys: Keys, plan: LayerPlan) -> StatePlan | None:
     states = family.states(keys) if family.states else None
-    if states is not None and len(states.layers) == keys.require("num_hidden_layers"):
+    alone = len(states.layers) == keys.require("num_hidden_layers") if states else False
+    if plan.blocks is not None:
+        alone = FULL not in plan.blocks
+    if alone and plan.factors is None:
         raise UnsupportedModelError(
             "layer_types has no layer with attention; supported: models with one and more"
         )

@@ -7,7 +7,7 @@ say is as in Llama. A new family of known mechanisms is a row; a new mechanism i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from nanoengine.checkpoint import readers
@@ -24,6 +24,7 @@ class Family:
 
     Attributes:
         model_type: as config.json names it.
+        rewritten: its config.json -> one whose keys say in the usual way how many layers it has.
         plan: what its layers compute.
         states: which of them keep a state, and of what kind; None: all keep keys and values.
         windows: which layers have the sliding window.
@@ -42,6 +43,7 @@ class Family:
     """
 
     model_type: str
+    rewritten: Callable[[Json], Json] | None = None
     plan: Reader[LayerPlan] = PLAIN
     states: Reader[StatePlan] | None = None
     windows: readers.WindowsReader = readers.never
@@ -164,6 +166,10 @@ FALCON_NAMES = {
     "model.norm": "model.final_layernorm", "post_attention_layernorm": "pre_ff_layernorm",
     "mlp": "feed_forward",
 }
+NEMOTRON_NAMES = {
+    "model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f",
+    "input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer",
+}
 DRAFTS = r"mtp\."
 
 # --- the table ------------------------------------------------------------------------------------
@@ -252,6 +258,18 @@ FAMILIES: dict[str, Family] = {
         },
         names=GEMMA_NAMES,
     ),
+    "FalconH1ForCausalLM": Family(
+        "falcon_h1",
+        plan=plan(
+            factors=readers.factors, embedding_scale=key("embedding_multiplier"),
+            logit_scale=key("lm_head_multiplier"), attention_scale=readers.falcon_scale, **LLAMA,
+        ),
+        states=readers.falcon_states,
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **MAMBA_DEFAULTS,
+        },
+        names=FALCON_NAMES,
+    ),
     "GemmaForCausalLM": Family(
         # Why gelu too: so the published files call the approximation.
         "gemma", plan=plan(only={"hidden_act": (GELU, "gelu"), "hidden_activation": (GELU, None)},
@@ -339,7 +357,7 @@ FAMILIES: dict[str, Family] = {
         "granitemoehybrid", plan=plan(merged_gate=True, **GRANITE_FACTORS, **ATTENTION_BIAS),
         states=readers.mamba_states, turned=readers.if_named_rope,
         moe=readers.where_any(
-            "num_local_experts",
+            key("num_local_experts"),
             experts(**MIXTRAL, shared_size=size("shared_intermediate_size")),
         ),
         defaults={
@@ -416,6 +434,27 @@ FAMILIES: dict[str, Family] = {
             activation="relu2", **LLAMA,
         ),
         defaults={"partial_rotary_factor": 0.5}, eps="norm_eps",
+    ),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h", readers.nemotron_layers,
+        plan=plan(
+            only={
+                "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
+                "residual_in_fp32": (False,), "n_shared_experts": (1,),
+            },
+            blocks=readers.nemotron_blocks, norm="wide", gated=False, activation="relu2",
+            mlp_bias=key("mlp_bias"),
+        ),
+        states=readers.nemotron_states, turned=readers.nowhere,
+        moe=readers.where_any(readers.nemotron_experts, experts(**{
+            **DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
+            "layers": readers.nemotron_experts, "gated": False,
+        })),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "norm_topk_prob": True,
+            "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8, "mamba_d_state": 128,
+        },
+        names=NEMOTRON_NAMES, left_out=DRAFTS, eps="layer_norm_epsilon",
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", plan=OLMO2, defaults={"rms_norm_eps": 1e-5}, names=GEMMA_NAMES,

@@ -154,6 +154,20 @@ KEYS: dict[str, Key] = {
     "mamba_conv_bias": Key(bool, default=True),
     "mamba_proj_bias": _FLAG,
     "time_step_limit": Key(list[Any]),
+    "mamba_d_ssm": Key(int, 1, 2**22, off=True),
+    "mamba_rms_norm": _FLAG,
+    "mamba_norm_before_gate": Key(bool, default=True),
+    **_each(
+        "lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier"
+        " ssm_in_multiplier ssm_out_multiplier",
+        Key(float, 1e-9, 1e9, 1.0),
+    ),
+    **_each("mlp_multipliers ssm_multipliers", Key(list[float])),
+    "projectors_bias": _FLAG,
+    "layers_block_type": Key(list[str]),
+    "moe_latent_size": Key(int, unread="refused"),
+    "moe_shared_expert_intermediate_size": Key(int, 1, 2**22),
+    "layer_norm_epsilon": Key(float, 0, 1, 1e-5),
     "position_embedding_type": Key(str, unread="harmless"),
     "shared_intermediate_size": Key(int, 1, 2**22),
 }
@@ -174,7 +188,12 @@ HARMLESS = frozenset((
     "hidden_dropout", "resid_pdrop",
     "residual_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     # how transformers runs, not what; and what is read as `sliding_window_pattern`
-    "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep", "_sliding_window_pattern",
+    "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
+    "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
+    "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+    # how weights begin
+    "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "expand",
+    "z_loss_coefficient", "_sliding_window_pattern",
     # the sum of two others
     "qk_head_dim",
 ))  # fmt: skip

@@ -41,6 +41,26 @@ class LatentPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """Falcon-H1's, of layers in which Mamba and attention stand side by side.
+
+    Attributes:
+        mamba_in, attention_in: on what goes into each.
+        projected: on z, x, b, c and dt of Mamba.
+        mamba_out, attention_out: on what comes out.
+        gate, down: on the MLP's gate before its activation, and on what the MLP adds.
+    """
+
+    mamba_in: float
+    attention_in: float
+    projected: tuple[float, ...]
+    mamba_out: float
+    attention_out: float
+    gate: float
+    down: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
     """One decoder layer, and what stands before the first and behind the last; by default Llama's.
 
@@ -67,6 +87,10 @@ class LayerPlan:
         attention_scale: factor on q.k; None: head_dim ** -0.5.
         sinks: each head has a learned score in the sum of its softmax (`AttentionSpec.sinks`).
         latent: keys and values are made of one short vector a token; None: of the hidden state.
+        factors: every layer with a state attends as well, side by side, with these factors; None:
+            none does.
+        blocks: what each layer is alone, behind one norm: a key of `models.mamba.BLOCKS`; None:
+            each has a mixer and an MLP.
         attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
     """
 
@@ -90,6 +114,8 @@ class LayerPlan:
     attention_scale: float | None = None
     sinks: bool = False
     latent: LatentPlan | None = None
+    factors: Factors | None = None
+    blocks: tuple[str, ...] | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 
@@ -160,6 +186,7 @@ class MoEConfig:
         shared_gate: a learned sigmoid weighs it.
         router_bias, expert_bias: the router, and both matrices of each expert, have biases.
         interleaved: the checkpoint's stacked rows of gate and of up alternate.
+        gated: experts are gated MLPs; else as `LayerPlan.gated` says.
         inputs_first: its stacked matrices are [E, inputs, outputs]; in MXFP4 as those of others.
         layers: which layers have experts.
     """
@@ -181,3 +208,4 @@ class MoEConfig:
     expert_bias: bool = False
     interleaved: bool = False
     inputs_first: bool = False
+    gated: bool = True

@@ -140,7 +140,7 @@ def model_lines(
         block_size=1,
         num_kv_heads=m.num_key_value_heads,
         head_dim=m.head_dim,
-        num_layers=m.num_hidden_layers - (len(states.layers) if states else 0),
+        num_layers=len(m.attending),
         dtype=kv_dtype,
     )
     windows = {window for window in m.sliding_windows if window is not None}

@@ -111,8 +111,13 @@ class VariantDecoder(Decoder):
         self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
         self.rotary = Rotaries(kinds, config, context)
+        layer = VariantLayer
+        if config.plan.factors is not None or config.plan.blocks is not None:
+            from nanoengine.models import mamba
+
+            layer = mamba.LoneBlock if config.plan.factors is None else mamba.SideBySide
         self.layers = nn.ModuleList(
-            VariantLayer(index, kinds.index(rope), config, context)
+            layer(index, kinds.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
         )
         self.stack: list[Layers] = list(self.layers)
@@ -248,7 +253,14 @@ def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) 
     if config.moe is not None and index in config.moe.layers:
         from nanoengine.models.moe import SparseMLP
 
+        if not config.moe.gated:
+            activation = ACTIVATIONS[plan.activation]
+            return SparseMLP(path, config, context, PlainMLP, activation)
         return SparseMLP(path, config, context, gated)
+    if plan.factors is not None:
+        from nanoengine.models.mamba import FactorMLP
+
+        gated = FactorMLP
     return (gated if plan.gated else PlainMLP)(path, config.intermediate_size, config, context)
 
 

@@ -73,7 +73,8 @@ def make_groups(
 
     if states is None:
         return make_kv_groups(config.sliding_windows)
-    *groups, _ = make_kv_groups(config.sliding_windows, states.layers)
+    attending = config.attending
+    *groups, _ = make_kv_groups(config.sliding_windows, states.layers, attending=attending)
     every = blocks_between_snapshots(
         state_bytes([states] * len(states.layers), dtype),
         block_bytes(
@@ -85,7 +86,7 @@ def make_groups(
         ),
         block_size,
     )
-    return make_kv_groups(config.sliding_windows, states.layers, every)
+    return make_kv_groups(config.sliding_windows, states.layers, every, attending)
 
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:

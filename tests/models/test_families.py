@@ -51,6 +51,37 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "bamba bias": (
+        "bamba",
+        {
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 2,
+            "mamba_expand": 3,
+            "time_step_limit": (0.3, 0.9),
+        },
+    ),
+    "granite_hybrid dense": (
+        "granite_hybrid",
+        {"num_local_experts": 0, "mamba_n_groups": 1, "tie_word_embeddings": True},
+    ),
+    "granite_hybrid attention": (
+        "granite_hybrid",
+        {
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "granite_hybrid rope": (
+        "granite_hybrid",
+        {
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
     "llama mlp bias": ("llama", {"mlp_bias": True}),
     "mixtral full": ("mixtral", {"sliding_window": None}),
     "olmo2 bias": ("olmo2", {"attention_bias": True}),

@@ -27,7 +27,8 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 
-ROUTED = ("gate.weight", "router.weight", "experts.gate_up_proj", "experts.down_proj")
+ROUTED = ("gate.weight", "router.weight", "experts.gate_up_proj", "experts.up_proj",
+          "experts.down_proj")  # fmt: skip
 """Ends of the names of what a mixture of experts adds."""
 
 MOE: dict[str, Any] = {
@@ -126,6 +127,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "sliding_window": 16,
             "layer_types": [SLIDING, FULL, SLIDING],
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **MAMBA,
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 96,
+            "mamba_rms_norm": True,
+            "lm_head_multiplier": 0.7,
+            "embedding_multiplier": 1.3,
+            "mlp_multipliers": [0.8, 1.2],
+            "key_multiplier": 1.4,
+            "attention_out_multiplier": 0.6,
+            "attention_in_multiplier": 1.5,
+            "ssm_multipliers": [1.2, 0.9, 1.1, 0.7, 1.3],
+            "ssm_in_multiplier": 0.8,
+            "ssm_out_multiplier": 0.9,
         },
     ),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
@@ -241,6 +260,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3_vision": ("Mistral3Config", {"text": "mistral"}),
     "mixtral": ("MixtralConfig", {**LOCAL_MOE, "sliding_window": 16}),
     "nemotron": ("NemotronConfig", {"mlp_bias": True, "attention_bias": True}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "layers_block_type": ["linear_attention", "moe", FULL, "mlp", "linear_attention"],
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 12,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "moe_shared_expert_intermediate_size": 48,
+            "mlp_bias": False,
+            "use_bias": True,
+            "time_step_min": 1e-9,
+        },
+    ),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": (
         "Olmo3Config",
@@ -323,7 +363,7 @@ def make_model(
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith("A_log"):  # else nothing would be remembered
                 parameter.copy_(torch.randn_like(parameter) - 2)
-            elif name.endswith((".bias", "_bias")):
+            elif name.endswith((".bias", "_bias", ".D")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             elif name.endswith(".sinks"):
                 parameter.copy_(2 * torch.randn_like(parameter))
