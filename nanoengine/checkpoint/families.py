@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from nanoengine.checkpoint import readers
 from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
-from nanoengine.checkpoint.readers import Reader, all_but_every, experts, key, plan, size, windows
+from nanoengine.checkpoint.readers import (
+    Reader,
+    all_but_every,
+    experts,
+    key,
+    of_mamba,
+    plan,
+    size,
+    windows,
+)
 
 PLAIN, INNER_SIZE = plan(), size("intermediate_size")
 
@@ -181,7 +190,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"rms_norm_eps": 1e-5},
     ),
     "BambaForCausalLM": Family(
-        "bamba", plan=plan(**LLAMA), states=readers.mamba_states,
+        "bamba", plan=plan(**LLAMA), states=of_mamba("mamba_states"),
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
             **MAMBA_DEFAULTS,
@@ -261,10 +270,11 @@ FAMILIES: dict[str, Family] = {
     "FalconH1ForCausalLM": Family(
         "falcon_h1",
         plan=plan(
-            factors=readers.factors, embedding_scale=key("embedding_multiplier"),
-            logit_scale=key("lm_head_multiplier"), attention_scale=readers.falcon_scale, **LLAMA,
+            factors=of_mamba("factors"), embedding_scale=key("embedding_multiplier"),
+            logit_scale=key("lm_head_multiplier"), attention_scale=of_mamba("falcon_scale"),
+            **LLAMA,
         ),
-        states=readers.falcon_states,
+        states=of_mamba("falcon_states"),
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **MAMBA_DEFAULTS,
         },
@@ -355,7 +365,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteMoeHybridForCausalLM": Family(
         "granitemoehybrid", plan=plan(merged_gate=True, **GRANITE_FACTORS, **ATTENTION_BIAS),
-        states=readers.mamba_states, turned=readers.if_named_rope,
+        states=of_mamba("mamba_states"), turned=readers.if_named_rope,
         moe=readers.where_any(
             key("num_local_experts"),
             experts(**MIXTRAL, shared_size=size("shared_intermediate_size")),
@@ -436,19 +446,19 @@ FAMILIES: dict[str, Family] = {
         defaults={"partial_rotary_factor": 0.5}, eps="norm_eps",
     ),
     "NemotronHForCausalLM": Family(
-        "nemotron_h", readers.nemotron_layers,
+        "nemotron_h", of_mamba("nemotron_layers"),
         plan=plan(
             only={
                 "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
                 "residual_in_fp32": (False,), "n_shared_experts": (1,),
             },
-            blocks=readers.nemotron_blocks, norm="wide", gated=False, activation="relu2",
+            blocks=of_mamba("nemotron_blocks"), norm="wide", gated=False, activation="relu2",
             mlp_bias=key("mlp_bias"),
         ),
-        states=readers.nemotron_states, turned=readers.nowhere,
-        moe=readers.where_any(readers.nemotron_experts, experts(**{
+        states=of_mamba("nemotron_states"), turned=readers.nowhere,
+        moe=readers.where_any(of_mamba("nemotron_experts"), experts(**{
             **DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
-            "layers": readers.nemotron_experts, "gated": False,
+            "layers": of_mamba("nemotron_experts"), "gated": False,
         })),
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "norm_topk_prob": True,

@@ -89,7 +89,7 @@ class LayerPlan:
         latent: keys and values are made of one short vector a token; None: of the hidden state.
         factors: every layer with a state attends as well, side by side, with these factors; None:
             none does.
-        blocks: what each layer is alone, behind one norm: a key of `models.mamba.BLOCKS`; None:
+        blocks: what each layer is alone, behind one norm: as `layers_block_type` says it; None:
             each has a mixer and an MLP.
         attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
     """

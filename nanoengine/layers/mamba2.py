@@ -1,6 +1,6 @@
 """Mamba-2's rule: a matrix a head that forgets, and takes in what a token writes.
 
-    S = exp(decay) S + b (dt x)       b: which rows of the state; dt: how much; decay = dt * a, a < 0
+    S = exp(decay) S + b (dt x)       b: which rows of the state; dt: how much; decay: a dt, a < 0
     y = c S + d x                     c: which rows are read; d: a learned way past the state
 
 Heads of a group share b and c. `step` does that for one token of many sequences, `scan` for many
@@ -90,7 +90,7 @@ def scan(
         [N, H, V], and the state behind the last token.
     """
     x, *_ = inputs
-    (count, heads, size), groups = x.shape, inputs.b.shape[1]
+    count, size, groups = len(x), x.shape[-1], inputs.b.shape[1]
     out = torch.empty_like(x)
     # Why side by side: what all heads of a group read and write is one product then.
     state = state.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)  # [G, E, R * V]
@@ -106,7 +106,7 @@ def scan(
 def _chunk(inputs: MambaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of one chunk, from `state` [G, E, R * V] on -> [P, H, V], and the state behind it."""
     x, b, c, dt, decay = inputs
-    groups, (count, heads, size) = b.shape[1], x.shape
+    groups, count, size = b.shape[1], len(x), x.shape[-1]
     b, c = b.transpose(0, 1), c.transpose(0, 1)  # [G, P, E]
     written = x * dt.unsqueeze(-1)  # [P, H, V]
     since = decay.cumsum(0)  # [P, H], of the chunk's beginning

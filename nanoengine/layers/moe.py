@@ -92,7 +92,11 @@ class Router(ExactLinear):
 
 
 class Expert(Layer):
-    """One small MLP, gated or of the activation that is given, whose two matrices are `LinearMethod`s as those of all linear layers."""
+    """One small MLP, whose two matrices are `LinearMethod`s as those of all linear layers.
+
+    Args:
+        plain: its activation, if it is not gated; else None, and `activation` names its gate.
+    """
 
     def __init__(
         self,

@@ -131,6 +131,10 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
     dense = config.moe is None and config.states is None
     if dense and alike and replace(config.plan, **named) in plans:
         return CausalLM
+    if config.plan.factors is not None or config.plan.blocks is not None:
+        from nanoengine.models import blocks
+
+        return blocks.LoneBlockLM if config.plan.factors is None else blocks.SideBySideLM
     from nanoengine.models.variants import VariantLM
 
     return VariantLM

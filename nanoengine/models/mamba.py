@@ -1,7 +1,5 @@
-"""Mamba-2 in a decoder layer: alone in place of attention, or side by side with it.
+"""Mamba-2 in a decoder layer.
 
-    SideBySide   a layer whose mixer is Mamba and attention, each with factors (Falcon-H1)
-    LoneBlock    a layer that is one norm and one of Mamba, attention, MLP or experts (Nemotron-H)
     MambaMixer   x ─ in_proj ─┬─ x, b, c ─ convolution ─ silu ─ Mamba's rule ─┬─ norm ─ out_proj
                               ├─ dt ─────────────────────────┘                │
                               └─ gate z ─ silu ───────────────────────────────*
@@ -21,17 +19,15 @@ import torch.nn.functional as F
 from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch, StateWave
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import ANY_STEP, Factors
+from nanoengine.checkpoint.plan import ANY_STEP
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import RowParallelLinear
 from nanoengine.layers.mamba2 import MambaInputs, MambaSpans, MambaTokens, scan, step
-from nanoengine.layers.variants import make_norm
-from nanoengine.models.decoder import GatedMLP, taken
+from nanoengine.models.decoder import taken
 from nanoengine.models.states import PickedLinear, StateLayer, pick_rows
-from nanoengine.models.variants import VariantAttention, VariantLayer, make_mixer, make_mlp
 
 
 class MambaMixer(StateLayer):
@@ -104,9 +100,7 @@ class MambaMixer(StateLayer):
         projected = self.in_proj(x)
         if self.factors is not None:
             projected = projected * self.factors
-        z, xbc, dt = projected.split(
-            (self.inner, plan.channels, plan.num_value_heads), dim=1
-        )
+        z, xbc, dt = projected.split((self.inner, plan.channels, plan.num_value_heads), dim=1)
         dt, decay = self.heads(dt.to(self.states.dtype))
 
         def one_each(tokens: torch.Tensor | slice, wave: StateWave) -> torch.Tensor:
@@ -116,9 +110,7 @@ class MambaMixer(StateLayer):
         def several_each(wave: StateWave, out: torch.Tensor) -> None:
             self.scans(MambaSpans(xbc, dt, decay, wave), out)
 
-        empty = x.new_empty(
-            (len(x), plan.num_value_heads, plan.value_dim), dtype=self.states.dtype
-        )
+        empty = x.new_empty((len(x), plan.num_value_heads, plan.value_dim), dtype=self.states.dtype)
         out = taken(self.over_waves(batch, empty, one_each, several_each), rows).flatten(1)
         gate = F.silu(taken(z, rows).to(out.dtype))
         if self.norm is None:
@@ -171,9 +163,7 @@ class MambaHeads(Layer):
         limits: between which dt stays.
     """
 
-    def __init__(
-        self, num_heads: int, limits: tuple[float, float], context: ModelContext
-    ) -> None:
+    def __init__(self, num_heads: int, limits: tuple[float, float], context: ModelContext) -> None:
         super().__init__()
         wide = torch.promote_types(context.dtype, torch.float32)
         self.num_heads, self.part = num_heads, context.shard.slice(num_heads, "mamba_n_heads")
@@ -215,82 +205,3 @@ class GroupNorm(Layer):
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         store = self.weight.copy_
         return {f"{path}.weight": WeightSlot(shape=(self.whole,), part=(self.part,), store=store)}
-
-
-class SideBySide(VariantLayer):
-    """A layer in which Mamba and attention see the same, and what they say is added."""
-
-    def __init__(
-        self, index: int, rotation: int, config: ModelConfig, context: ModelContext
-    ) -> None:
-        super().__init__(index, rotation, config, context)
-        assert config.plan.factors is not None
-        path = f"model.layers.{index}.{VariantAttention.name}"
-        self.self_attn = VariantAttention(path, index, config, context)
-        self.mixer = Both(self.mixer, self.self_attn, config.plan.factors)
-
-
-class Both(Layer):
-    """The mixer of such a layer."""
-
-    needs_torch = True
-
-    def __init__(self, mamba: Layer, attention: Layer, factors: Factors) -> None:
-        super().__init__()
-        # Why a tuple: a checkpoint has them as parts of the layer, under names of their own.
-        self.parts, self.factors = (mamba, attention), factors
-
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        f, (mamba, attention) = self.factors, self.parts
-        kept = mamba(x * f.mamba_in, rotation, batch, rows) * f.mamba_out
-        return kept + attention(x * f.attention_in, rotation, batch, rows) * f.attention_out
-
-
-class FactorMLP(GatedMLP):
-    """A gated MLP with factors on the gate and on what comes out."""
-
-    def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(path, inner, config, context)
-        assert config.plan.factors is not None
-        self.factors = config.plan.factors
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=1)
-        both = torch.cat((gate * self.factors.gate, up), dim=1)
-        return self.down_proj(self.kernels.gate(both, self.activation)) * self.factors.down
-
-
-class LoneBlock(VariantLayer):
-    """A layer that is one thing, behind one norm."""
-
-    needs_torch = True
-
-    def __init__(
-        self, index: int, rotation: int, config: ModelConfig, context: ModelContext
-    ) -> None:
-        Layer.__init__(self)
-        assert config.plan.blocks is not None
-        self.rotation, path = rotation, f"model.layers.{index}"
-        self.mixer = self.mlp = None
-        if config.plan.blocks[index] in ("mlp", "moe"):
-            self.mlp = make_mlp(f"{path}.mlp", index, config, context)
-        else:
-            mixer = make_mixer(path, index, config, context)
-            setattr(self, mixer.name, mixer)
-            self.mixer = mixer
-        self.input_layernorm = make_norm(config, context)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotations: list[Rotation],
-        batch: Batch,
-        rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        if self.mixer is None:
-            return self.mlp(taken(x, rows)), taken(residual, rows)
-        return self.mixer(x, rotations[self.rotation], batch, rows), taken(residual, rows)

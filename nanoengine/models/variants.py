@@ -52,12 +52,18 @@ Norm = RMSNorm | variants.LayerNorm | None
 
 
 class VariantLM(CausalLM):
-    """A language model of any family, on one rank."""
+    """A language model of any family, on one rank.
+
+    Attributes:
+        decoder: the kind of its stack; None: `VariantDecoder`.
+    """
+
+    decoder: type[VariantDecoder] | None = None
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         self.config = config
-        self.model = VariantDecoder(config, context)
+        self.model = (self.decoder or VariantDecoder)(config, context)
         plan, tied = config.plan, config.tie_word_embeddings
         capped = plan.logit_scale != 1 or plan.logit_softcap is not None
         head = partial(CappedHead, plan) if capped else OutputHead
@@ -102,7 +108,13 @@ class CappedHead(OutputHead):
 
 
 class VariantDecoder(Decoder):
-    """The stack of layers, with a list of rotations in place of one."""
+    """The stack of layers, with a list of rotations in place of one.
+
+    Attributes:
+        layer: the kind of its layers; None: `VariantLayer`.
+    """
+
+    layer: type[VariantLayer] | None = None
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
@@ -111,11 +123,7 @@ class VariantDecoder(Decoder):
         self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
         self.rotary = Rotaries(kinds, config, context)
-        layer = VariantLayer
-        if config.plan.factors is not None or config.plan.blocks is not None:
-            from nanoengine.models import mamba
-
-            layer = mamba.LoneBlock if config.plan.factors is None else mamba.SideBySide
+        layer = self.layer or VariantLayer
         self.layers = nn.ModuleList(
             layer(index, kinds.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
@@ -257,10 +265,6 @@ def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) 
             activation = ACTIVATIONS[plan.activation]
             return SparseMLP(path, config, context, PlainMLP, activation)
         return SparseMLP(path, config, context, gated)
-    if plan.factors is not None:
-        from nanoengine.models.mamba import FactorMLP
-
-        gated = FactorMLP
     return (gated if plan.gated else PlainMLP)(path, config.intermediate_size, config, context)
 
 

@@ -50,8 +50,9 @@ def configs(family: str) -> Iterator[Raw]:
     """The config.json of a tiny model as transformers 4 wrote it, or its text part; and the same
     without what says layer by layer what other keys say too."""
     raw = written(family).get_text_config().to_dict()
-    turns = raw.pop("rope_parameters")
-    raw |= {"rope_theta": turns.get("full_attention", turns)["rope_theta"]}
+    turns = raw.pop("rope_parameters", None) or {}  # some turn no heads
+    if turns:
+        raw |= {"rope_theta": turns.get("full_attention", turns)["rope_theta"]}
     if "sliding_attention" in turns:
         raw |= {"rope_local_base_freq": turns["sliding_attention"]["rope_theta"]}
     if "partial_rotary_factor" in turns:

@@ -62,6 +62,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_limit": (0.3, 0.9),
         },
     ),
+    "falcon_h1 no norm": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": False,
+            "mamba_n_groups": 1,
+            "projectors_bias": True,
+            "mlp_multipliers": None,
+            "ssm_multipliers": None,
+            "mlp_bias": True,
+        },
+    ),
+    "falcon_h1 gate first": (
+        "falcon_h1",
+        {"mamba_norm_before_gate": False, "tie_word_embeddings": True},
+    ),
     "granite_hybrid dense": (
         "granite_hybrid",
         {"num_local_experts": 0, "mamba_n_groups": 1, "tie_word_embeddings": True},
@@ -84,6 +99,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama mlp bias": ("llama", {"mlp_bias": True}),
     "mixtral full": ("mixtral", {"sliding_window": None}),
+    "nemotron_h dense": (
+        "nemotron_h",
+        {
+            "layers_block_type": [
+                "linear_attention",
+                "linear_attention",
+                "mlp",
+                "full_attention",
+                "mlp",
+            ],
+            "use_bias": False,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+        },
+    ),
     "olmo2 bias": ("olmo2", {"attention_bias": True}),
     "qwen2_moe norm": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
     "qwen3_5 attention first": ("qwen3_5", ATTENTION_FIRST),

@@ -319,8 +319,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> the class of its config in transformers, and what differs from `COMMON`. "text" names the
 family that a multimodal checkpoint's text part is of."""
 
-CPU_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-"""Those that other devices refuse by name: they attend over latents."""
+CPU_FAMILIES = (
+    "bamba", "deepseek_v2", "deepseek_v3", "falcon_h1", "glm4_moe_lite", "granite_hybrid",
+    "nemotron_h",
+)  # fmt: skip
+"""Those that other devices refuse by name: they attend over latents, or have Mamba layers."""
 
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
