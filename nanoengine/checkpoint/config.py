@@ -243,7 +243,8 @@ def _states(family: Family, keys: Keys, plan: LayerPlan) -> StatePlan | None:
         alone = FULL not in plan.blocks
     if alone and plan.factors is None:
         raise UnsupportedModelError(
-            "layer_types has no layer with attention; supported: models with one and more"
+            "layer_types has no layer with attention, nor has attn_layer_indices; supported: models"
+            " with one and more"
         )
     return states if states is not None and states.layers else None
 

@@ -7,6 +7,7 @@ that it obeys. Plain json, neither torch nor transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -153,7 +154,7 @@ KEYS: dict[str, Key] = {
     "mamba_expand": Key(int, 1, 64, 2),
     "mamba_conv_bias": Key(bool, default=True),
     "mamba_proj_bias": _FLAG,
-    "time_step_limit": Key(list[Any]),
+    "time_step_limit": Key(list[Any], default=[0.0, math.inf]),
     "mamba_d_ssm": Key(int, 1, 2**22, off=True),
     "mamba_rms_norm": _FLAG,
     "mamba_norm_before_gate": Key(bool, default=True),

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.plan import ANY_STEP, Factors, StatePlan
+from nanoengine.checkpoint.plan import Factors, StatePlan
 from nanoengine.checkpoint.readers import ATTENTION, FULL, LINEAR, MAMBA, those
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
@@ -18,19 +19,32 @@ def mamba_states(keys: Keys) -> StatePlan:
     `attn_layer_indices`; others say it in ways of their own."""
     every, attending = range(keys.require("num_hidden_layers")), keys.get("attn_layer_indices")
     kinds = keys.get("layer_types") or [FULL if n in (attending or ()) else LINEAR for n in every]
-    heads, groups = keys.get("mamba_n_heads"), keys.get("mamba_n_groups")
-    size, inner = keys.get("mamba_d_head"), keys.get("mamba_d_ssm")
+    heads, size, inner = (
+        keys.get("mamba_n_heads"),
+        keys.get("mamba_d_head"),
+        keys.get("mamba_d_ssm"),
+    )
     expanded = keys.get("mamba_expand") * keys.require("hidden_size")
-    if size == "auto":
-        size = (inner or expanded) // heads
-    if heads % groups or not isinstance(size, int) or size < 1:
+    inner = expanded if inner is None else inner
+    size = inner // heads if size == "auto" else size
+    if heads * size != inner:
         raise UnsupportedModelError(
-            f"mamba_n_heads={heads} must be a multiple of mamba_n_groups={groups}, and"
-            f" mamba_d_head={shown(size)} a whole number of 1 and more, or 'auto'"
+            f"mamba_n_heads={heads} times mamba_d_head={shown(size)} must be mamba_d_ssm, or"
+            f" mamba_expand * hidden_size where that is null: {inner}"
+        )
+    return _states(keys, [n for n in every if kinds[n : n + 1] in ([LINEAR], [MAMBA])], size)
+
+
+def _states(keys: Keys, layers: Iterable[int], size: int) -> StatePlan:
+    """Such layers, with heads of this size."""
+    heads, groups = keys.get("mamba_n_heads"), keys.get("mamba_n_groups")
+    if heads % groups:
+        raise UnsupportedModelError(
+            f"mamba_n_heads={heads} must be a multiple of mamba_n_groups={groups}"
         )
     return StatePlan(
         kind="mamba",
-        layers=tuple(n for n, kind in enumerate(kinds) if kind in (LINEAR, MAMBA)),
+        layers=tuple(layers),
         kernel=keys.get("mamba_d_conv"),
         channels=heads * size + 2 * groups * keys.get("mamba_d_state"),
         num_key_heads=groups,
@@ -95,10 +109,15 @@ NEMOTRON_KEYS = {
 """What Nemotron-H calls sizes of Mamba -> what others call them."""
 
 
+NEMOTRON_OLDER = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias")
+"""Others' names that older configs have, and that count before its own."""
+
+
 def nemotron_layers(raw: Json) -> Json:
     """Nemotron-H's config with others' names of keys, and as many layers as it names."""
-    given = {name: value for name, value in raw.items() if name not in NEMOTRON_KEYS.values()}
-    given = {NEMOTRON_KEYS.get(name, name): value for name, value in given.items()}
+    usual = {name: value for name, value in raw.items() if name not in NEMOTRON_KEYS.values()}
+    given = {NEMOTRON_KEYS.get(name, name): value for name, value in usual.items()}
+    given |= {name: raw[name] for name in NEMOTRON_OLDER if name in raw}
     pattern, named = given.pop("hybrid_override_pattern", ""), given.get("layers_block_type")
     kinds = [*pattern] if isinstance(pattern, str) and not named else named
     old = {**PATTERN, MAMBA: LINEAR, ATTENTION: FULL}
@@ -117,7 +136,10 @@ def nemotron_blocks(keys: Keys) -> tuple[str, ...]:
 
 
 def nemotron_states(keys: Keys) -> StatePlan:
-    return replace(mamba_states(keys), layers=those(nemotron_blocks(keys), LINEAR))
+    size = keys.get("mamba_d_head")
+    if not isinstance(size, int) or size < 1:
+        raise UnsupportedModelError(f"mamba_head_dim must be a size, got {shown(size)}")
+    return _states(keys, those(nemotron_blocks(keys), LINEAR), size)
 
 
 def nemotron_experts(keys: Keys) -> tuple[int, ...]:
@@ -132,7 +154,7 @@ def _limits(keys: Keys) -> tuple[float, float]:
     given = keys.get("time_step_limit")
     try:
         low, high = (float(each["__float__"] if isinstance(each, dict) else each)
-                     for each in given or ANY_STEP)  # fmt: skip
+                     for each in given)  # fmt: skip
     except (KeyError, TypeError, ValueError):
         low, high = math.nan, math.nan
     if not 0 <= low < high:
