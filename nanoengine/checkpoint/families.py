@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanoengine.checkpoint import readers
-from nanoengine.checkpoint.keys import Json
+from nanoengine.checkpoint.keys import Json, Keys
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
-from nanoengine.checkpoint.readers import (
-    Reader,
-    all_but_every,
-    experts,
-    key,
-    of_mamba,
-    plan,
-    size,
-    windows,
-)
+from nanoengine.checkpoint.readers import Reader, all_but_every, experts, key, plan, size, windows
 
 PLAIN, INNER_SIZE = plan(), size("intermediate_size")
+
+
+def of_mamba(name: str) -> Reader[Any]:
+    """A reader of `mamba.py`, which is loaded where a config asks for it."""
+
+    def read(keys: Keys) -> Any:
+        from nanoengine.checkpoint import mamba
+
+        return getattr(mamba, name)(keys)
+
+    return read
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """Readers of configs with Mamba layers; `families.py` asks for them by name, through
-`readers.of_mamba`, so that other models don't load them."""
+`of_mamba`, so that other models don't load them."""
 
 from __future__ import annotations
 

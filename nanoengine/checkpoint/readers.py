@@ -136,17 +136,6 @@ def conv_states(keys: Keys) -> StatePlan:
     )
 
 
-def of_mamba(name: str) -> Reader[Any]:
-    """A reader of `mamba.py`, which is loaded where a config asks for it."""
-
-    def read(keys: Keys) -> Any:
-        from nanoengine.checkpoint import mamba
-
-        return getattr(mamba, name)(keys)
-
-    return read
-
-
 def those(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
     return tuple(n for n, given in enumerate(kinds) if given == kind)
 
