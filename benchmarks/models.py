@@ -58,6 +58,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteForCausalLM",
         {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1},
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_local_experts": 0,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 128,
+            "mamba_d_head": 64,
+            "attention_multiplier": 0.1,
+        },
+    ),
     "deepseek_v2": ("DeepseekV2ForCausalLM", LATENT),
     "qwen3_moe": ("Qwen3MoeForCausalLM", MOE),
     "qwen3_5_text": (
@@ -77,6 +87,11 @@ def write_family(name: str, shape: str, directory: Path) -> None:
     raw |= {"architectures": [architecture], "model_type": name, **keys}
     if name == "qwen3_moe":
         raw["moe_intermediate_size"] = raw["intermediate_size"] // MOE["num_experts_per_tok"]
+    if name == "granitemoehybrid":
+        raw["shared_intermediate_size"] = raw["intermediate_size"]
+        raw["mamba_n_heads"] = 2 * raw["hidden_size"] // raw["mamba_d_head"]
+        layers = range(raw["num_hidden_layers"])
+        raw["layer_types"] = ["attention" if n % 4 == 3 else "mamba" for n in layers]
     file.write_text(json.dumps(raw), "utf-8")
 
 

@@ -27,7 +27,7 @@ from nanoengine.checkpoint.files import GGUF
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
-from nanoengine.checkpoint.readers import FULL, SLIDING
+from nanoengine.checkpoint.readers import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 from nanoengine.settings.checks import check_value, read_object, shown
@@ -97,6 +97,14 @@ class ModelConfig:
     headless: bool = False
 
     @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        if self.plan.blocks is not None:
+            return tuple(n for n, kind in enumerate(self.plan.blocks) if kind == FULL)
+        aside = self.states.layers if self.states and self.plan.factors is None else ()
+        return tuple(n for n in range(self.num_hidden_layers) if n not in aside)
+
+    @property
     def linear_inputs(self) -> dict[str, int]:
         """How many inputs the linear layers of attention's output and the MLPs have, by key."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
@@ -134,6 +142,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     """The normalised form of a parsed config.json; see `load_model_config`."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES.get(architecture) or _every_family()[architecture]
+    raw = family.rewritten(raw) if family.rewritten else raw
     left_out = [VISION] if is_part else []
     left_out += [family.left_out] if family.left_out else []
     keys = Keys(raw, family.defaults)
@@ -159,7 +168,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     if partial_heads:
         turned = read_rotary_dim(keys, head_dim, family.rope)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
-    states = _states(family, keys)
+    states = _states(family, keys, plan)
     windows = _sliding_windows(architecture, family, keys, states)
     slides = [window is not None for window in windows]
     if family.bases:
@@ -254,11 +263,15 @@ def _every_family() -> Mapping[str, Family]:
     return every_family()
 
 
-def _states(family: Family, keys: Keys) -> StatePlan | None:
+def _states(family: Family, keys: Keys, plan: LayerPlan) -> StatePlan | None:
     states = family.states(keys) if family.states else None
-    if states is not None and len(states.layers) == keys.require("num_hidden_layers"):
+    alone = len(states.layers) == keys.require("num_hidden_layers") if states else False
+    if plan.blocks is not None:
+        alone = FULL not in plan.blocks
+    if alone and plan.factors is None:
         raise UnsupportedModelError(
-            "layer_types has no layer with attention; supported: models with one and more"
+            "layer_types has no layer with attention, nor has attn_layer_indices; supported: models"
+            " with one and more"
         )
     return states if states is not None and states.layers else None
 
@@ -270,6 +283,7 @@ def _sliding_windows(
     num_layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
     if kinds and states is not None:
         kinds = [FULL if n in states.layers else kind for n, kind in enumerate(kinds)]
+    kinds = kinds and [FULL if kind == ATTENTION else kind for kind in kinds]
     for kind in kinds or ():
         if kind not in (FULL, SLIDING):
             raise UnsupportedModelError(

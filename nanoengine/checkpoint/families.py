@@ -7,7 +7,7 @@ mechanism is a field of `LayerPlan` or `MoEConfig` besides. Called by `config.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from nanoengine.checkpoint import readers
@@ -26,6 +26,7 @@ class Family:
 
     Attributes:
         model_type: as config.json names it.
+        rewritten: its config.json -> one whose keys say in the usual way how many layers it has.
         plan: what its layers compute.
         states: which of them keep a state, and of what kind; None: all keep keys and values.
         windows: which layers have the sliding window.
@@ -44,6 +45,7 @@ class Family:
     """
 
     model_type: str
+    rewritten: Callable[[Json], Json] | None = None
     plan: Reader[LayerPlan] = PLAIN
     states: Reader[StatePlan] | None = None
     windows: readers.WindowsReader = readers.never
@@ -88,9 +90,9 @@ GEMMA_2 = {
 GRANITE_KEYS = {
     "embedding_scale": key("embedding_multiplier"), "residual_scale": key("residual_multiplier"),
     "attention_scale": key("attention_multiplier"),
-    "logit_scale": key("logits_scaling", lambda scaling: 1 / scaling), **LLAMA,
+    "logit_scale": key("logits_scaling", lambda scaling: 1 / scaling),
 }
-GRANITE = plan(**GRANITE_KEYS)
+GRANITE = plan(**GRANITE_KEYS, **LLAMA)
 QWEN_NEXT = plan(
     only={"attn_output_gate": (True,)}, norm="centered", head_norm="head", output_gate="behind",
     **ATTENTION_BIAS,

@@ -7,6 +7,7 @@ that it obeys. Plain json, neither torch nor transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -166,6 +167,31 @@ KEYS: dict[str, Key] = {
     "linear_num_value_heads": Key(int, 1, 2**12, 32),
     "conv_L_cache": Key(int, 2, 64, 3),
     "conv_bias": _MATHS_FLAG,
+    # Mamba
+    "attn_layer_indices": Key(list[int]),
+    **_each("mamba_n_heads mamba_n_groups mamba_d_state", Key(int, 1, 2**12)),
+    "mamba_d_head": Key(int | str, default="auto"),
+    "mamba_d_conv": Key(int, 2, 64, 4),
+    "mamba_expand": Key(int, 1, 64, 2),
+    "mamba_conv_bias": Key(bool, default=True),
+    "mamba_proj_bias": _FLAG,
+    "time_step_limit": Key(list[Any], default=[0.0, math.inf]),
+    "mamba_d_ssm": Key(int, 1, 2**22, off=True),
+    "mamba_rms_norm": _FLAG,
+    "mamba_norm_before_gate": Key(bool, default=True),
+    **_each(
+        "lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier"
+        " ssm_in_multiplier ssm_out_multiplier",
+        Key(float, 1e-9, 1e9, 1.0),
+    ),
+    **_each("mlp_multipliers ssm_multipliers", Key(list[float])),
+    "projectors_bias": _FLAG,
+    "layers_block_type": Key(list[str]),
+    "moe_latent_size": Key(int, unread="refused"),
+    "moe_shared_expert_intermediate_size": Key(int, 1, 2**22),
+    "layer_norm_epsilon": Key(float, 0, 1, 1e-5),
+    "position_embedding_type": Key(str, unread="harmless"),
+    "shared_intermediate_size": Key(int, 1, 2**22),
 }
 """Key that is obeyed, or would change the maths -> what it may be."""
 
@@ -187,7 +213,12 @@ HARMLESS = frozenset((
     "hidden_dropout", "resid_pdrop",
     "residual_dropout", "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
     # how transformers runs, not what; and what is read as `sliding_window_pattern`
-    "cache_implementation", "use_cache", "_sliding_window_pattern",
+    "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
+    "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
+    "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+    # how weights begin
+    "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "expand",
+    "z_loss_coefficient", "_sliding_window_pattern",
     # the sum of two others; where two addends are rounded
     "qk_head_dim", "enable_moe_fp32_combine",
 ))  # fmt: skip

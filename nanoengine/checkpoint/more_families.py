@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from nanoengine.checkpoint import more_readers, readers
+from nanoengine.checkpoint import mamba, more_readers, readers
 from nanoengine.checkpoint.families import (
     ATTENTION_BIAS,
     DEEPSEEK,
@@ -51,6 +51,20 @@ GRANITE_NAMES = {
     "mlp.gate": "block_sparse_moe.router.layer",
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
     "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+}
+MAMBA_DEFAULTS = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
+GRANITE_4_NAMES = GRANITE_NAMES | {
+    f"mlp.{part}{ours}": f"shared_mlp.{theirs}_linear"
+    for ours, theirs in (("gate_up_proj", "input"), ("down_proj", "output"))
+    for part in ("", "shared_experts.")
+}
+FALCON_NAMES = {
+    "model.norm": "model.final_layernorm", "post_attention_layernorm": "pre_ff_layernorm",
+    "mlp": "feed_forward",
+}
+NEMOTRON_NAMES = {
+    "model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f",
+    "input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer",
 }
 MIXTRAL_NAMES = {"mlp": "block_sparse_moe", **NUMBERED}
 
@@ -122,6 +136,14 @@ MORE_FAMILIES: dict[str, Family] = {
             "post_attention_layernorm": "feedforward_layernorm",
         },
     ),
+    "BambaForCausalLM": Family(
+        "bamba", plan=plan(**LLAMA), states=mamba.mamba_states,
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+            **MAMBA_DEFAULTS,
+        },
+        names=FALCON_NAMES,
+    ),
     "CwmForCausalLM": Family(
         "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
         defaults={
@@ -167,6 +189,19 @@ MORE_FAMILIES: dict[str, Family] = {
         },
         names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
         left_out=DRAFTS,
+    ),
+    "FalconH1ForCausalLM": Family(
+        "falcon_h1",
+        plan=plan(
+            factors=mamba.factors, embedding_scale=key("embedding_multiplier"),
+            logit_scale=key("lm_head_multiplier"), attention_scale=mamba.falcon_scale,
+            **LLAMA,
+        ),
+        states=mamba.falcon_states,
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **MAMBA_DEFAULTS,
+        },
+        names=FALCON_NAMES,
     ),
     "FlexOlmoForCausalLM": Family(
         "flex_olmo", plan=OLMO2, moe=experts(inner="intermediate_size", **NORM_TOPK),
@@ -214,8 +249,21 @@ MORE_FAMILIES: dict[str, Family] = {
         "granitemoe", plan=GRANITE, moe=experts(**MIXTRAL), defaults={"attention_multiplier": 1.0},
         names=GRANITE_NAMES,
     ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid", plan=plan(merged_gate=True, **GRANITE_KEYS, **ATTENTION_BIAS),
+        states=mamba.mamba_states, turned=readers.if_named_rope,
+        moe=readers.where_any(
+            key("num_local_experts"),
+            experts(**MIXTRAL, shared_size=size("shared_intermediate_size")),
+        ),
+        defaults={
+            "attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024, **MAMBA_DEFAULTS,
+        },
+        names=GRANITE_4_NAMES, inner=size("shared_intermediate_size"),
+    ),
     "GraniteMoeSharedForCausalLM": Family(
-        "granitemoeshared", plan=plan(**GRANITE_KEYS, merged_gate=True),
+        "granitemoeshared", plan=plan(**GRANITE_KEYS, **LLAMA, merged_gate=True),
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         defaults={"attention_multiplier": 1.0},
         names={
@@ -318,6 +366,27 @@ MORE_FAMILIES: dict[str, Family] = {
             activation="relu2", **LLAMA,
         ),
         defaults={"partial_rotary_factor": 0.5}, eps="norm_eps",
+    ),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h", mamba.nemotron_layers,
+        plan=plan(
+            only={
+                "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
+                "residual_in_fp32": (False,), "n_shared_experts": (1,),
+            },
+            blocks=mamba.nemotron_blocks, norm="wide", gated=False, activation="relu2",
+            mlp_bias=key("mlp_bias"),
+        ),
+        states=mamba.nemotron_states, turned=readers.nowhere,
+        moe=readers.where_any(mamba.nemotron_experts, experts(**{
+            **DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
+            "layers": mamba.nemotron_experts, "gated": False,
+        })),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "norm_topk_prob": True,
+            "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8, "mamba_d_state": 128,
+        },
+        names=NEMOTRON_NAMES, left_out=DRAFTS, eps="layer_norm_epsilon",
     ),
     "OlmoeForCausalLM": Family(
         "olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),

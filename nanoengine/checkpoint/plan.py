@@ -6,6 +6,7 @@ field here and a few lines there; a family is a choice of values.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 Norms = Literal["before", "behind", "both", "parallel"]
 NormKind = Literal["rms", "wide", "centered", "layer", "centered layer"]
+ANY_STEP = (0.0, math.inf)
 HeadNormKind = Literal["head", "width", "rotated"]
 
 
@@ -39,6 +41,26 @@ class LatentPlan:
     def size(self) -> int:
         """How many numbers of a token attention reads."""
         return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """Falcon-H1's, of layers in which Mamba and attention stand side by side.
+
+    Attributes:
+        mamba_in, attention_in: on what goes into each.
+        projected: on z, x, b, c and dt of Mamba.
+        mamba_out, attention_out: on what comes out.
+        gate, down: on the MLP's gate before its activation, and on what the MLP adds.
+    """
+
+    mamba_in: float
+    attention_in: float
+    projected: tuple[float, ...]
+    mamba_out: float
+    attention_out: float
+    gate: float
+    down: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +93,10 @@ class LayerPlan:
         latent: keys and values are made of one short vector a token; None: of the hidden state.
         varied: layers differ in their shapes; None: all are alike.
         head_bias: logits have biases.
+        factors: every layer with a state attends as well, side by side, with these factors; None:
+            none does.
+        blocks: what each layer is alone, behind one norm: as `layers_block_type` says it; None:
+            each has a mixer and an MLP.
         attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
     """
 
@@ -95,6 +121,8 @@ class LayerPlan:
     sinks: bool = False
     latent: LatentPlan | None = None
     varied: VariedPlan | None = None
+    factors: Factors | None = None
+    blocks: tuple[str, ...] | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     head_bias: bool = False
@@ -106,7 +134,9 @@ class StatePlan:
 
     Attributes:
         kind: "delta": a matrix a value head, written by the gated delta rule, behind a short
-            convolution; "conv": the convolution alone, between two gates.
+            convolution; "conv": the convolution alone, between two gates; "mamba": a matrix a head
+            behind a convolution, by Mamba-2's rule. Its value heads are Mamba's heads, its key
+            heads the groups, `key_dim` is the size of b and c.
         layers: which ones.
         kernel: how many tokens the convolution sees.
         channels: how wide it is.
@@ -116,10 +146,14 @@ class StatePlan:
             head.
         tiled: the inputs of the last projection are value heads in another order: first the first
             of each key head, then the second.
-        bias: the projections and the convolution of "conv" have biases.
+        bias: the projections and the convolution of "conv" have biases, the first projection of
+            "mamba".
+        conv_bias, output_bias: the convolution and the last projection of "mamba" have.
+        norm: of "mamba", where it stands: "behind" the gate, or "before" it; None: there is none.
+        step_limits: between which the dt of "mamba" stays.
     """
 
-    kind: Literal["delta", "conv"]
+    kind: Literal["delta", "conv", "mamba"]
     layers: tuple[int, ...]
     kernel: int
     channels: int
@@ -130,6 +164,10 @@ class StatePlan:
     merged: bool = False
     tiled: bool = False
     bias: bool = False
+    conv_bias: bool = False
+    output_bias: bool = False
+    norm: Literal["behind", "before"] | None = None
+    step_limits: tuple[float, float] = ANY_STEP
 
     @property
     def size(self) -> int:
@@ -158,6 +196,7 @@ class MoEConfig:
         shared_gate: a learned sigmoid weighs it.
         router_bias, expert_bias: the router, and both matrices of each expert, have biases.
         interleaved: the checkpoint's stacked rows of gate and of up alternate.
+        gated: experts are gated MLPs; else as `LayerPlan.gated` says.
         inputs_first: its stacked matrices are [E, inputs, outputs]; in MXFP4 as those of others.
         layers: which layers have experts.
     """
@@ -180,3 +219,4 @@ class MoEConfig:
     expert_bias: bool = False
     interleaved: bool = False
     inputs_first: bool = False
+    gated: bool = True

@@ -18,6 +18,8 @@ from nanoengine.settings.checks import shown
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR, CONV = "linear_attention", "conv"
+MAMBA, ATTENTION = "mamba", "attention"
+"""What transformers 4 wrote for LINEAR and FULL."""
 
 T = TypeVar("T")
 Reader = Callable[[Keys], T]
@@ -108,7 +110,7 @@ def delta_states(*, merged: bool) -> Reader[StatePlan]:
         ]
         return StatePlan(
             kind="delta",
-            layers=_those(kinds, LINEAR),
+            layers=those(kinds, LINEAR),
             kernel=keys.get("linear_conv_kernel_dim"),
             channels=2 * key_heads * key_dim + heads * value_dim,
             num_key_heads=key_heads,
@@ -127,14 +129,14 @@ def conv_states(keys: Keys) -> StatePlan:
     kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
     return StatePlan(
         kind="conv",
-        layers=_those(kinds, CONV),
+        layers=those(kinds, CONV),
         kernel=keys.get("conv_L_cache"),
         channels=keys.require("hidden_size"),
         bias=keys.get("conv_bias"),
     )
 
 
-def _those(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
+def those(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
     return tuple(n for n, given in enumerate(kinds) if given == kind)
 
 
@@ -236,6 +238,15 @@ def exaone_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
     return slides if keys.get("sliding_window") is not None else always(keys, slides)
 
 
+def nowhere(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+    return [False] * len(slides)
+
+
+def if_named_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+    """Granite 4: none unless `position_embedding_type` is "rope"."""
+    return [keys.get("position_embedding_type") == "rope"] * len(slides)
+
+
 def smollm_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
     """`no_rope_layers` has a 0 for each layer that is not turned."""
     every, given = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
@@ -293,6 +304,11 @@ def experts(
     return read
 
 
+def where_any(some: Reader[Any], made: Reader[MoEConfig]) -> Reader[MoEConfig | None]:
+    """A mixture of experts where there are `some`."""
+    return lambda keys: made(keys) if some(keys) else None
+
+
 def sparse_layers(keys: Keys) -> tuple[int, ...]:
     """Qwen: every `decoder_sparse_step`-th layer has experts, `mlp_only_layers` never."""
     step, dense = keys.get("decoder_sparse_step"), keys.get("mlp_only_layers") or ()
@@ -316,7 +332,7 @@ def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
             f"mlp_layer_types={shown(kinds)} must be 'dense' or 'sparse' for each of"
             f" num_hidden_layers={layers}"
         )
-    return _those(kinds, "sparse")
+    return those(kinds, "sparse")
 
 
 def shared_size(name: str = "n_shared_experts") -> Reader[int]:

@@ -88,6 +88,7 @@ PREFIXES = {
     "model.": "lm_head.",
     "": "lm_head.",
     "model.language_model.": "lm_head.",
+    "backbone.": "lm_head.",
     "language_model.model.": "language_model.lm_head.",
 }
 """What may stand for our "model." -> what stands for "lm_head." beside it."""
@@ -103,7 +104,8 @@ class TensorNames:
     """
 
     def __init__(self, parts: Mapping[str, str], stored: Collection[str] = ()) -> None:
-        found = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in stored]
+        embedding = parts.get("model.embed_tokens", "model.embed_tokens").removeprefix("model.")
+        found = [prefix for prefix in PREFIXES if f"{prefix}{embedding}.weight" in stored]
         self._prefix = (found or ["model."])[0]
         self._parts = parts
         longest_first = sorted(map(re.escape, parts), key=len, reverse=True)

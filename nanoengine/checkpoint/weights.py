@@ -52,9 +52,7 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
 
     check("vocab_size", config.vocab_size, 0, "model.embed_tokens.weight")
     check("hidden_size", config.hidden_size, 1, "model.embed_tokens.weight")
-    states = config.states.layers if config.states else ()
-    attending = next(n for n in range(config.num_hidden_layers) if n not in states)
-    name, kv_heads = f"model.layers.{attending}.self_attn", config.num_key_value_heads
+    name, kv_heads = f"model.layers.{config.attending[0]}.self_attn", config.num_key_value_heads
     heads, gates = config.num_attention_heads, "2 * " if config.plan.output_gate == "behind" else ""
     for key, count, part in (
         (f"{gates}num_attention_heads", 2 * heads if gates else heads, "q_proj"),

@@ -133,7 +133,7 @@ def _num_slices(model: ModelConfig) -> int:
     """How many layers keep keys and values, those that share a slice of the cache as one."""
     if model.plan.varied is not None:
         return len(model.plan.varied.slices(model.sliding_windows))
-    return model.num_hidden_layers - (len(model.states.layers) if model.states else 0)
+    return len(model.attending)
 
 
 def model_lines(

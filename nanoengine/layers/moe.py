@@ -13,6 +13,7 @@ Legend: T tokens, E experts, k experts of a token, I inner size of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -93,15 +94,27 @@ class Router(ExactLinear):
 
 
 class Expert(Layer):
-    """One small gated MLP, whose two matrices are `LinearMethod`s as those of all linear layers."""
+    """One small MLP, whose two matrices are `LinearMethod`s as those of all linear layers.
+
+    Args:
+        plain: its activation, if it is not gated; else None, and `activation` names its gate.
+    """
 
     def __init__(
-        self, path: str, hidden_size: int, local: int, activation: str, *, context: ModelContext
+        self,
+        path: str,
+        hidden_size: int,
+        local: int,
+        activation: str,
+        plain: Callable[[torch.Tensor], torch.Tensor] | None,
+        *,
+        context: ModelContext,
     ) -> None:
         super().__init__()
+        self.plain, up = plain, local if plain else 2 * local
         where = context.stored_dtype, context.device
         self.gate_up = context.kernels.linear(f"{path}.gate_up_proj")
-        self.gate_up.create((2 * local, hidden_size), *where)
+        self.gate_up.create((up, hidden_size), *where)
         self.down = context.kernels.linear(f"{path}.down_proj")
         self.down.create((hidden_size, local), *where)
         self.activation, self.ops = activation, context.kernels
@@ -110,7 +123,9 @@ class Expert(Layer):
         self, hidden: torch.Tensor, bias: torch.Tensor | None, down_bias: torch.Tensor | None
     ) -> torch.Tensor:
         """[T, hidden_size] -> the same; `bias` [2 I] is that of gate and up."""
-        if bias is None:
+        if self.plain is not None:
+            gated = self.plain(self.gate_up.apply(hidden, bias))
+        elif bias is None:
             gated = self.gate_up.apply_gated(hidden, self.activation, self.ops)
         else:
             gated = self.ops.gate(self.gate_up.apply(hidden, bias), self.activation)
@@ -131,6 +146,7 @@ class Experts(Layer):
         hidden_size: int,
         moe: MoEConfig,
         activation: str = "silu",
+        plain: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         context: ModelContext,
     ) -> None:
@@ -141,7 +157,7 @@ class Experts(Layer):
         self.part = context.shard.slice(intermediate_size, "moe_intermediate_size")
         self.local = self.part.stop - self.part.start
         self.experts = nn.ModuleList(
-            Expert(f"{path}.{index}", hidden_size, self.local, activation, context=context)
+            Expert(f"{path}.{index}", hidden_size, self.local, activation, plain, context=context)
             for index in range(num_experts)
         )
         self.gate_up_bias = self.down_bias = None
@@ -181,11 +197,14 @@ class Experts(Layer):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         num_experts, inner, hidden = self.shape
-        rows, everything = self._gate_up_rows(), slice(None)
+        rows: torch.Tensor | slice = self._gate_up_rows()
+        everything = slice(None)
         gate = MatrixPart((inner, hidden), (self.part,))
         parts = {"gate_proj": gate, "up_proj": gate._replace(first=self.local)}
-        methods = [each.gate_up for each in self.experts]
-        slots = self._stack(f"{path}.gate_up_proj", methods, parts, (rows, everything))
+        methods, name = [each.gate_up for each in self.experts], "gate_up_proj"
+        if not self.moe.gated:
+            parts, name, rows = {"up_proj": gate}, "up_proj", self.part
+        slots = self._stack(f"{path}.{name}", methods, parts, (rows, everything))
         parts = {"down_proj": MatrixPart((hidden, inner), (everything, self.part))}
         methods = [each.down for each in self.experts]
         slots |= self._stack(f"{path}.down_proj", methods, parts, (everything, self.part))

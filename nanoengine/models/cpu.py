@@ -129,7 +129,12 @@ class CPUKernels(Kernels):
             for mlp in mixtures(model):
                 if CPUExperts.takes(mlp.gate, mlp.experts):
                     mlp.routed = CPUExperts(mlp.gate, mlp.experts)
-        if model.config.states is not None:
+        if model.config.states is not None and model.config.states.kind == "mamba":
+            from nanoengine.layers.cpu_mamba import CPUMambaSteps
+
+            for mixer in model.state_layers:
+                mixer.one_token_each = CPUMambaSteps(mixer.plan, mixer.conv1d, mixer.heads.d)
+        elif model.config.states is not None:
             from nanoengine.layers.cpu_delta import CPUDeltaSteps
             from nanoengine.models.states import GatedDeltaNet
 

@@ -21,8 +21,11 @@ class SharedGate(ExactLinear):
 
 
 class SparseMLP(Layer):
-    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes, of the
-    kind `gated`.
+    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes.
+
+    Args:
+        shared: the kind of that MLP.
+        plain: the activation of experts that are not gated.
 
     Attributes:
         routed: what runs as router and experts, [T, hidden_size] -> the same: these themselves, or
@@ -34,7 +37,8 @@ class SparseMLP(Layer):
         path: str,
         config: ModelConfig,
         context: ModelContext,
-        gated: type[GatedMLP] = GatedMLP,
+        shared: type[Layer] = GatedMLP,
+        plain: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         moe, hidden = config.moe, config.hidden_size
@@ -44,12 +48,11 @@ class SparseMLP(Layer):
             from nanoengine.layers.routers import SparseMixer as router
         self.gate = router(f"{path}.gate", hidden, moe, context=context)
         self.experts = Experts(
-            f"{path}.experts", hidden, moe, config.plan.activation, context=context
+            f"{path}.experts", hidden, moe, config.plan.activation, plain, context=context
         )
         self.shared_experts = self.shared_expert_gate = None
         if moe.shared_size:
-            shared = f"{path}.shared_experts"
-            self.shared_experts = gated(shared, moe.shared_size, config, context)
+            self.shared_experts = shared(f"{path}.shared_experts", moe.shared_size, config, context)
         if moe.shared_gate:
             name = f"{path}.shared_expert_gate"
             self.shared_expert_gate = SharedGate(name, hidden, 1, bias=False, context=context)

@@ -270,11 +270,12 @@ class PickedLinear(MergedLinear):
         in_features: int,
         picks: Mapping[str, tuple[int, torch.Tensor]],
         *,
+        bias: bool = False,
         context: ModelContext,
     ) -> None:
         taken_rows = {part: len(rows) for part, (_, rows) in picks.items()}
         whole = dict.fromkeys(picks, Shard())
-        super().__init__(name, in_features, taken_rows, context=context, shards=whole)
+        super().__init__(name, in_features, taken_rows, bias=bias, context=context, shards=whole)
         self.picks = picks
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:

@@ -111,7 +111,13 @@ class CappedHead(OutputHead):
 
 
 class VariantDecoder(Decoder):
-    """The stack of layers, with a list of rotations in place of one."""
+    """The stack of layers, with a list of rotations in place of one.
+
+    Attributes:
+        layer: the kind of its layers; None: `VariantLayer`.
+    """
+
+    layer: type[VariantLayer] | None = None
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
@@ -120,8 +126,9 @@ class VariantDecoder(Decoder):
         self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
         self.rotary = Rotaries(kinds, config, context)
+        layer = self.layer or VariantLayer
         self.layers = nn.ModuleList(
-            VariantLayer(index, kinds.index(rope), config, context)
+            layer(index, kinds.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
         )
         self.stack: list[Layers] = list(self.layers)
@@ -234,9 +241,12 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
     """What layer `index`, whose full name is `path`, has where others have attention."""
     states = config.states
     if states is not None and index in states.layers:
-        from nanoengine.models.states import STATE_LAYERS
+        if states.kind == "mamba":
+            from nanoengine.models.mamba import MambaMixer as kind
+        else:
+            from nanoengine.models.states import STATE_LAYERS
 
-        kind = STATE_LAYERS[states.kind]
+            kind = STATE_LAYERS[states.kind]
         return kind(f"{path}.{kind.name}", config, context)
     if config.plan.latent is not None:
         from nanoengine.models.latent import LatentAttention
@@ -254,6 +264,9 @@ def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) 
     if config.moe is not None and index in config.moe.layers:
         from nanoengine.models.moe import SparseMLP
 
+        if not config.moe.gated:
+            activation = ACTIVATIONS[plan.activation]
+            return SparseMLP(path, config, context, PlainMLP, activation)
         return SparseMLP(path, config, context, gated)
     return (gated if plan.gated else PlainMLP)(path, config.intermediate_size, config, context)
 

@@ -80,7 +80,8 @@ def make_groups(
 
     if states is None:
         return make_kv_groups(config.sliding_windows)
-    *groups, _ = make_kv_groups(config.sliding_windows, states.layers)
+    attending = config.attending
+    *groups, _ = make_kv_groups(config.sliding_windows, states.layers, attending=attending)
     every = blocks_between_snapshots(
         state_bytes([states] * len(states.layers), dtype),
         block_bytes(
@@ -92,7 +93,7 @@ def make_groups(
         ),
         block_size,
     )
-    return make_kv_groups(config.sliding_windows, states.layers, every)
+    return make_kv_groups(config.sliding_windows, states.layers, every, attending)
 
 
 def in_a_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:

@@ -55,8 +55,69 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_layer_interval": 1, "moe_layer_end_index": 2, "moe_num_shared_experts": 0},
     ),
     "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "bamba bias": (
+        "bamba",
+        {
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 2,
+            "mamba_expand": 3,
+            "time_step_limit": (0.3, 0.9),
+        },
+    ),
+    "falcon_h1 no norm": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": False,
+            "mamba_n_groups": 1,
+            "projectors_bias": True,
+            "mlp_multipliers": None,
+            "ssm_multipliers": None,
+            "mlp_bias": True,
+        },
+    ),
+    "falcon_h1 gate first": (
+        "falcon_h1",
+        {"mamba_norm_before_gate": False, "tie_word_embeddings": True},
+    ),
+    "granite_hybrid dense": (
+        "granite_hybrid",
+        {"num_local_experts": 0, "mamba_n_groups": 1, "tie_word_embeddings": True},
+    ),
+    "granite_hybrid attention": (
+        "granite_hybrid",
+        {
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "granite_hybrid rope": (
+        "granite_hybrid",
+        {
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
     "llama mlp bias": ("llama", {"mlp_bias": True}),
     "mixtral full": ("mixtral", {"sliding_window": None}),
+    "nemotron_h dense": (
+        "nemotron_h",
+        {
+            "layers_block_type": [
+                "linear_attention",
+                "linear_attention",
+                "mlp",
+                "full_attention",
+                "mlp",
+            ],
+            "use_bias": False,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+        },
+    ),
     "olmo2 bias": ("olmo2", {"attention_bias": True}),
     "qwen2_moe norm": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
     "qwen3_5 attention first": ("qwen3_5", ATTENTION_FIRST),

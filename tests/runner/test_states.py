@@ -22,7 +22,7 @@ from tests.support.states import delta_layer, delta_plan, random_inputs
 SHARED = random_prompts(1, [150], seed=3)[0]
 PROMPTS = [SHARED[:140] + tail for tail in random_prompts(3, [9, 4, 17], seed=4)]
 PROMPTS += random_prompts(2, [70, 5], seed=5)
-FAMILIES = ["qwen3_5", "lfm2_moe"]
+FAMILIES = ["qwen3_5", "lfm2_moe", "falcon_h1", "nemotron_h"]
 NUM_TOKENS = 20
 
 

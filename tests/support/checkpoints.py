@@ -27,7 +27,8 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 
-ROUTED = ("gate.weight", "router.weight", "experts.gate_up_proj", "experts.down_proj")
+ROUTED = ("gate.weight", "router.weight", "experts.gate_up_proj", "experts.up_proj",
+          "experts.down_proj")  # fmt: skip
 """Ends of the names of what a mixture of experts adds."""
 
 MOE: dict[str, Any] = {
@@ -82,6 +83,13 @@ CONV: dict[str, Any] = {
     "tie_word_embeddings": True,
     "norm_eps": 1e-4,
 }
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "pad_token_id": 0,
+}
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -109,6 +117,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "apertus": ("ApertusConfig", {"attention_bias": True, "max_position_embeddings": 16_384}),
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25, "attention_bias": True}),
     "cohere2": (
         "Cohere2Config",
@@ -148,6 +157,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "flex_olmo": (
         "FlexOlmoConfig",
         {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0},
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **MAMBA,
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 96,
+            "mamba_rms_norm": True,
+            "lm_head_multiplier": 0.7,
+            "embedding_multiplier": 1.3,
+            "mlp_multipliers": [0.8, 1.2],
+            "key_multiplier": 1.4,
+            "attention_out_multiplier": 0.6,
+            "attention_in_multiplier": 1.5,
+            "ssm_multipliers": [1.2, 0.9, 1.1, 0.7, 1.3],
+            "ssm_in_multiplier": 0.8,
+            "ssm_out_multiplier": 0.9,
+        },
     ),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": (
@@ -235,6 +262,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LOCAL_MOE, "shared_intermediate_size": 48, "attention_multiplier": 0.2,
          "residual_multiplier": 0.4},
     ),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **LOCAL_MOE,
+            **MAMBA,
+            "shared_intermediate_size": 48,
+            "layer_types": ["linear_attention", FULL, "linear_attention"],
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
+    ),
     "helium": ("HeliumConfig", {"head_dim": 16, "mlp_bias": True}),
     "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32, "attention_bias": True}),
     "hunyuan_moe": (
@@ -284,6 +324,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3_vision": ("Mistral3Config", {"text": "mistral"}),
     "mixtral": ("MixtralConfig", {**LOCAL_MOE, "sliding_window": 16}),
     "nemotron": ("NemotronConfig", {"mlp_bias": True, "attention_bias": True}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "layers_block_type": ["linear_attention", "moe", FULL, "mlp", "linear_attention"],
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 12,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "moe_shared_expert_intermediate_size": 48,
+            "mlp_bias": False,
+            "use_bias": True,
+            "time_step_min": 1e-9,
+        },
+    ),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": (
         "Olmo3Config",
@@ -335,9 +396,11 @@ EAGER = ("gemma2", "gpt_oss", "vaultgemma")
 """Those whose attention transformers has in plain torch alone."""
 
 CPU_FAMILIES = (
-    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gemma4", "gemma4_moe", "gemma4_vision",
+    "bamba", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma4", "gemma4_moe", "gemma4_vision",
+    "glm4_moe_lite", "granite_hybrid", "nemotron_h",
 )  # fmt: skip
-"""Those that other devices refuse by name: they attend over latents, or have layers that differ."""
+"""Those that other devices refuse by name: they attend over latents, have Mamba layers, or layers
+that differ."""
 
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
@@ -389,7 +452,7 @@ def make_model(
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith("A_log"):  # else nothing would be remembered
                 parameter.copy_(torch.randn_like(parameter) - 2)
-            elif name.endswith((".bias", "_bias")):
+            elif name.endswith((".bias", "_bias", ".D")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             elif name.endswith(".sinks"):
                 parameter.copy_(2 * torch.randn_like(parameter))

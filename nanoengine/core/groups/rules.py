@@ -11,7 +11,7 @@ Pure functions on a KVGroup, used by the BlockManager and the PrefixCache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from nanoengine.core.layout import KVGroup
 
@@ -100,10 +100,14 @@ def longest_common_hit(
 
 
 def make_kv_groups(
-    windows: Sequence[int | None], state_layers: Sequence[int] = (), snapshot_every: int = 1
+    windows: Sequence[int | None],
+    state_layers: Sequence[int] = (),
+    snapshot_every: int = 1,
+    attending: Collection[int] | None = None,
 ) -> tuple[KVGroup, ...]:
     """Puts layers of the same window into groups of (nearly) equal size, and `state_layers` into
-    one of their own.
+    one of their own; layers that are not `attending` hold no keys and values (None: those of
+    `state_layers`).
 
     One pool serves all groups, so each block has the bytes of the largest group. A model with 22
     windowed layers and 4 full ones would waste most of its full blocks; so the windowed layers are
@@ -118,7 +122,7 @@ def make_kv_groups(
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        if layer not in state_layers:
+        if (layer not in state_layers) if attending is None else (layer in attending):
             kinds.setdefault(window, []).append(layer)
     smallest = min(map(len, kinds.values()))
     largest = max(map(len, kinds.values()))

@@ -1,0 +1,124 @@
+"""Mamba-2's rule: a matrix a head that forgets, and takes in what a token writes.
+
+    S = exp(decay) S + b (dt x)       b: which rows of the state; dt: how much; decay: a dt, a < 0
+    y = c S + d x                     c: which rows are read; d: a learned way past the state
+
+Heads of a group share b and c. `step` does that for one token of many sequences, `scan` for many
+tokens of one, by products of matrices over chunks of 64 (the dual form, "SSD"). Chunks begin at
+multiples of 64 of the sequence's positions, so a result hardly depends on how a prompt was cut.
+Both compute in the dtype of the states. Called by `models/mamba.py`.
+
+Source: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060).
+
+Legend: T tokens, N tokens of one sequence, G groups, R heads a group, H = G * R, E size of b and c,
+V size of a head, P tokens of a chunk, S states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nanoengine.attention.batch import StateWave
+from nanoengine.layers.delta_rule import CHUNK
+
+
+class MambaInputs(NamedTuple):
+    """What tokens bring to the rule."""
+
+    x: torch.Tensor  # [T, H, V]
+    b: torch.Tensor  # [T, G, E]
+    c: torch.Tensor  # [T, G, E]
+    dt: torch.Tensor  # [T, H]
+    decay: torch.Tensor  # [T, H], logarithms, at most 0
+
+    def part(self, which: slice) -> MambaInputs:
+        """Those of some of the tokens."""
+        return MambaInputs(*(tensor[which] for tensor in self))
+
+
+class MambaTokens(NamedTuple):
+    """Single tokens of several sequences, as a layer projects them: what one call takes."""
+
+    xbc: torch.Tensor  # [T, channels], before the convolution
+    dt: torch.Tensor  # [T, H]
+    decay: torch.Tensor  # [T, H]
+    states: torch.Tensor  # all of the layer's, as its `bind` had it
+    reads: torch.Tensor  # [T], as `step` has it
+    writes: torch.Tensor  # [T]
+
+
+class MambaSpans(NamedTuple):
+    """All tokens of a step, of which the spans of a wave are to go through the rule."""
+
+    xbc: torch.Tensor  # [T, channels], before the convolution
+    dt: torch.Tensor  # [T, H]
+    decay: torch.Tensor  # [T, H]
+    wave: StateWave
+
+
+def step(
+    inputs: MambaInputs,
+    d: torch.Tensor,
+    states: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+) -> torch.Tensor:
+    """One token of each of several sequences -> [T, H, V].
+
+    Args:
+        d: [H].
+        states: [S, H, E, V].
+        reads, writes: [T], the state that each token starts from, and where the next one goes.
+    """
+    x, b, c, dt, decay = inputs
+    heads = x.shape[1] // b.shape[1]
+    b, c = (each.repeat_interleave(heads, dim=1).unsqueeze(-1) for each in (b, c))  # [T, H, E, 1]
+    state = states.index_select(0, reads) * decay.exp()[..., None, None]
+    state.addcmul_(b, (x * dt.unsqueeze(-1)).unsqueeze(-2))
+    states.index_copy_(0, writes, state)
+    return (state * c).sum(-2) + x * d.unsqueeze(-1)
+
+
+def scan(
+    inputs: MambaInputs, d: torch.Tensor, state: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of one sequence, the first at `position`, from `state` [H, E, V] on.
+
+    Returns:
+        [N, H, V], and the state behind the last token.
+    """
+    x, *_ = inputs
+    count, size, groups = len(x), x.shape[-1], inputs.b.shape[1]
+    out = torch.empty_like(x)
+    # Why side by side: what all heads of a group read and write is one product then.
+    state = state.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)  # [G, E, R * V]
+    start, end = 0, min(count, CHUNK - position % CHUNK)
+    while start < count:
+        found, state = _chunk(inputs.part(slice(start, end)), state)
+        out[start:end] = found
+        start, end = end, min(count, end + CHUNK)
+    out += x * d.unsqueeze(-1)
+    return out, state.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+
+
+def _chunk(inputs: MambaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of one chunk, from `state` [G, E, R * V] on -> [P, H, V], and the state behind it."""
+    x, b, c, dt, decay = inputs
+    groups, count, size = b.shape[1], len(x), x.shape[-1]
+    b, c = b.transpose(0, 1), c.transpose(0, 1)  # [G, P, E]
+    written = x * dt.unsqueeze(-1)  # [P, H, V]
+    since = decay.cumsum(0)  # [P, H], of the chunk's beginning
+    between = since.T.unsqueeze(-1) - since.T.unsqueeze(-2)  # [H, P, P], from column to row
+    ahead = torch.ones_like(between[0], dtype=torch.bool).triu_(1)
+    between = between.masked_fill_(ahead, -torch.inf).exp_().unflatten(0, (groups, -1))
+    attended = ((c @ b.mT).unsqueeze(1) * between).flatten(0, 1)  # [H, P, P]
+    inside = (attended @ written.transpose(0, 1)).transpose(0, 1)  # [P, H, V]
+    read = (c @ state).view(groups, count, -1, size).transpose(0, 1).reshape(x.shape)
+    out = torch.addcmul(inside, read, since.exp().unsqueeze(-1))
+    last = since[-1]
+    kept = written * (last - since).exp().unsqueeze(-1)
+    kept = kept.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)  # [G, P, R * V]
+    forget = last.exp().view(groups, -1, 1).expand(-1, -1, size).reshape(groups, 1, -1)
+    return out, torch.baddbmm(state * forget, b.mT, kept)

@@ -1,0 +1,176 @@
+"""Mamba-2's rule: chunks, single tokens and the compiled call agree; what a config may say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanoengine.checkpoint.config import load_model_config, parse_model_config
+from nanoengine.errors import ConfigError, UnsupportedModelError
+from nanoengine.layers.cpu_mamba import CPUMambaSteps
+from nanoengine.layers.delta_rule import CHUNK
+from nanoengine.layers.mamba2 import MambaInputs, MambaTokens, scan, step
+from nanoengine.models.mamba import MambaMixer
+from tests.support.engines import checkpoint
+from tests.support.model_helpers import make_context
+
+HEADS, GROUPS, KEYS, VALUES = 6, 2, 8, 5
+
+
+def random_inputs(count: int) -> MambaInputs:
+    torch.manual_seed(count)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    x, b, c = normal(count, HEADS, VALUES), normal(count, GROUPS, KEYS), normal(count, GROUPS, KEYS)
+    dt = torch.rand(count, HEADS, dtype=torch.float64)
+    return MambaInputs(x, b, c, dt, -dt * torch.rand(HEADS, dtype=torch.float64))
+
+
+def test_one_token_by_the_formula():
+    x, b, c, dt, decay = inputs = random_inputs(1)
+    states, d = torch.randn(2, HEADS, KEYS, VALUES, dtype=torch.float64), torch.rand(HEADS).double()
+    before, one = states[1].clone(), torch.tensor([1])
+    out = step(inputs, d, states, one, one)[0]
+    for h in range(HEADS):
+        g = h // (HEADS // GROUPS)
+        state = decay[0, h].exp() * before[h] + torch.outer(b[0, g], dt[0, h] * x[0, h])
+        assert torch.allclose(states[1, h], state)
+        assert torch.allclose(out[h], c[0, g] @ state + d[h] * x[0, h])
+
+
+@pytest.mark.parametrize("count", [1, 5, CHUNK, 2 * CHUNK + 9])
+@pytest.mark.parametrize("position", [0, 1, CHUNK - 1, CHUNK])
+def test_chunks_give_what_single_tokens_give(count, position):
+    inputs, d = random_inputs(count), torch.randn(HEADS, dtype=torch.float64)
+    states = torch.randn(2, HEADS, KEYS, VALUES, dtype=torch.float64)
+    first, one = states[1].clone(), torch.tensor([1])
+    expected = [step(inputs.part(slice(t, t + 1)), d, states, one, one) for t in range(count)]
+    out, last = scan(inputs, d, first, position)
+    assert torch.allclose(out, torch.cat(expected), rtol=1e-10, atol=1e-12)
+    assert torch.allclose(last, states[1], rtol=1e-10, atol=1e-12)
+
+
+def test_a_prompt_cut_at_a_chunk_has_the_same_bits():
+    inputs = MambaInputs(*(tensor.float() for tensor in random_inputs(3 * CHUNK)))
+    zero, d = torch.zeros(HEADS, KEYS, VALUES), torch.ones(HEADS)
+    whole, last = scan(inputs, d, zero, 0)
+    head, between = scan(inputs.part(slice(CHUNK)), d, zero, 0)
+    tail, end = scan(inputs.part(slice(CHUNK, None)), d, between, CHUNK)
+    assert torch.equal(torch.cat((head, tail)), whole)
+    assert torch.equal(end, last)
+
+
+def layer(dtype: torch.dtype, *, groups: int, conv_bias: bool) -> MambaMixer:
+    """A layer whose weights are random, over 6 random states."""
+    config = load_model_config(checkpoint("bamba"))
+    plan = replace(
+        config.states,
+        num_key_heads=groups,
+        num_value_heads=6,
+        key_dim=7,
+        value_dim=20,
+        channels=120 + 14 * groups,
+        conv_bias=conv_bias,
+    )
+    torch.manual_seed(1)
+    mixer = MambaMixer("layer", replace(config, states=plan), make_context(dtype))
+    for parameter in mixer.parameters():
+        parameter.data.normal_()
+    mixer.bind(torch.randn(6, mixer.plan.size, dtype=dtype))
+    return mixer
+
+
+def tokens_of(mixer: MambaMixer, dtype: torch.dtype, count: int = 3) -> MambaTokens:
+    dt = torch.rand(count, 6, dtype=dtype)
+    xbc = torch.randn(count, mixer.plan.channels, dtype=dtype)
+    reads, writes = torch.tensor([1, 0, 4])[:count], torch.tensor([2, 3, 4])[:count]
+    return MambaTokens(xbc, dt, -dt, mixer.rows, reads, writes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("groups", "conv_bias"), [(1, True), (3, False)])
+def test_the_kernel_gives_what_plain_steps_give(groups, conv_bias, dtype):
+    mixer = layer(dtype, groups=groups, conv_bias=conv_bias)
+    tokens = tokens_of(mixer, dtype)
+    kernel, kept = CPUMambaSteps(mixer.plan, mixer.conv1d, mixer.heads.d), mixer.rows.clone()
+    expected = mixer.steps(tokens)
+    found = kernel(tokens._replace(states=kept))
+    close = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+    )
+    torch.testing.assert_close(found, expected, **close)
+    torch.testing.assert_close(kept, mixer.rows, **close)
+
+
+def test_a_row_has_the_same_bits_in_any_batch():
+    mixer = layer(torch.float32, groups=2, conv_bias=True)
+    tokens = tokens_of(mixer, torch.float32)
+    kernel = CPUMambaSteps(mixer.plan, mixer.conv1d, mixer.heads.d)
+    start = mixer.rows.clone()
+    together, alone = start.clone(), start.clone()
+    out = kernel(tokens._replace(states=together))
+    for i in range(3):
+        one = MambaTokens(*(part[i : i + 1] for part in tokens))._replace(states=alone)
+        assert torch.equal(kernel(one), out[i : i + 1])
+    assert torch.equal(alone, together)
+
+
+def test_other_devices_are_refused_by_name():
+    config = load_model_config(checkpoint("bamba"))
+    context = replace(make_context(), device=torch.device("meta"))
+    with pytest.raises(ConfigError, match=r"Mamba layers \(2 of 3\) are not implemented on device"):
+        MambaMixer("layer", config, context)
+
+
+RAW = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "head_dim": 16, "num_key_value_heads": 2,
+}  # fmt: skip
+NEMOTRON = {**RAW, "architectures": ["NemotronHForCausalLM"], "mamba_num_heads": 4,
+            "mamba_head_dim": 8, "n_groups": 2, "hybrid_override_pattern": "M-M*-",
+            "num_hidden_layers": 5}  # fmt: skip
+
+
+def test_the_letters_of_a_pattern():
+    config = parse_model_config(NEMOTRON)
+    assert config.num_hidden_layers == 5 and config.moe is None
+    assert config.attending == (3,) and config.states.layers == (0, 2)
+    assert config.plan.blocks == (
+        "linear_attention", "mlp", "linear_attention", "full_attention", "mlp",
+    )  # fmt: skip
+    assert config.states.channels == 4 * 8 + 2 * 2 * 128
+
+
+def test_names_of_layers_as_transformers_4_wrote_them():
+    raw = {**RAW, "architectures": ["GraniteMoeHybridForCausalLM"], "num_hidden_layers": 3,
+           "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8,
+           "num_local_experts": 0, "position_embedding_type": "nope",
+           "time_step_limit": [0.0, float("inf")]}  # fmt: skip
+    config = parse_model_config(raw)
+    assert config.states.layers == (0, 2) and config.attending == (1,)
+    assert config.ropes == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hybrid_override_pattern": "M-X*"}, "hybrid_override_pattern='M-X\\*' must say"),
+        ({"hybrid_override_pattern": "M-M"}, "no layer with attention"),
+        ({"hybrid_override_pattern": None}, "hybrid_override_pattern=None must say"),
+        ({"n_groups": 3}, "mamba_n_heads=4 must be a multiple of mamba_n_groups=3"),
+        ({"mamba_head_dim": "auto"}, "mamba_head_dim must be a size, got 'auto'"),
+        ({"time_step_limit": [0.5]}, "time_step_limit must be two numbers"),
+        ({"time_step_limit": [0.5, 0.1]}, "time_step_limit must be two numbers"),
+        ({"moe_latent_size": 8}, "moe_latent_size=8 is not implemented"),
+        ({"attention_bias": True}, "attention_bias=True is not implemented"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not implemented"),
+        ({"residual_in_fp32": True}, "residual_in_fp32=True is not implemented"),
+    ],
+)
+def test_what_is_refused_by_name(keys, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        parse_model_config(NEMOTRON | keys)
