@@ -30,7 +30,7 @@ def varied(keys: Keys) -> VariedPlan:
     kv_heads = keys.get("num_global_key_value_heads") if keys_are_values else None
     full = keys.get("global_head_dim"), kv_heads or window[1]
     by_layer = keys.get("per_layer_config")
-    if by_layer == {}:  # as transformers writes it where no layer differs
+    if "per_layer_config" in keys and not by_layer:  # as transformers reads and writes it
         full = window
     if by_layer:
         wanted = [n for n, kind in enumerate(kinds) if kind == FULL]
