@@ -210,7 +210,10 @@ MORE_FAMILIES: dict[str, Family] = {
     "Gemma4ForCausalLM": GEMMA_4,
     "Gemma4UnifiedForCausalLM": replace(
         GEMMA_4, model_type="gemma4_unified_text",
-        defaults={**GEMMA_4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
+        defaults={
+            **GEMMA_4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024,
+            "max_position_embeddings": 262_144,
+        },
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",

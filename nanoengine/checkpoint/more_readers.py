@@ -30,13 +30,14 @@ def varied(keys: Keys) -> VariedPlan:
     kv_heads = keys.get("num_global_key_value_heads") if keys_are_values else None
     full = keys.get("global_head_dim"), kv_heads or window[1]
     by_layer = keys.get("per_layer_config")
-    if by_layer == {}:  # as transformers writes it where no layer differs
+    if "per_layer_config" in keys and not by_layer:  # as transformers reads and writes it
         full = window
     if by_layer:
-        wanted = {str(n) for n, kind in enumerate(kinds) if kind == FULL}
+        wanted = [n for n, kind in enumerate(kinds) if kind == FULL]
+        named = sorted(int(name) if name.isdigit() else -1 for name in by_layer)
         first, *others = by_layer.values()
         alike = isinstance(first, dict) and first.keys() <= {"head_dim", "num_key_value_heads"}
-        if by_layer.keys() != wanted or others != [first] * len(others) or not alike:
+        if named != wanted or others != [first] * len(others) or not alike:
             raise UnsupportedModelError(
                 f"per_layer_config={shown(by_layer)} is not implemented; supported: head_dim and"
                 f" num_key_value_heads, the same for each layer of {FULL!r}"

@@ -37,7 +37,8 @@ TURNS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"
          "partial_rotary_factor")  # fmt: skip
 """Keys that transformers gathers in `rope_parameters`."""
 
-NESTED = ("mellum",)
+NESTED = ("mellum", "gemma4", "gemma4_moe", "gemma4_unified", "gemma4_unified_vision",
+          "gemma4_vision")  # fmt: skip
 """Families that transformers 4 never wrote."""
 
 NAMES = {"architectures", "model_type", "text_config"}
@@ -161,7 +162,9 @@ def problem(spy: Spy, family: str, raw: Raw, key: str) -> str:
             turns.setdefault("partial_rotary_factor", 1.0)  # as its model code takes it
         explicit = {k: v for k, v in raw.items() if k not in TURNS} | {"rope_parameters": turns}
     else:
-        wanted = getattr(their, key, value)  # the class may not know it
+        # The class may not know it, or has several for it, of which it writes one.
+        each = their.to_dict().get(key, value) if family in NESTED else value
+        wanted = each if family in NESTED else getattr(their, key, value)
         if value == wanted:
             return ""
         explicit = raw | {key: wanted}

@@ -210,6 +210,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "num_global_key_value_heads": 2, "global_head_dim": 8, "enable_moe_block": True,
          "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     ),
+    "gemma4_unified": (
+        "Gemma4UnifiedTextConfig",
+        {key: value for key, value in GEMMA_4.items() if key != "vocab_size_per_layer_input"},
+    ),
+    "gemma4_unified_vision": ("Gemma4UnifiedConfig", {"text": "gemma4_unified"}),
     "gemma4_vision": ("Gemma4Config", {"text": "gemma4"}),
     "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
     "glm4": ("Glm4Config", {"head_dim": 32, "pad_token_id": 0}),
@@ -396,8 +401,8 @@ EAGER = ("gemma2", "gpt_oss", "vaultgemma")
 """Those whose attention transformers has in plain torch alone."""
 
 CPU_FAMILIES = (
-    "bamba", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma4", "gemma4_moe", "gemma4_vision",
-    "glm4_moe_lite", "granite_hybrid", "nemotron_h",
+    "bamba", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma4", "gemma4_moe", "gemma4_unified",
+    "gemma4_unified_vision", "gemma4_vision", "glm4_moe_lite", "granite_hybrid", "nemotron_h",
 )  # fmt: skip
 """Those that other devices refuse by name: they attend over latents, have Mamba layers, or layers
 that differ."""
