@@ -8,7 +8,7 @@ any block size, and is slow on purpose: each sequence's context is gathered into
     its keys                     0..3  4..7  8 9          position i lies in table[i // 4] at i % 4
     its queries                            7 8 9          its last query_len positions
 
-Special: `fp8.py`, a cache of bytes.
+Special: `fp8.py` and `int8.py`, caches of bytes.
 
 Legend: T tokens, N queries of one sequence, C keys they see, H / K query / KV heads, R = H / K,
 D head dim.
@@ -56,6 +56,10 @@ class NaiveBackend(AttentionBackend):
         slots = batch.slot_mapping[spec.group]
         if k_cache.dtype == FP8:
             k, v = to_fp8(k, spec.k_scale), to_fp8(v, spec.v_scale)
+        elif k_cache.dtype == torch.int8:
+            from nanoengine.attention.int8 import to_int8
+
+            k, v = to_int8(k), to_int8(v)
         k_cache[slots // self.block_size, slots % self.block_size] = k.to(k_cache.dtype)
         v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
 
@@ -92,6 +96,10 @@ class NaiveBackend(AttentionBackend):
         if k.dtype == FP8:
             k = from_fp8(k, spec.k_scale, self.math_dtype)
             v = from_fp8(v, spec.v_scale, self.math_dtype)
+        elif k.dtype == torch.int8:
+            from nanoengine.attention.int8 import from_int8
+
+            k, v = from_int8(k, self.math_dtype), from_int8(v, self.math_dtype)
         k, v = k.to(self.math_dtype), v.to(self.math_dtype)
         scores = torch.einsum("nkrd,ckd->krnc", grouped, k) * spec.scale
         if spec.softcap is not None:

@@ -9,6 +9,9 @@ it is read (`cpu_attention.store_head`):
                            values  [P, D]
     in bfloat16            words of two numbers that follow each other in a sum, the first in the
                            high half: keys [D / 2, L] words, values [P / 2, D] words
+    in int8                the same lines as floats, and behind all of them a float32 scale a token,
+                           [P]; scores and weights are multiplied with it, so that lines are only
+                           widened
 
 Each sum is one chain in a fixed order, however wide vectors are and whatever rows are beside it.
 
@@ -28,8 +31,10 @@ from nanoengine.kernels.emit import I32, BFloat, Emit
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.tiles import I8, LINE
 
 KV_TILE = 64  # tokens between two updates of the running maximum
+LEAST = np.float32(2.0**-100)  # of rows in int8, see `attention/int8.py`
 
 # Rows and vectors of the largest register tile: sums, the cache's line and a number of a row.
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
@@ -44,10 +49,14 @@ FASTMATH = ("contract", "nsz")
 
 
 class CacheTile(Emit):
-    """Writes what tiles do with lines of the cache: floats, or words of two bfloat16 numbers."""
+    """Writes what tiles do with lines of the cache: floats, int8, or words of two bfloat16
+    numbers."""
 
     def line(self, pointer, *, paired, dots, mask):
         """The vectors that a row's numbers are multiplied with, one after the other."""
+        if pointer.type.pointee == I8:
+            codes = self.get(ir.VectorType(I8, self.width), pointer)
+            return [self.builder.sitofp(codes, self.vector)]
         if not paired:
             return [self.load(pointer)]
         pairs = self.get(self.words, pointer)
@@ -125,6 +134,31 @@ def numbers_a_word(array):
 
 
 @by_types()
+def scale_numbers(array):
+    """Numbers of a cache that the scale of a token's head takes, beside its own."""
+    count = 4 if array.dtype == types.int8 else 0
+    return lambda array: count
+
+
+@by_types(FASTMATH)
+def scale_tokens(scores, first_row, rows, columns, cache, at):
+    """Multiplies columns of the rows, first and one behind the last, with the scales of tokens,
+    from the float32 at `at` on; nothing where a cache has none."""
+    if cache.dtype != types.int8:
+        return lambda scores, first_row, rows, columns, cache, at: None
+
+    def scaled(scores, first_row, rows, columns, cache, at):
+        first, stop = columns
+        scales = cache.view(np.float32)[at : at + stop - first]
+        for r in range(first_row, rows):
+            line = scores[r, first:stop]
+            for t in range(len(scales)):
+                line[t] *= scales[t]
+
+    return scaled
+
+
+@by_types()
 def words_of(cache):
     """A flat cache as `_tile` reads it: bfloat16 numbers two by two, floats as they are."""
     if cache.dtype == types.uint16:
@@ -132,12 +166,35 @@ def words_of(cache):
     return lambda cache: cache
 
 
-@by_types()
-def stored(x, cache):
-    """A number as a cache holds it: rounded to bfloat16, half to even, or as it is."""
+@by_types(FASTMATH)
+def keep_scale(row, cache, at):
+    """Keeps the scale of a row as the float32 at `at` of a cache that has scales; what the row's
+    numbers are multiplied with."""
+    if cache.dtype != types.int8:
+        return lambda row, cache, at: 1
+
+    def kept(row, cache, at):
+        most = np.uint32(0)  # Why whole numbers: NaN is the largest, and the loop is of vectors
+        for d in range(len(row)):
+            size = np.uint32(np.float32(row[d]).view(np.uint32) & np.uint32(0x7FFFFFFF))
+            most = size if size > most else most
+        largest = np.uint32(most).view(np.float32)
+        scale = largest / np.float32(127)
+        cache.view(np.float32)[at] = scale
+        return np.float32(1) / scale if largest > LEAST else np.float32(0)
+
+    return kept
+
+
+@by_types(FASTMATH)
+def stored(x, factor, cache):
+    """A number as a cache holds it: rounded to bfloat16, half to even; times the factor and rounded
+    to int8, half to even; or as it is."""
+    if cache.dtype == types.int8:
+        return lambda x, factor, cache: np.int8(np.rint(np.float32(x) * factor))
     if cache.dtype != types.uint16:
-        return lambda x, cache: x
-    return lambda x, cache: np.uint16(bfloat16(x))
+        return lambda x, factor, cache: x
+    return lambda x, factor, cache: np.uint16(bfloat16(x))
 
 
 @intrinsic
@@ -210,7 +267,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
     signature = types.void(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                            factors, factors_at, asked, asked_stride, rows, vectors)  # fmt: skip
     paired, dots = b.dtype == types.uint32, a.dtype == types.uint32
-    fresh = not isinstance(factors, types.Array)
+    fresh, size = not isinstance(factors, types.Array), b.dtype.bitwidth // 8
 
     def codegen(context, builder, sig, args):
         bits = CURRENT.vector_bits
@@ -230,7 +287,8 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
                 for pointer, stride in ((b_lines, args[5]), (ahead, args[13]))
             )
             for lane in lanes:
-                emit.prefetch(emit.at(asks, lane))
+                if lane.constant * size % LINE == 0:
+                    emit.prefetch(emit.at(asks, lane))
             sums.turn(a_rows, i, line, mask)
 
         turns = builder.lshr(args[6], word(1)) if paired else args[6]
@@ -433,7 +491,8 @@ def adds_beside(scores, weights, cache):
     """Whether `_add_and_weigh` is for these arrays: where the registers hold what its two halves
     need, and a power is a few steps."""
     in_halves = cache.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
-    fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32 and not in_halves
+    as_is = not in_halves and cache.dtype != types.int8  # between its halves there are no scales
+    fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32 and as_is
     return lambda scores, weights, cache: fits
 
 

@@ -117,9 +117,10 @@ class EngineConfig:
     """Hysteresis: share of blocks in use under which it starts again; None: 0.80."""
     kv_tiers: tuple[Tier, ...] = ()
     """Where evicted KV blocks are kept: a HostTier, or one and a DiskTier below it."""
-    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
     """auto: the model's dtype. bfloat16: beside float32, half of its memory and traffic, at 7 bits
-    of mantissa (backends cpu and naive). fp8: e4m3 with a scale a layer, from the checkpoint or 1;
+    of mantissa (backends cpu and naive). int8: whole numbers with a scale for each token and KV
+    head; half the memory and traffic of 16 bits (backends cpu and naive). fp8: e4m3 with a scale a layer, from the checkpoint or 1;
     half the memory and traffic of 16 bits, at 3 bits of mantissa (backends triton and naive)."""
     speculative: str | None = None
     """Drafts that each step verifies: "ngram", from prompt and output themselves, with options as
