@@ -38,6 +38,7 @@ LEAST = np.float32(2.0**-100)  # of rows in int8, see `attention/int8.py`
 
 # Rows and vectors of the largest register tile: sums, the cache's line and a number of a row.
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
+OF_TWO = 4  # vectors of a tile of two rows: fewer sums would wait for each other
 HAS_DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 VECTOR_BYTES = CURRENT.vector_bits // 8
 
@@ -312,19 +313,20 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
     Rows are taken by twos or fours: a, c and factors go on behind the last.
     """
     width = VECTOR_BYTES // c.itemsize
+    wide = (VECTORS if rows > 2 else OF_TWO) * width
     ahead = depth // numbers_a_word(b)
     at = 0
     while at < lanes:
         ask = asked + at * ahead
-        if lanes - at > (VECTORS - 1) * width and room - at >= VECTORS * width:
-            step = asks * VECTORS * width
+        if lanes - at > wide - width and room - at >= wide:
+            step = asks * wide
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                       factors, factors_at, ask, step, ROWS, VECTORS)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, VECTORS)  # fmt: skip
-            at += VECTORS * width
+                      factors, factors_at, ask, step, 2, OF_TWO)  # fmt: skip
+            at += wide
         elif room - at >= width:
             step = asks * width
             if rows > 2:
