@@ -114,6 +114,7 @@ KINDS = {  # what a model computes in, and what its cache holds
     "float32, KV bf16": (torch.float32, torch.bfloat16),
     "float32, KV int8": (torch.float32, torch.int8),
     "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16, KV int8": (torch.bfloat16, torch.int8),
 }
 
 

@@ -1,8 +1,8 @@
 """CPUBackend: paged attention on the CPU, over kernels compiled by numba.
 
 It computes in float32 or float64. It reads a bfloat16 cache beside a float32 model as float32, and
-so an int8 cache beside any. For a bfloat16 model with a cache of its own dtype it rounds queries
-and softmax weights to bfloat16 too, and adds in float32.
+an int8 cache as what the model computes in. For a bfloat16 model it rounds queries and softmax
+weights to bfloat16 too, and adds in float32.
 
 `attention.make_backend` makes it. It turns torch tensors into flat numpy views without a copy,
 plans the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula
@@ -114,11 +114,8 @@ class CPUBackend(AttentionBackend):
         start_workers()
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
-        """Raises ConfigError unless it is bfloat16 beside float32, or int8, whose numbers are
-        multiplied as floats whatever the model's are."""
-        if kv_dtype == torch.int8:
-            self.operand = self._no_sinks.numpy()
-        elif (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
+        """Raises ConfigError unless it is int8, or bfloat16 beside float32."""
+        if kv_dtype != torch.int8 and (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
             super().check_cache(kv_dtype, dtype)
 
     def prepare(self, batch: Batch) -> CPUStep:

@@ -56,14 +56,17 @@ class CacheTile(Emit):
     def line(self, pointer, *, paired, dots, mask):
         """The vectors that a row's numbers are multiplied with, one after the other."""
         if pointer.type.pointee == I8:
-            codes = self.get(ir.VectorType(I8, self.width), pointer)
-            return [self.builder.sitofp(codes, self.vector)]
+            return [self.codes(pointer)]
         if not paired:
             return [self.load(pointer)]
         pairs = self.get(self.words, pointer)
         if mask is not None:
             pairs = self.builder.and_(pairs, self.every(mask))
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
+
+    def codes(self, pointer):
+        """Numbers of int8 as floats."""
+        return self.builder.sitofp(self.get(ir.VectorType(I8, self.width), pointer), self.vector)
 
     def numbers(self, pointer, turn, *, paired, dots):
         """A row's numbers of a turn, each in all lanes."""
@@ -159,6 +162,22 @@ def scale_tokens(scores, first_row, rows, columns, cache, at):
     return scaled
 
 
+@by_types(FASTMATH)
+def round_weights(scores, first_row, rows, columns, weights, cache):
+    """Columns of scaled scores as the pairs that are multiplied, where these are pairs."""
+    if cache.dtype != types.int8 or weights.dtype != types.uint32:
+        return lambda scores, first_row, rows, columns, weights, cache: None
+
+    def rounded(scores, first_row, rows, columns, weights, cache):
+        first, stop = columns
+        for r in range(first_row, rows):
+            line, words = scores[r, first:], weights[r, first // 2 : (stop + 1) // 2]
+            for i in range(len(words)):
+                words[i] = bfloat16(line[2 * i]) << np.uint32(16) | bfloat16(line[2 * i + 1])
+
+    return rounded
+
+
 @by_types()
 def words_of(cache):
     """A flat cache as `_tile` reads it: bfloat16 numbers two by two, floats as they are."""
@@ -214,6 +233,49 @@ def ask_to_write(typing, array, at):
 def bfloat16(x):
     """The bits of a float32 rounded to bfloat16."""
     return rounded(np.float32(x).view(np.uint32))
+
+
+@intrinsic(prefer_literal=True)
+def _widen_two(typing, codes, at, width, words, place, asked, lanes):
+    """Two lines of a cache of int8 as one of pairs of bfloat16 numbers, which have room for them;
+    `lanes` at once. It asks for as many codes from `asked` on."""
+
+    def codegen(context, builder, sig, args):
+        emit = CacheTile(context, builder, bits=32 * lanes.literal_value)
+        source, ahead = (emit.pointer(codes, args[0], first) for first in (args[1], args[5]))
+        target, word = emit.pointer(words, *args[3:5]), args[2].type
+
+        def part(turn):
+            lane = builder.mul(turn, word(emit.width))
+            emit.prefetch(emit.at(ahead, lane, lane))
+            lines = emit.at(source, lane), emit.at(source, lane, args[2])
+            high, low = (builder.bitcast(emit.codes(line), emit.words) for line in lines)
+            pairs = builder.or_(high, builder.lshr(low, emit.every(16)))
+            emit.store(pairs, emit.at(target, lane))
+
+        emit.loop(builder.udiv(args[2], word(emit.width)), part)
+        return context.get_dummy_value()
+
+    return types.void(codes, at, width, words, place, asked, lanes), codegen
+
+
+@by_types()
+def run_of(cache, at, count, width, next_at, room):
+    """A run's `count` lines of `width`, as `few_rows` reads them, where they are, and what it asks
+    for: those of the cache, but those of int8 in a room of pairs where rows are pairs too."""
+    if cache.dtype != types.int8 or room.dtype != types.uint32:
+        return lambda cache, at, count, width, next_at, room: (cache, at, next_at)
+
+    def widened(cache, at, count, width, next_at, room):
+        for i in range(count // 2):
+            first = 2 * i * width
+            if width % 16 == 0:
+                _widen_two(cache, at + first, width, room, i * width, next_at + first, 16)
+            else:
+                _widen_two(cache, at + first, width, room, i * width, next_at + first, 8)
+        return room, 0, 0
+
+    return widened
 
 
 class Sums:
@@ -517,6 +579,15 @@ def weigh_and_add(scores, rows, maximum, total, factors, weights, b, b_at, sums,
                 flat, r * stride, stride, b, b_at + done, size, KV_TILE, to, r * size + done, size,
                 factors, r, b_at, 0, rows - r, size - done, size - done,
             )  # fmt: skip
+
+
+@by_types()
+def unrounded(scores, weights, cache):
+    """What `softmax_step` fills: the weights, or scores that a token's scale is multiplied with
+    before they are rounded."""
+    if cache.dtype == types.int8:
+        return lambda scores, weights, cache: scores
+    return lambda scores, weights, cache: weights
 
 
 @by_types()

@@ -58,10 +58,13 @@ from nanoengine.kernels.attention_tiles import (
     keep_scale,
     numbers_a_word,
     place_of_weights,
+    round_weights,
+    run_of,
     scale_numbers,
     scale_tokens,
     softmax_step,
     stored,
+    unrounded,
     weigh_and_add,
     words_of,
 )
@@ -145,7 +148,7 @@ def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
 @compiled(fastmath=FASTMATH)
 def _run_task(
     task, table, following, next_table, q, q_stride, k, v, sizes, scale, softcap, window,
-    tile, scores, weights, out, maximum, total, factors,
+    tile, scores, weights, pairs, out, maximum, total, factors,
 ):  # fmt: skip
     """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the scratch.
 
@@ -180,10 +183,11 @@ def _run_task(
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
+            run, at, next_at = run_of(k, at, head_dim, lanes, next_at, pairs)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
-                    queries, r * tile.shape[1], tile.shape[1], k, at, lanes, head_dim,
+                    queries, r * tile.shape[1], tile.shape[1], run, at, lanes, head_dim,
                     lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0,
                     next_at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
                 )  # fmt: skip
@@ -201,18 +205,21 @@ def _run_task(
             at = _place(k, table, head, tile_start, sizes)
             weigh_and_add(scores, rows, maximum, total, factors, weights, v, at, out, head_dim)
             continue
-        softmax_step(scores, first_row, rows, maximum, total, factors, weights)
+        to = unrounded(scores, weights, v)
+        softmax_step(scores, first_row, rows, maximum, total, factors, to)
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
             columns = begin - tile_start, min(begin + lanes, end) - tile_start
             scale_at = _place_of_scale(table[begin // block_size], head, begin, sizes)
-            scale_tokens(weights, first_row, rows, columns, v, scale_at)
+            scale_tokens(to, first_row, rows, columns, v, scale_at)
+            round_weights(scores, first_row, rows, columns, weights, v)
+            run, at, next_at = run_of(v, at, lanes, head_dim, next_at, pairs)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
                     shares, r * weights.shape[1] + (begin - tile_start) // per_weight,
-                    weights.shape[1], v, at, head_dim, max(0, min(seen, end - begin, lanes)),
+                    weights.shape[1], run, at, head_dim, max(0, min(seen, end - begin, lanes)),
                     sums, r * head_dim, head_dim, factors, r,
                     next_at, int(r == 0), rows - r, head_dim, head_dim,
                 )  # fmt: skip
@@ -255,6 +262,7 @@ def _attend_tasks(
     tile = zeros((space, head_dim // per), operand.dtype)
     scores = zeros((space, KV_TILE), q.dtype)
     weights = place_of_weights(scores, operand)
+    pairs = empty((KV_TILE // 2 * head_dim,), operand.dtype)
     out = empty((space, head_dim), q.dtype)
     maximum = empty((space,), q.dtype)
     total = empty((space,), q.dtype)
@@ -265,7 +273,7 @@ def _attend_tasks(
         _run_task(
             task, tables[task[SEQ]], following, tables[following[SEQ]],
             q, q_stride, k, v, sizes, scale, softcap, window,
-            tile, scores, weights, out, maximum, total, factors,
+            tile, scores, weights, pairs, out, maximum, total, factors,
         )  # fmt: skip
         rows = task[NUM_QUERIES] * group_size
         if task[PARTIAL] < 0:

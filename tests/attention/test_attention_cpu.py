@@ -126,18 +126,14 @@ def test_a_cache_of_int8(options):
     check(**INT8, **options)
 
 
-def test_a_model_of_bfloat16_multiplies_a_cache_of_int8_as_floats():
-    """Neither queries nor weights are rounded again, as they are for a cache of bfloat16."""
-    paged = Paged(lengths=LENGTHS, dtype=torch.float32, **INT8)
-    exact = paged.run("naive")
-    paged.dtype = torch.bfloat16
-    torch.testing.assert_close(paged.run("cpu"), exact, rtol=0, atol=TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize("options", [{}, {"group_size": 5}, {"head_dim": 80}, {"block_size": 8}])
-def test_bfloat16_is_off_by_its_roundings(options):
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"group_size": 5}, {"head_dim": 80}, {"head_dim": 8}, {"block_size": 8}, {"sinks": 2.0}],
+)
+def test_bfloat16_is_off_by_its_roundings(options, kv_dtype):
     """Queries and weights are rounded as well: scores by 2 ** -8, of which half are near 0."""
-    paged = Paged(lengths=LENGTHS, **BF16, **options)
+    paged = Paged(lengths=LENGTHS, dtype=torch.float32, kv_dtype=kv_dtype, **options)
     exact = paged.run("naive")
     paged.dtype = torch.bfloat16
     out = paged.run("cpu")
