@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +29,10 @@ from nanoengine.engine import LLMEngine
 from nanoengine.runner.memory import GIB
 from nanoengine.settings.config import EngineConfig
 
-BLOCK_SIZE = 64
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.suite.shapes import write_shape
+
+BLOCK_SIZE, LONGEST = 64, 32_768  # tokens
 MAX_BLOCKS = 1025  # of 65,536 tokens, far more than caches of the CPU hold
 
 
@@ -38,7 +42,7 @@ def filled(model: str, kv_cache_dtype: str, isa: str | None) -> LLMEngine:
         EngineConfig(
             model=model, load_format="dummy", device="cpu", dtype="float32", cpu_isa=isa,
             block_size=BLOCK_SIZE, num_kv_blocks=MAX_BLOCKS, kv_cache_dtype=kv_cache_dtype,
-            max_model_len=(MAX_BLOCKS - 1) * BLOCK_SIZE, skip_tokenizer_init=True,
+            max_model_len=LONGEST, skip_tokenizer_init=True,
         )
     )  # fmt: skip
     kv = engine.executor.kv_cache.kv
@@ -83,8 +87,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="of each dtype in a round")
     args = parser.parse_args()
-    from benchmarks.suite.shapes import write_shape
-
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
         write_shape(args.shape, Path(scratch))
         engines = {kv: filled(scratch, kv, args.cpu_isa) for kv in args.kv}
