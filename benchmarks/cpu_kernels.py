@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch.ao.quantization import quantize_dynamic
 
 from nanoengine.attention import make_backend
-from nanoengine.attention.base import AttentionSpec, LayerCache, stored_dim
+from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.attention.batch import Batch
+from nanoengine.attention.stored import stored_dim
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.packed import PackedLinear

@@ -7,7 +7,7 @@ depends on nothing but itself, and a block of rows and scales is one piece of by
 Rounding changes a number by at most 1/254 of its row's largest. A row with infinity or NaN gets
 such a scale, so a broken model is still noticed.
 
-`naive.py` calls it for a cache of int8; `kernels/cpu_attention.py` has the same in its own order.
+Called by `stored.py`; `kernels/int8_cache.py` has the same for the CPU's kernels.
 
 Source: per-token scales of keys and values as in KVQuant (Hooper et al., arXiv 2401.18079),
 section 3, there for values.
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import torch
 
-SCALE_BYTES = 4  # `base.stored_dim` counts them too
+from nanoengine.attention.stored import SCALE_BYTES
+
 LEAST = 2.0**-100
 """A row whose numbers are all at most as large is kept as zeros: 1 / scale must be finite."""
 

@@ -9,9 +9,7 @@ it is read (`cpu_attention.store_head`):
                            values  [P, D]
     in bfloat16            words of two numbers that follow each other in a sum, the first in the
                            high half: keys [D / 2, L] words, values [P / 2, D] words
-    in int8                the same lines as floats, and behind all of them a float32 scale a token,
-                           [P]; scores and weights are multiplied with it, so that lines are only
-                           widened
+    in int8                the lines of floats, and behind all of them scales: `int8_cache.py`
 
 Each sum is one chain in a fixed order, however wide vectors are and whatever rows are beside it.
 
@@ -34,7 +32,6 @@ from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.tiles import I8, LINE
 
 KV_TILE = 64  # tokens between two updates of the running maximum
-LEAST = np.float32(2.0**-100)  # of rows in int8, see `attention/int8.py`
 
 # Rows and vectors of the largest register tile: sums, the cache's line and a number of a row.
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
@@ -145,37 +142,15 @@ def scale_numbers(array):
 
 
 @by_types(FASTMATH)
-def scale_tokens(scores, first_row, rows, columns, cache, at):
-    """Multiplies columns of the rows, first and one behind the last, with the scales of tokens,
-    from the float32 at `at` on; nothing where a cache has none."""
-    if cache.dtype != types.int8:
-        return lambda scores, first_row, rows, columns, cache, at: None
+def scale_tokens(scores, weights, rows, columns, cache, block, head, sizes):
+    """Multiplies scores with the scales of tokens, where a cache has any: rows from the first to
+    the last, columns from a first to a last, of which the first is that token. Where weights are
+    pairs, these become the scores, rounded."""
+    if cache.dtype == types.int8:
+        from nanoengine.kernels.int8_cache import scaled
 
-    def scaled(scores, first_row, rows, columns, cache, at):
-        first, stop = columns
-        scales = cache.view(np.float32)[at : at + stop - first]
-        for r in range(first_row, rows):
-            line = scores[r, first:stop]
-            for t in range(len(scales)):
-                line[t] *= scales[t]
-
-    return scaled
-
-
-@by_types(FASTMATH)
-def round_weights(scores, first_row, rows, columns, weights, cache):
-    """Columns of scaled scores as the pairs that are multiplied, where these are pairs."""
-    if cache.dtype != types.int8 or weights.dtype != types.uint32:
-        return lambda scores, first_row, rows, columns, weights, cache: None
-
-    def rounded(scores, first_row, rows, columns, weights, cache):
-        first, stop = columns
-        for r in range(first_row, rows):
-            line, words = scores[r, first:], weights[r, first // 2 : (stop + 1) // 2]
-            for i in range(len(words)):
-                words[i] = bfloat16(line[2 * i]) << np.uint32(16) | bfloat16(line[2 * i + 1])
-
-    return rounded
+        return scaled
+    return lambda scores, weights, rows, columns, cache, block, head, sizes: None
 
 
 @by_types()
@@ -186,35 +161,12 @@ def words_of(cache):
     return lambda cache: cache
 
 
-@by_types(FASTMATH)
-def keep_scale(row, cache, at):
-    """Keeps the scale of a row as the float32 at `at` of a cache that has scales; what the row's
-    numbers are multiplied with."""
-    if cache.dtype != types.int8:
-        return lambda row, cache, at: 1
-
-    def kept(row, cache, at):
-        most = np.uint32(0)  # Why whole numbers: NaN is the largest, and the loop is of vectors
-        for d in range(len(row)):
-            size = np.uint32(np.float32(row[d]).view(np.uint32) & np.uint32(0x7FFFFFFF))
-            most = size if size > most else most
-        largest = np.uint32(most).view(np.float32)
-        scale = largest / np.float32(127)
-        cache.view(np.float32)[at] = scale
-        return np.float32(1) / scale if largest > LEAST else np.float32(0)
-
-    return kept
-
-
-@by_types(FASTMATH)
-def stored(x, factor, cache):
-    """A number as a cache holds it: rounded to bfloat16, half to even; times the factor and rounded
-    to int8, half to even; or as it is."""
-    if cache.dtype == types.int8:
-        return lambda x, factor, cache: np.int8(np.rint(np.float32(x) * factor))
+@by_types()
+def stored(x, cache):
+    """A number as a cache holds it: rounded to bfloat16, half to even, or as it is."""
     if cache.dtype != types.uint16:
-        return lambda x, factor, cache: x
-    return lambda x, factor, cache: np.uint16(bfloat16(x))
+        return lambda x, cache: x
+    return lambda x, cache: np.uint16(bfloat16(x))
 
 
 @intrinsic
@@ -235,47 +187,15 @@ def bfloat16(x):
     return rounded(np.float32(x).view(np.uint32))
 
 
-@intrinsic(prefer_literal=True)
-def _widen_two(typing, codes, at, width, words, place, asked, lanes):
-    """Two lines of a cache of int8 as one of pairs of bfloat16 numbers, which have room for them;
-    `lanes` at once. It asks for as many codes from `asked` on."""
-
-    def codegen(context, builder, sig, args):
-        emit = CacheTile(context, builder, bits=32 * lanes.literal_value)
-        source, ahead = (emit.pointer(codes, args[0], first) for first in (args[1], args[5]))
-        target, word = emit.pointer(words, *args[3:5]), args[2].type
-
-        def part(turn):
-            lane = builder.mul(turn, word(emit.width))
-            emit.prefetch(emit.at(ahead, lane, lane))
-            lines = emit.at(source, lane), emit.at(source, lane, args[2])
-            high, low = (builder.bitcast(emit.codes(line), emit.words) for line in lines)
-            pairs = builder.or_(high, builder.lshr(low, emit.every(16)))
-            emit.store(pairs, emit.at(target, lane))
-
-        emit.loop(builder.udiv(args[2], word(emit.width)), part)
-        return context.get_dummy_value()
-
-    return types.void(codes, at, width, words, place, asked, lanes), codegen
-
-
 @by_types()
-def run_of(cache, at, count, width, next_at, room):
+def run_of(cache, at, count, width, next_at, pairs):
     """A run's `count` lines of `width`, as `few_rows` reads them, where they are, and what it asks
-    for: those of the cache, but those of int8 in a room of pairs where rows are pairs too."""
-    if cache.dtype != types.int8 or room.dtype != types.uint32:
-        return lambda cache, at, count, width, next_at, room: (cache, at, next_at)
+    for: those of the cache, but of int8 made pairs where rows are pairs."""
+    if cache.dtype == types.int8 and pairs.dtype == types.uint32:
+        from nanoengine.kernels.int8_cache import widened
 
-    def widened(cache, at, count, width, next_at, room):
-        for i in range(count // 2):
-            first = 2 * i * width
-            if width % 16 == 0:
-                _widen_two(cache, at + first, width, room, i * width, next_at + first, 16)
-            else:
-                _widen_two(cache, at + first, width, room, i * width, next_at + first, 8)
-        return room, 0, 0
-
-    return widened
+        return widened
+    return lambda cache, at, count, width, next_at, pairs: (cache, at, next_at)
 
 
 class Sums:
@@ -579,15 +499,6 @@ def weigh_and_add(scores, rows, maximum, total, factors, weights, b, b_at, sums,
                 flat, r * stride, stride, b, b_at + done, size, KV_TILE, to, r * size + done, size,
                 factors, r, b_at, 0, rows - r, size - done, size - done,
             )  # fmt: skip
-
-
-@by_types()
-def unrounded(scores, weights, cache):
-    """What `softmax_step` fills: the weights, or scores that a token's scale is multiplied with
-    before they are rounded."""
-    if cache.dtype == types.int8:
-        return lambda scores, weights, cache: scores
-    return lambda scores, weights, cache: weights
 
 
 @by_types()

@@ -55,16 +55,13 @@ from nanoengine.kernels.attention_tiles import (
     ask_to_write,
     bfloat16,
     few_rows,
-    keep_scale,
     numbers_a_word,
     place_of_weights,
-    round_weights,
     run_of,
     scale_numbers,
     scale_tokens,
     softmax_step,
     stored,
-    unrounded,
     weigh_and_add,
     words_of,
 )
@@ -129,14 +126,6 @@ def _place(cache, table, head, token, sizes):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _place_of_scale(block, head, token, sizes):
-    """Where a flat cache of int8, seen as float32, has the scale of a token's head."""
-    _, num_kv_heads, head_dim, block_size = sizes
-    first = (block * num_kv_heads + head) * block_size
-    return (first * (head_dim + 4) + block_size * head_dim) // 4 + token % block_size
-
-
-@compiled(fastmath=FASTMATH, part=True)
 def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
     """The place of the run behind this token's, maybe the first one of the `following` task."""
     if token + lanes < task[KV_STOP]:
@@ -191,9 +180,9 @@ def _run_task(
                     lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0,
                     next_at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
                 )  # fmt: skip
-            columns = begin - tile_start, min(begin + lanes, end) - tile_start
-            scale_at = _place_of_scale(table[begin // block_size], head, begin, sizes)
-            scale_tokens(scores, first_row, rows, columns, k, scale_at)
+            columns = begin - tile_start, min(begin + lanes, end) - tile_start, begin
+            block = table[begin // block_size]
+            scale_tokens(scores, scores, (first_row, rows), columns, k, block, head, sizes)
         if softcap > 0:
             _softcap(scores, first_row, rows, softcap)
         last = position + task[NUM_QUERIES] - 1
@@ -203,17 +192,16 @@ def _run_task(
             adds_beside(scores, weights, v) and min(lanes, head_dim) >= KV_TILE and rows >= ROW_TILE
         ):
             at = _place(k, table, head, tile_start, sizes)
-            weigh_and_add(scores, rows, maximum, total, factors, weights, v, at, out, head_dim)
+            run, at, _ = run_of(v, at, lanes, head_dim, at, pairs)
+            weigh_and_add(scores, rows, maximum, total, factors, weights, run, at, out, head_dim)
             continue
-        to = unrounded(scores, weights, v)
-        softmax_step(scores, first_row, rows, maximum, total, factors, to)
+        softmax_step(scores, first_row, rows, maximum, total, factors, weights)
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
-            columns = begin - tile_start, min(begin + lanes, end) - tile_start
-            scale_at = _place_of_scale(table[begin // block_size], head, begin, sizes)
-            scale_tokens(to, first_row, rows, columns, v, scale_at)
-            round_weights(scores, first_row, rows, columns, weights, v)
+            columns = begin - tile_start, min(begin + lanes, end) - tile_start, begin
+            block = table[begin // block_size]
+            scale_tokens(scores, weights, (first_row, rows), columns, v, block, head, sizes)
             run, at, next_at = run_of(v, at, lanes, head_dim, next_at, pairs)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
@@ -376,7 +364,7 @@ def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes, workers):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _lines_of(cache, slot, head, lanes, sizes):
+def lines_of(cache, slot, head, lanes, sizes):
     """Where the key and the value of one head of a token begin in the flat caches."""
     _, num_kv_heads, head_dim, block_size = sizes
     offset, per = slot % block_size, numbers_a_word(cache)
@@ -386,16 +374,22 @@ def _lines_of(cache, slot, head, lanes, sizes):
     return k_at, first + offset // per * per * head_dim - offset % per
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@by_types(FASTMATH)
 def store_head(key, value, slot, head, k_cache, v_cache, sizes):
     """Writes the key and value [D] of one head of the token at `slot`."""
-    per, lanes = numbers_a_word(k_cache), min(sizes[3], KV_TILE)
-    k_at, v_at = _lines_of(k_cache, slot, head, lanes, sizes)
-    scale_at = _place_of_scale(slot // sizes[3], head, slot, sizes)
-    of_key, of_value = keep_scale(key, k_cache, scale_at), keep_scale(value, v_cache, scale_at)
-    for d in range(len(key)):
-        k_cache[k_at + d // per * lanes * per - d % per] = stored(key[d], of_key, k_cache)
-        v_cache[v_at + d * per] = stored(value[d], of_value, v_cache)
+    if k_cache.dtype == types.int8:
+        from nanoengine.kernels.int8_cache import store_rows
+
+        return store_rows
+
+    def floats(key, value, slot, head, k_cache, v_cache, sizes):
+        per, lanes = numbers_a_word(k_cache), min(sizes[3], KV_TILE)
+        k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
+        for d in range(len(key)):
+            k_cache[k_at + d // per * lanes * per - d % per] = stored(key[d], k_cache)
+            v_cache[v_at + d * per] = stored(value[d], v_cache)
+
+    return floats
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -409,7 +403,7 @@ def ask_for_slots(slots, k_blocks, v_blocks, sizes):
     per, lanes = numbers_a_word(k_cache), min(block_size, KV_TILE)
     for slot in slots:
         for head in range(num_kv_heads):
-            k_at, v_at = _lines_of(k_cache, slot, head, lanes, sizes)
+            k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
             for d in range(0, head_dim, per):
                 ask_to_write(k_cache, k_at + d * lanes)
             for d in range(0, head_dim, LINE // k_cache.itemsize // per):

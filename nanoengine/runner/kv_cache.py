@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanoengine.attention.base import KVLayoutName, stored_dim
+from nanoengine.attention.base import KVLayoutName
+from nanoengine.attention.stored import stored_dim
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.core.layout import KVGroup, KVLayout
@@ -49,8 +50,8 @@ def block_bytes(
     >>> block_bytes(block_size=16, num_kv_heads=8, head_dim=128, num_layers=80, dtype=f16)
     5242880
     """
-    numbers = stored_dim(head_dim, dtype)
-    return 2 * block_size * num_kv_heads * numbers * num_layers * dtype.itemsize
+    row_bytes = stored_dim(head_dim, dtype) * dtype.itemsize
+    return 2 * block_size * num_kv_heads * num_layers * row_bytes
 
 
 def state_dtype_for(dtype: torch.dtype) -> torch.dtype:
@@ -118,8 +119,8 @@ class KVCache:
         size, self.groups = layout.block_size, kv_groups(layout.groups)
         inner = (size, num_kv_heads) if order == "PKD" else (num_kv_heads, size)
         slices = max(len(group.layers) for group in self.groups)
-        numbers = stored_dim(head_dim, dtype)
-        self.kv = zeros((2, slices, layout.num_blocks, *inner, numbers), dtype, device)
+        row = stored_dim(head_dim, dtype)
+        self.kv = zeros((2, slices, layout.num_blocks, *inner, row), dtype, device)
         self.num_blocks, self.num_states = layout.num_blocks, layout.num_states
         self.state_dtype = state_dtype
         self.states: torch.Tensor | None = None
