@@ -23,12 +23,11 @@ from torch.ao.quantization import quantize_dynamic
 from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.stored import stored_dim
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized_weight import GROUP_SIZE, QuantizedWeight
-from nanoengine.runner.kv_cache import zeros
+from nanoengine.runner.kv_cache import stored_dim, zeros
 from tests.support.grouped_weights import make_weight
 
 SHAPES = {  # hidden, intermediate, query heads, KV heads, head dim

@@ -66,7 +66,7 @@ class LayerCache(NamedTuple):
     Attributes:
         k_cache, v_cache: the layer's blocks, [B, P, K, D], or [B, K, P, D] where the backend's
             `kv_layout` is "KPD"; of the model's dtype, or of another that `check_cache` allows. Of
-            int8, D is that of `stored.stored_dim`.
+            int8, there are D + 4: a float32 scale is beside the numbers.
         spec: heads, scale, window and KV group.
     """
 

@@ -7,18 +7,16 @@ depends on nothing but itself, and a block of rows and scales is one piece of by
 Rounding changes a number by at most 1/254 of its row's largest. A row with infinity or NaN gets
 such a scale, so a broken model is still noticed.
 
-Called by `stored.py`; `kernels/int8_cache.py` has the same for the CPU's kernels.
+Called by `stored.py` and whoever counts bytes; `kernels/int8_cache.py` has the same for the CPU's kernels.
 
-Source: per-token scales of keys and values as in KVQuant (Hooper et al., arXiv 2401.18079),
-section 3, there for values.
+Source: KVQuant (Hooper et al., arXiv 2401.18079) has a scale a token for values.
 """
 
 from __future__ import annotations
 
 import torch
 
-from nanoengine.attention.stored import SCALE_BYTES
-
+SCALE_BYTES = 4
 LEAST = 2.0**-100
 """A row whose numbers are all at most as large is kept as zeros: 1 / scale must be finite."""
 

@@ -1,7 +1,6 @@
-"""Caches of bytes: how many numbers of them a row takes, how it becomes bytes and comes back.
+"""Caches of bytes in plain torch, for `naive.py`: how a row becomes bytes and comes back.
 
-A row is the key or the value of one KV head of one token. Called by `naive.py`, and by whoever
-counts a cache's bytes.
+A row is the key or the value of one KV head of one token.
 
     fp8     one scale a layer, not in the cache            `fp8.py`
     int8    a scale beside each row, in its last 4 bytes   `int8.py`
@@ -12,17 +11,10 @@ from __future__ import annotations
 import torch
 
 BYTES = (torch.float8_e4m3fn, torch.int8)
-SCALE_BYTES = 4
-"""Of a float32 beside a row of int8."""
-
-
-def stored_dim(head_dim: int, kv_dtype: torch.dtype) -> int:
-    """Numbers of a cache of this dtype for a row of `head_dim`."""
-    return head_dim + SCALE_BYTES if kv_dtype == torch.int8 else head_dim
 
 
 def to_bytes(x: torch.Tensor, kv_dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Rows [..., D] as [..., `stored_dim`] of one of BYTES; `scale` is the layer's."""
+    """Rows [..., D] as one of BYTES, of int8 [..., D + 4]; `scale` is the layer's."""
     if kv_dtype == torch.int8:
         from nanoengine.attention.int8 import to_int8
 

@@ -9,7 +9,8 @@ it is read (`cpu_attention.store_head`):
                            values  [P, D]
     in bfloat16            words of two numbers that follow each other in a sum, the first in the
                            high half: keys [D / 2, L] words, values [P / 2, D] words
-    in int8                the lines of floats, and behind all of them scales: `int8_cache.py`
+    in int8                the lines of floats, and behind all of them scales: `int8_cache.py`,
+                           which has the functions that are left out here
 
 Each sum is one chain in a fixed order, however wide vectors are and whatever rows are beside it.
 
@@ -53,17 +54,14 @@ class CacheTile(Emit):
     def line(self, pointer, *, paired, dots, mask):
         """The vectors that a row's numbers are multiplied with, one after the other."""
         if pointer.type.pointee == I8:
-            return [self.codes(pointer)]
+            codes = self.get(ir.VectorType(I8, self.width), pointer)
+            return [self.builder.sitofp(codes, self.vector)]
         if not paired:
             return [self.load(pointer)]
         pairs = self.get(self.words, pointer)
         if mask is not None:
             pairs = self.builder.and_(pairs, self.every(mask))
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
-
-    def codes(self, pointer):
-        """Numbers of int8 as floats."""
-        return self.builder.sitofp(self.get(ir.VectorType(I8, self.width), pointer), self.vector)
 
     def numbers(self, pointer, turn, *, paired, dots):
         """A row's numbers of a turn, each in all lanes."""
@@ -137,20 +135,15 @@ def numbers_a_word(array):
 @by_types()
 def scale_numbers(array):
     """Numbers of a cache that the scale of a token's head takes, beside its own."""
-    count = 4 if array.dtype == types.int8 else 0
-    return lambda array: count
+    if array.dtype != types.int8:
+        return lambda array: 0
 
 
 @by_types(FASTMATH)
-def scale_tokens(scores, weights, rows, columns, cache, block, head, sizes):
-    """Multiplies scores with the scales of tokens, where a cache has any: rows from the first to
-    the last, columns from a first to a last, of which the first is that token. Where weights are
-    pairs, these become the scores, rounded."""
-    if cache.dtype == types.int8:
-        from nanoengine.kernels.int8_cache import scaled
-
-        return scaled
-    return lambda scores, weights, rows, columns, cache, block, head, sizes: None
+def scale_tokens(scores, weights, first_row, rows, cache, table, head, begin, end, sizes):
+    """Multiplies scores with the scales of a run's tokens, where a cache has any."""
+    if cache.dtype != types.int8:
+        return lambda scores, weights, first_row, rows, cache, table, head, begin, end, sizes: None
 
 
 @by_types()
@@ -191,11 +184,8 @@ def bfloat16(x):
 def run_of(cache, at, count, width, next_at, pairs):
     """A run's `count` lines of `width`, as `few_rows` reads them, where they are, and what it asks
     for: those of the cache, but of int8 made pairs where rows are pairs."""
-    if cache.dtype == types.int8 and pairs.dtype == types.uint32:
-        from nanoengine.kernels.int8_cache import widened
-
-        return widened
-    return lambda cache, at, count, width, next_at, pairs: (cache, at, next_at)
+    if cache.dtype != types.int8 or pairs.dtype != types.uint32:
+        return lambda cache, at, count, width, next_at, pairs: (cache, at, next_at)
 
 
 class Sums:

@@ -180,9 +180,7 @@ def _run_task(
                     lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0,
                     next_at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
                 )  # fmt: skip
-            columns = begin - tile_start, min(begin + lanes, end) - tile_start, begin
-            block = table[begin // block_size]
-            scale_tokens(scores, scores, (first_row, rows), columns, k, block, head, sizes)
+            scale_tokens(scores, scores, first_row, rows, k, table, head, begin, end, sizes)
         if softcap > 0:
             _softcap(scores, first_row, rows, softcap)
         last = position + task[NUM_QUERIES] - 1
@@ -199,9 +197,7 @@ def _run_task(
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
-            columns = begin - tile_start, min(begin + lanes, end) - tile_start, begin
-            block = table[begin // block_size]
-            scale_tokens(scores, weights, (first_row, rows), columns, v, block, head, sizes)
+            scale_tokens(scores, weights, first_row, rows, v, table, head, begin, end, sizes)
             run, at, next_at = run_of(v, at, lanes, head_dim, next_at, pairs)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
@@ -377,10 +373,6 @@ def lines_of(cache, slot, head, lanes, sizes):
 @by_types(FASTMATH)
 def store_head(key, value, slot, head, k_cache, v_cache, sizes):
     """Writes the key and value [D] of one head of the token at `slot`."""
-    if k_cache.dtype == types.int8:
-        from nanoengine.kernels.int8_cache import store_rows
-
-        return store_rows
 
     def floats(key, value, slot, head, k_cache, v_cache, sizes):
         per, lanes = numbers_a_word(k_cache), min(sizes[3], KV_TILE)
@@ -389,7 +381,7 @@ def store_head(key, value, slot, head, k_cache, v_cache, sizes):
             k_cache[k_at + d // per * lanes * per - d % per] = stored(key[d], k_cache)
             v_cache[v_at + d * per] = stored(value[d], v_cache)
 
-    return floats
+    return None if k_cache.dtype == types.int8 else floats
 
 
 @compiled(fastmath=FASTMATH, part=True)

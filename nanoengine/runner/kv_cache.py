@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 
 from nanoengine.attention.base import KVLayoutName
-from nanoengine.attention.stored import stored_dim
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.core.layout import KVGroup, KVLayout
@@ -52,6 +51,11 @@ def block_bytes(
     """
     row_bytes = stored_dim(head_dim, dtype) * dtype.itemsize
     return 2 * block_size * num_kv_heads * num_layers * row_bytes
+
+
+def stored_dim(head_dim: int, kv_dtype: torch.dtype) -> int:
+    """Numbers of a cache for a row of `head_dim`: int8 has a float32 scale beside each."""
+    return head_dim + 4 if kv_dtype == torch.int8 else head_dim
 
 
 def state_dtype_for(dtype: torch.dtype) -> torch.dtype:

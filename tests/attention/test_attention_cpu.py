@@ -342,8 +342,9 @@ def test_stores_keys_and_values_where_the_slots_say(block_size, kv_dtype):
     paged.dense[1][-1, 4:, :3] = torch.tensor(odd)
     paged.fused = torch.cat([paged.dense[0][-1:], paged.dense[1][-3:]]).flatten(1)
     backend = make_backend(
-        "cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=block_size
-    )
+        "cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=block_size,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
     cache = paged.layer("KPD")
     paged.batch.attention = backend.prepare(paged.batch)
     backend.forward(*paged.qkv(), cache, paged.batch)

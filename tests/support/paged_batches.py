@@ -9,8 +9,7 @@ import torch
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.int8 import to_int8
-from nanoengine.attention.stored import SCALE_BYTES
+from nanoengine.attention.int8 import SCALE_BYTES, to_int8
 
 CPU = torch.device("cpu")
 
