@@ -27,7 +27,7 @@ from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized_weight import GROUP_SIZE, QuantizedWeight
-from nanoengine.runner.kv_cache import zeros
+from nanoengine.runner.kv_cache import stored_dim, zeros
 from tests.support.grouped_weights import make_weight
 
 SHAPES = {  # hidden, intermediate, query heads, KV heads, head dim
@@ -93,8 +93,9 @@ def attention_call(
         "cpu", device=CPU, dtype=dtype, head_dim=head_dim, block_size=block_size, kv_dtype=kv_dtype
     )
     batch.attention = backend.prepare(batch)
-    caches = zeros((layers, 2, sum(count) + 1, k_heads, block_size, head_dim), kv_dtype, CPU)
-    caches.fill_(0.01)
+    stored = stored_dim(head_dim, kv_dtype)
+    caches = zeros((layers, 2, sum(count) + 1, k_heads, block_size, stored), kv_dtype, CPU)
+    caches.fill_(1 if kv_dtype == torch.int8 else 0.01)
     q, k, v = torch.randn(tokens, heads + 2 * k_heads, head_dim).split([heads, k_heads, k_heads], 1)
     spec = AttentionSpec(
         num_heads=heads, num_kv_heads=k_heads, head_dim=head_dim, scale=head_dim**-0.5
@@ -111,7 +112,9 @@ def attention_call(
 KINDS = {  # what a model computes in, and what its cache holds
     "float32": (torch.float32, torch.float32),
     "float32, KV bf16": (torch.float32, torch.bfloat16),
+    "float32, KV int8": (torch.float32, torch.int8),
     "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16, KV int8": (torch.bfloat16, torch.int8),
 }
 
 
@@ -119,13 +122,17 @@ def decode(shape: str, seconds: float) -> None:
     """Decodes by each kind of numbers: ms, and GB/s of the keys and values that are read."""
     _, _, _, k_heads, head_dim = SHAPES[shape]
     for batch, context in itertools.product((1, 8, 32), (256, 1024, 4096)):
-        numbers = 2 * batch * context * k_heads * head_dim
+        rows = 2 * batch * context * k_heads
+        numbers = rows * head_dim
         layers = max(2, min(16, 2**26 // numbers))
         calls = {
             name: attention_call(shape, [(1, context)] * batch, 64, layers, *kind)
             for name, kind in KINDS.items()
         }
-        work = {name: numbers * kind[1].itemsize for name, kind in KINDS.items()}
+        work = {
+            name: rows * stored_dim(head_dim, kind[1]) * kind[1].itemsize
+            for name, kind in KINDS.items()
+        }
         compare(calls, seconds, work, what="decode", shape=shape, batch=batch, context=context)
 
 

@@ -11,7 +11,8 @@ a trained model of that size; they show how errors add up over depth and width.
 With `--gguf` the text is the same, for files of the demo model: each with the activations in int8
 that it runs with, against the same file with float ones.
 
-KL is sum(p log(p / q)) over the vocabulary at each position [nats], p the plain model's.
+KL is sum(p log(p / q)) over the vocabulary at each position [nats], p the plain model's. `moved`
+is how far the log-probability of the text's own next token is from the plain model's.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ PLAIN = {"dtype": "float32", "attention_backend": "naive", "quantization": None}
 METHODS: dict[str, dict[str, object]] = {
     "none": {},
     "KV cache in bfloat16": {"kv_cache_dtype": "bfloat16", "attention_backend": "cpu"},
+    "KV cache in int8": {"kv_cache_dtype": "int8", "attention_backend": "cpu"},
     "bfloat16": {"dtype": "bfloat16", "attention_backend": "cpu"},
     "int8": {"quantization": "int8"},
     "int8_weight_only": {"quantization": "int8_weight_only"},
@@ -128,7 +130,7 @@ def measure(
         )
     )  # fmt: skip
     found = list(log_probs(engine, texts))
-    loss, tokens, exact, divergence, same = 0.0, 0, [], [], []
+    loss, tokens, exact, divergence, same, moved = 0.0, 0, [], [], [], []
     for i, (text, probs) in enumerate(zip(texts, found, strict=True)):
         targets = torch.tensor(text.token_ids[1:])
         loss -= probs.gather(1, targets[:, None]).sum().item()
@@ -140,6 +142,7 @@ def measure(
             p, q = plain[i].double(), probs.double()
             divergence.append((p.exp() * (p - q)).sum(1))
             same.append(p.argmax(1) == q.argmax(1))
+            moved.append((p - q).gather(1, targets[:, None]).abs())
     figures: dict[str, object] = {
         "method": name,
         "parameters": engine.info.num_parameters,
@@ -155,6 +158,8 @@ def measure(
             "kl_95": kl.quantile(0.95).item(),
             "kl_max": kl.max().item(),
             "same_best_token": torch.cat(same).double().mean().item(),
+            "moved_mean": torch.cat(moved).mean().item(),
+            "moved_max": torch.cat(moved).max().item(),
         }
     return figures, found
 
@@ -184,17 +189,19 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--texts", type=int, default=2, help="of random tokens, for the shape")
     parser.add_argument("--length", type=int, default=128, help="of each of them [tokens]")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="the first is always run")
     parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="of the demo model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     texts = demo_texts(args.questions, args.stories)
     found = [compare(file.name, str(file), texts, {}, OF_GGUF) for file in args.gguf]
     if not found:
-        found.append(compare("demo", str(demo_model_path()), texts, {}))
+        chosen = {name: METHODS[name] for name in ("none", *(args.methods or METHODS))}
+        found.append(compare("demo", str(demo_model_path()), texts, {}, chosen))
         with tempfile.TemporaryDirectory() as scratch:
             write_shape(args.shape, Path(scratch))
             texts = random_texts(SHAPES[args.shape]["vocab_size"], args.texts, args.length)
-            found.append(compare(args.shape, scratch, texts, {"load_format": "dummy"}))
+            found.append(compare(args.shape, scratch, texts, {"load_format": "dummy"}, chosen))
     if args.json:
         report = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

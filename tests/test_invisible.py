@@ -107,6 +107,40 @@ def test_neighbours_and_features_do_not_show_in_quantized_models(quantization, o
     assert quantized_truth(quantization) != truth["full"], "quantizing was meant to show"
 
 
+@functools.cache
+def int8_truth():
+    return alone("full", kv_cache_dtype="int8")
+
+
+@LOOPS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 8, "num_kv_blocks": 25},
+        {"block_size": 16, "long_prefill_threshold": 7, "attention_backend": "cpu"},
+        {"block_size": 8, "num_kv_blocks": 25, "attention_backend": "cpu"},
+    ],
+)
+def test_neighbours_and_features_do_not_show_in_a_cache_of_int8(options, overlap, truth):
+    """Keys and values are quantized token by token."""
+    engine = make_engine(checkpoint("qwen3"), kv_cache_dtype="int8", overlap=overlap, **options)
+    assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == int8_truth()
+    assert int8_truth() != truth["full"], "rounding was meant to show"
+
+
+def test_tiers_do_not_show_in_a_cache_of_int8(tmp_path):
+    tiers = [HostTier(gib=0.0003, policy="load"), DiskTier(tmp_path, gib=0.01, policy="load")]
+    for _ in range(2):
+        engine = make_engine(
+            checkpoint("qwen3"), kv_cache_dtype="int8", block_size=8, num_kv_blocks=40,
+            kv_tiers=tiers,
+        )  # fmt: skip
+        assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == int8_truth()
+        stats = engine.stats()
+        engine.close()
+    assert stats.tiers[1].loaded_blocks > 0, "the disk was meant to be read"
+
+
 @pytest.mark.parametrize("model", ["window", "hybrid", "gemma3"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("chunk", [7, 0])

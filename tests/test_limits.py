@@ -58,7 +58,7 @@ STEP_CALLS, STEP_CHANGES = 30, 15
 LOADED = [
     "attention.base",
     "attention.batch",
-    "attention.fp8",
+    "attention.stored",
     "attention.naive",
     "build",
     "checkpoint.config",
@@ -139,7 +139,7 @@ LOADED_ON_A_CPU = [
     "models.cpu",
 ]
 """What the default on a CPU loads besides, its compiled functions in kernels/ left out;
-attention.naive and fp8 stay out."""
+attention.naive and stored stay out."""
 LOADED_LINES, LOADED_LINES_ON_A_CPU = 9_500, 12_500
 
 GENERATE = """
@@ -212,7 +212,7 @@ def test_a_plain_generate_loads_what_it_needs(backend):
     if backend == "naive":
         assert "numba" not in tops
     else:
-        expected -= {"nanoengine.attention.naive", "nanoengine.attention.fp8"}
+        expected -= {"nanoengine.attention.naive", "nanoengine.attention.stored"}
         expected |= {f"nanoengine.{name}" for name in LOADED_ON_A_CPU}
         most = LOADED_LINES_ON_A_CPU
     assert sum(map(lines_of, ours.values())) <= most

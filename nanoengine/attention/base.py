@@ -9,7 +9,7 @@ Norm and rotation of heads stand here in plain torch; backends may fuse them wit
 Rounding follows the checkpoints' own code. If a norm's weight has the model's dtype, the norm is
 rounded to that dtype before it is multiplied by the weight; if the weight is wider, after.
 
-Special: `fp8.py`, a cache of bytes.
+Special: `stored.py`, caches of bytes.
 
 Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX; the norm of
 heads is that of Qwen3 (arXiv 2505.09388), that of all together of OLMo 2 (arXiv 2501.00656).
@@ -65,7 +65,8 @@ class LayerCache(NamedTuple):
 
     Attributes:
         k_cache, v_cache: the layer's blocks, [B, P, K, D], or [B, K, P, D] where the backend's
-            `kv_layout` is "KPD"; of the model's dtype, or of another that `check_cache` allows.
+            `kv_layout` is "KPD"; of the model's dtype, or of another that `check_cache` allows. Of
+            int8, there are D + 4: a float32 scale is beside the numbers.
         spec: heads, scale, window and KV group.
     """
 

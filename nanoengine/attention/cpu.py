@@ -1,7 +1,8 @@
 """CPUBackend: paged attention on the CPU, over kernels compiled by numba.
 
-It computes in float32 or float64. It reads a bfloat16 cache beside a float32 model as float32. For
-a bfloat16 model it rounds queries and softmax weights to bfloat16 too, and adds in float32.
+It computes in float32 or float64. It reads a bfloat16 cache beside a float32 model as float32, and
+an int8 cache as what the model computes in. For a bfloat16 model it rounds queries and softmax
+weights to bfloat16 too, and adds in float32.
 
 `attention.make_backend` makes it. It turns torch tensors into flat numpy views without a copy,
 plans the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula
@@ -14,6 +15,7 @@ needs them; `kernels/jit.py` says where they are kept.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -113,8 +115,10 @@ class CPUBackend(AttentionBackend):
         start_workers()
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
-        """Raises ConfigError unless it is bfloat16 beside float32."""
-        if (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
+        """Raises ConfigError unless it is int8, or bfloat16 beside float32."""
+        if kv_dtype == torch.int8:
+            importlib.import_module("nanoengine.kernels.int8_cache")
+        elif (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
             super().check_cache(kv_dtype, dtype)
 
     def prepare(self, batch: Batch) -> CPUStep:

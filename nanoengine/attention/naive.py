@@ -8,7 +8,7 @@ any block size, and is slow on purpose: each sequence's context is gathered into
     its keys                     0..3  4..7  8 9          position i lies in table[i // 4] at i % 4
     its queries                            7 8 9          its last query_len positions
 
-Special: `fp8.py`, a cache of bytes.
+Special: `stored.py`, caches of bytes.
 
 Legend: T tokens, N queries of one sequence, C keys they see, H / K query / KV heads, R = H / K,
 D head dim.
@@ -22,7 +22,7 @@ import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.fp8 import FP8, from_fp8, to_fp8
+from nanoengine.attention.stored import BYTES, from_bytes, to_bytes
 
 
 class NaiveBackend(AttentionBackend):
@@ -54,8 +54,8 @@ class NaiveBackend(AttentionBackend):
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         k_cache, v_cache, spec = cache
         slots = batch.slot_mapping[spec.group]
-        if k_cache.dtype == FP8:
-            k, v = to_fp8(k, spec.k_scale), to_fp8(v, spec.v_scale)
+        if (kind := k_cache.dtype) in BYTES:
+            k, v = to_bytes(k, kind, spec.k_scale), to_bytes(v, kind, spec.v_scale)
         k_cache[slots // self.block_size, slots % self.block_size] = k.to(k_cache.dtype)
         v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
 
@@ -89,9 +89,9 @@ class NaiveBackend(AttentionBackend):
         """softmax(q k^T * scale) v for the keys that each query may see -> [N, H, D]."""
         # Query heads k*R ... k*R + R - 1 share KV head k.
         grouped = q.to(self.math_dtype).unflatten(1, (spec.num_kv_heads, -1))  # [N, K, R, D]
-        if k.dtype == FP8:
-            k = from_fp8(k, spec.k_scale, self.math_dtype)
-            v = from_fp8(v, spec.v_scale, self.math_dtype)
+        if k.dtype in BYTES:
+            k = from_bytes(k, spec.k_scale, self.math_dtype)
+            v = from_bytes(v, spec.v_scale, self.math_dtype)
         k, v = k.to(self.math_dtype), v.to(self.math_dtype)
         scores = torch.einsum("nkrd,ckd->krnc", grouped, k) * spec.scale
         if spec.softcap is not None:

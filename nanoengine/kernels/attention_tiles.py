@@ -9,6 +9,8 @@ it is read (`cpu_attention.store_head`):
                            values  [P, D]
     in bfloat16            words of two numbers that follow each other in a sum, the first in the
                            high half: keys [D / 2, L] words, values [P / 2, D] words
+    in int8                the lines of floats, and behind all of them scales: `int8_cache.py`,
+                           which has the functions that are left out here
 
 Each sum is one chain in a fixed order, however wide vectors are and whatever rows are beside it.
 
@@ -28,11 +30,13 @@ from nanoengine.kernels.emit import I32, BFloat, Emit
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.tiles import I8, LINE
 
 KV_TILE = 64  # tokens between two updates of the running maximum
 
 # Rows and vectors of the largest register tile: sums, the cache's line and a number of a row.
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
+OF_TWO = 4  # vectors of a tile of two rows: fewer sums would wait for each other
 HAS_DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 VECTOR_BYTES = CURRENT.vector_bits // 8
 
@@ -44,10 +48,14 @@ FASTMATH = ("contract", "nsz")
 
 
 class CacheTile(Emit):
-    """Writes what tiles do with lines of the cache: floats, or words of two bfloat16 numbers."""
+    """Writes what tiles do with lines of the cache: floats, int8, or words of two bfloat16
+    numbers."""
 
     def line(self, pointer, *, paired, dots, mask):
         """The vectors that a row's numbers are multiplied with, one after the other."""
+        if pointer.type.pointee == I8:
+            codes = self.get(ir.VectorType(I8, self.width), pointer)
+            return [self.builder.sitofp(codes, self.vector)]
         if not paired:
             return [self.load(pointer)]
         pairs = self.get(self.words, pointer)
@@ -125,6 +133,20 @@ def numbers_a_word(array):
 
 
 @by_types()
+def scale_numbers(array):
+    """Numbers of a cache that the scale of a token's head takes, beside its own."""
+    if array.dtype != types.int8:
+        return lambda array: 0
+
+
+@by_types(FASTMATH)
+def scale_tokens(scores, weights, first_row, rows, cache, table, head, begin, end, sizes):
+    """Multiplies scores with the scales of a run's tokens, where a cache has any."""
+    if cache.dtype != types.int8:
+        return lambda scores, weights, first_row, rows, cache, table, head, begin, end, sizes: None
+
+
+@by_types()
 def words_of(cache):
     """A flat cache as `_tile` reads it: bfloat16 numbers two by two, floats as they are."""
     if cache.dtype == types.uint16:
@@ -156,6 +178,14 @@ def ask_to_write(typing, array, at):
 def bfloat16(x):
     """The bits of a float32 rounded to bfloat16."""
     return rounded(np.float32(x).view(np.uint32))
+
+
+@by_types()
+def run_of(cache, at, count, width, next_at, pairs):
+    """A run's `count` lines of `width`, as `few_rows` reads them, where they are, and what it asks
+    for: those of the cache, but of int8 made pairs where rows are pairs."""
+    if cache.dtype != types.int8 or pairs.dtype != types.uint32:
+        return lambda cache, at, count, width, next_at, pairs: (cache, at, next_at)
 
 
 class Sums:
@@ -210,7 +240,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
     signature = types.void(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                            factors, factors_at, asked, asked_stride, rows, vectors)  # fmt: skip
     paired, dots = b.dtype == types.uint32, a.dtype == types.uint32
-    fresh = not isinstance(factors, types.Array)
+    fresh, size = not isinstance(factors, types.Array), b.dtype.bitwidth // 8
 
     def codegen(context, builder, sig, args):
         bits = CURRENT.vector_bits
@@ -230,7 +260,8 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
                 for pointer, stride in ((b_lines, args[5]), (ahead, args[13]))
             )
             for lane in lanes:
-                emit.prefetch(emit.at(asks, lane))
+                if lane.constant * size % LINE == 0:
+                    emit.prefetch(emit.at(asks, lane))
             sums.turn(a_rows, i, line, mask)
 
         turns = builder.lshr(args[6], word(1)) if paired else args[6]
@@ -254,19 +285,20 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
     Rows are taken by twos or fours: a, c and factors go on behind the last.
     """
     width = VECTOR_BYTES // c.itemsize
+    wide = (VECTORS if rows > 2 else OF_TWO) * width
     ahead = depth // numbers_a_word(b)
     at = 0
     while at < lanes:
         ask = asked + at * ahead
-        if lanes - at > (VECTORS - 1) * width and room - at >= VECTORS * width:
-            step = asks * VECTORS * width
+        if lanes - at > wide - width and room - at >= wide:
+            step = asks * wide
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                       factors, factors_at, ask, step, ROWS, VECTORS)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, VECTORS)  # fmt: skip
-            at += VECTORS * width
+                      factors, factors_at, ask, step, 2, OF_TWO)  # fmt: skip
+            at += wide
         elif room - at >= width:
             step = asks * width
             if rows > 2:
@@ -433,7 +465,8 @@ def adds_beside(scores, weights, cache):
     """Whether `_add_and_weigh` is for these arrays: where the registers hold what its two halves
     need, and a power is a few steps."""
     in_halves = cache.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
-    fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32 and not in_halves
+    as_is = not in_halves and cache.dtype != types.int8  # between its halves there are no scales
+    fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32 and as_is
     return lambda scores, weights, cache: fits
 
 

@@ -57,6 +57,9 @@ from nanoengine.kernels.attention_tiles import (
     few_rows,
     numbers_a_word,
     place_of_weights,
+    run_of,
+    scale_numbers,
+    scale_tokens,
     softmax_step,
     stored,
     weigh_and_add,
@@ -114,26 +117,27 @@ def take_query(tile, r, q, at, scale):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _place(table, head, token, sizes, per):
-    """Where the run that a token is the first of lies in the flat cache, `per` numbers a word."""
+def _place(cache, table, head, token, sizes):
+    """Where the run that a token is the first of lies in the flat cache."""
     _, num_kv_heads, head_dim, block_size = sizes
-    line = (table[token // block_size] * num_kv_heads + head) * block_size + token % block_size
-    return line * head_dim // per
+    first = (table[token // block_size] * num_kv_heads + head) * block_size
+    at = first * (head_dim + scale_numbers(cache)) + token % block_size * head_dim
+    return at // numbers_a_word(cache)
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _next_place(token, lanes, task, table, following, next_table, sizes, per):
+def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
     """The place of the run behind this token's, maybe the first one of the `following` task."""
     if token + lanes < task[KV_STOP]:
-        return _place(table, task[HEAD], token + lanes, sizes, per)
+        return _place(cache, table, task[HEAD], token + lanes, sizes)
     first = following[KV_START] // lanes * lanes
-    return _place(next_table, following[HEAD], first, sizes, per)
+    return _place(cache, next_table, following[HEAD], first, sizes)
 
 
 @compiled(fastmath=FASTMATH)
 def _run_task(
     task, table, following, next_table, q, q_stride, k, v, sizes, scale, softcap, window,
-    tile, scores, weights, out, maximum, total, factors,
+    tile, scores, weights, pairs, out, maximum, total, factors,
 ):  # fmt: skip
     """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the scratch.
 
@@ -154,7 +158,7 @@ def _run_task(
         total[r] = 0
     out[: -(-rows // ROWS) * ROWS] = 0
 
-    per, lanes = numbers_a_word(k), min(block_size, KV_TILE)
+    lanes = min(block_size, KV_TILE)
     per_weight = numbers_a_word(weights)
     queries, lines, shares, sums = (
         tile.reshape(-1), scores.reshape(-1), weights.reshape(-1), out.reshape(-1)
@@ -166,15 +170,17 @@ def _run_task(
         # Rows of queries before the tile see nothing of it.
         first_row = max(0, tile_start - position) * group_size // ROWS * ROWS
         for begin in range(first, end, lanes):
-            at = _place(table, head, begin, sizes, per)
-            next_at = _next_place(begin, lanes, task, table, following, next_table, sizes, per)
+            at = _place(k, table, head, begin, sizes)
+            next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
+            run, at, next_at = run_of(k, at, head_dim, lanes, next_at, pairs)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
-                    queries, r * tile.shape[1], tile.shape[1], k, at, lanes, head_dim,
+                    queries, r * tile.shape[1], tile.shape[1], run, at, lanes, head_dim,
                     lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0,
                     next_at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
                 )  # fmt: skip
+            scale_tokens(scores, scores, first_row, rows, k, table, head, begin, end, sizes)
         if softcap > 0:
             _softcap(scores, first_row, rows, softcap)
         last = position + task[NUM_QUERIES] - 1
@@ -183,18 +189,21 @@ def _run_task(
         elif (
             adds_beside(scores, weights, v) and min(lanes, head_dim) >= KV_TILE and rows >= ROW_TILE
         ):
-            at = _place(table, head, tile_start, sizes, per)
-            weigh_and_add(scores, rows, maximum, total, factors, weights, v, at, out, head_dim)
+            at = _place(k, table, head, tile_start, sizes)
+            run, at, _ = run_of(v, at, lanes, head_dim, at, pairs)
+            weigh_and_add(scores, rows, maximum, total, factors, weights, run, at, out, head_dim)
             continue
         softmax_step(scores, first_row, rows, maximum, total, factors, weights)
         for begin in range(first, end, lanes):
-            at = _place(table, head, begin, sizes, per)
-            next_at = _next_place(begin, lanes, task, table, following, next_table, sizes, per)
+            at = _place(k, table, head, begin, sizes)
+            next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
+            scale_tokens(scores, weights, first_row, rows, v, table, head, begin, end, sizes)
+            run, at, next_at = run_of(v, at, lanes, head_dim, next_at, pairs)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
                     shares, r * weights.shape[1] + (begin - tile_start) // per_weight,
-                    weights.shape[1], v, at, head_dim, max(0, min(seen, end - begin, lanes)),
+                    weights.shape[1], run, at, head_dim, max(0, min(seen, end - begin, lanes)),
                     sums, r * head_dim, head_dim, factors, r,
                     next_at, int(r == 0), rows - r, head_dim, head_dim,
                 )  # fmt: skip
@@ -237,6 +246,7 @@ def _attend_tasks(
     tile = zeros((space, head_dim // per), operand.dtype)
     scores = zeros((space, KV_TILE), q.dtype)
     weights = place_of_weights(scores, operand)
+    pairs = empty((KV_TILE // 2 * head_dim,), operand.dtype)
     out = empty((space, head_dim), q.dtype)
     maximum = empty((space,), q.dtype)
     total = empty((space,), q.dtype)
@@ -247,7 +257,7 @@ def _attend_tasks(
         _run_task(
             task, tables[task[SEQ]], following, tables[following[SEQ]],
             q, q_stride, k, v, sizes, scale, softcap, window,
-            tile, scores, weights, out, maximum, total, factors,
+            tile, scores, weights, pairs, out, maximum, total, factors,
         )  # fmt: skip
         rows = task[NUM_QUERIES] * group_size
         if task[PARTIAL] < 0:
@@ -350,23 +360,28 @@ def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes, workers):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _lines_of(slot, head, lanes, per, sizes):
+def lines_of(cache, slot, head, lanes, sizes):
     """Where the key and the value of one head of a token begin in the flat caches."""
     _, num_kv_heads, head_dim, block_size = sizes
-    offset = slot % block_size
-    first = (slot // block_size * num_kv_heads + head) * block_size * head_dim + per - 1
+    offset, per = slot % block_size, numbers_a_word(cache)
+    block = (slot // block_size * num_kv_heads + head) * block_size
+    first = block * (head_dim + scale_numbers(cache)) + per - 1
     k_at = first + offset // lanes * lanes * head_dim + offset % lanes * per
     return k_at, first + offset // per * per * head_dim - offset % per
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@by_types(FASTMATH)
 def store_head(key, value, slot, head, k_cache, v_cache, sizes):
     """Writes the key and value [D] of one head of the token at `slot`."""
-    per, lanes = numbers_a_word(k_cache), min(sizes[3], KV_TILE)
-    k_at, v_at = _lines_of(slot, head, lanes, per, sizes)
-    for d in range(len(key)):
-        k_cache[k_at + d // per * lanes * per - d % per] = stored(key[d], k_cache)
-        v_cache[v_at + d * per] = stored(value[d], v_cache)
+
+    def floats(key, value, slot, head, k_cache, v_cache, sizes):
+        per, lanes = numbers_a_word(k_cache), min(sizes[3], KV_TILE)
+        k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
+        for d in range(len(key)):
+            k_cache[k_at + d // per * lanes * per - d % per] = stored(key[d], k_cache)
+            v_cache[v_at + d * per] = stored(value[d], v_cache)
+
+    return None if k_cache.dtype == types.int8 else floats
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -380,7 +395,7 @@ def ask_for_slots(slots, k_blocks, v_blocks, sizes):
     per, lanes = numbers_a_word(k_cache), min(block_size, KV_TILE)
     for slot in slots:
         for head in range(num_kv_heads):
-            k_at, v_at = _lines_of(slot, head, lanes, per, sizes)
+            k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
             for d in range(0, head_dim, per):
                 ask_to_write(k_cache, k_at + d * lanes)
             for d in range(0, head_dim, LINE // k_cache.itemsize // per):

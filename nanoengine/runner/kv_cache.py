@@ -3,7 +3,7 @@
     kv [2, layers of a group, num_blocks, P, K, D]      P tokens a block, K KV heads, D head dim
         │        │                                  (heads first, [K, P, D], if the backend asks)
         keys,    layer i of every group uses slice i: groups share the pool, never a block
-        values
+        values                                      (D + 4 of int8: a float32 scale behind D codes)
 
     states [layers, 1 + num_states, numbers of a state]     slot 0 stays zero
 
@@ -49,7 +49,13 @@ def block_bytes(
     >>> block_bytes(block_size=16, num_kv_heads=8, head_dim=128, num_layers=80, dtype=f16)
     5242880
     """
-    return 2 * block_size * num_kv_heads * head_dim * num_layers * dtype.itemsize
+    row_bytes = stored_dim(head_dim, dtype) * dtype.itemsize
+    return 2 * block_size * num_kv_heads * num_layers * row_bytes
+
+
+def stored_dim(head_dim: int, kv_dtype: torch.dtype) -> int:
+    """Numbers of a cache for a row of `head_dim`: int8 has a float32 scale beside each."""
+    return head_dim + 4 if kv_dtype == torch.int8 else head_dim
 
 
 def state_dtype_for(dtype: torch.dtype) -> torch.dtype:
@@ -104,7 +110,8 @@ def in_a_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the cache that the option `kv_cache_dtype` means for a model of `dtype`."""
-    return {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, dtype)
+    stored = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "bfloat16": torch.bfloat16}
+    return stored.get(kv_cache_dtype, dtype)
 
 
 class KVCache:
@@ -130,7 +137,8 @@ class KVCache:
         size, self.groups = layout.block_size, kv_groups(layout.groups)
         inner = (size, num_kv_heads) if order == "PKD" else (num_kv_heads, size)
         slices = max(len(group.layers) for group in self.groups)
-        self.kv = zeros((2, slices, layout.num_blocks, *inner, head_dim), dtype, device)
+        row = stored_dim(head_dim, dtype)
+        self.kv = zeros((2, slices, layout.num_blocks, *inner, row), dtype, device)
         self.num_blocks, self.num_states = layout.num_blocks, layout.num_states
         self.state_dtype = state_dtype
         self.states: torch.Tensor | None = None

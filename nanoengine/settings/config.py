@@ -117,10 +117,12 @@ class EngineConfig:
     """Hysteresis: share of blocks in use under which it starts again; None: 0.80."""
     kv_tiers: tuple[Tier, ...] = ()
     """Where evicted KV blocks are kept: a HostTier, or one and a DiskTier below it."""
-    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
     """auto: the model's dtype. bfloat16: beside float32, half of its memory and traffic, at 7 bits
-    of mantissa (backends cpu and naive). fp8: e4m3 with a scale a layer, from the checkpoint or 1;
-    half the memory and traffic of 16 bits, at 3 bits of mantissa (backends triton and naive)."""
+    of mantissa (backends cpu and naive). int8: a scale for each token and KV head; about half the
+    memory and traffic of 16 bits (backends cpu and naive). fp8: e4m3 with a scale a layer, from the
+    checkpoint or 1; half the memory and traffic of 16 bits, at 3 bits of mantissa (backends triton
+    and naive)."""
     speculative: str | None = None
     """Drafts that each step verifies: "ngram", from prompt and output themselves, with options as
     in "ngram:max=4,min=2,k=8"; or the path of a draft model, as in "path:k=4". The tokens are the

@@ -109,10 +109,31 @@ def test_a_cache_of_bfloat16_beside_float32(options):
     check(**BF16, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"group_size": 5}, {"head_dim": 80}, {"block_size": 8}])
-def test_bfloat16_is_off_by_its_roundings(options):
+INT8 = {"kv_dtype": torch.int8}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"dtype": torch.float32, "group_size": 5}, {"group_size": 1}, {"group_size": 40},
+        {"head_dim": 8}, {"head_dim": 80}, {"head_dim": 128, "dtype": torch.float32},
+        {"block_size": 8}, {"block_size": 128, "dtype": torch.float32}, {"sliding_window": 1},
+        {"sliding_window": 101}, {"softcap": 1.5}, {"sinks": 2.0},
+    ],
+)  # fmt: skip
+def test_a_cache_of_int8(options):
+    """As exact as one of floats over the same, rounded numbers: what is stored is equal."""
+    check(**INT8, **options)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"group_size": 5}, {"head_dim": 80}, {"head_dim": 8}, {"block_size": 8}, {"sinks": 2.0}],
+)
+def test_bfloat16_is_off_by_its_roundings(options, kv_dtype):
     """Queries and weights are rounded as well: scores by 2 ** -8, of which half are near 0."""
-    paged = Paged(lengths=LENGTHS, **BF16, **options)
+    paged = Paged(lengths=LENGTHS, dtype=torch.float32, kv_dtype=kv_dtype, **options)
     exact = paged.run("naive")
     paged.dtype = torch.bfloat16
     out = paged.run("cpu")
@@ -173,7 +194,10 @@ def test_random_batches():
         )
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32, kind) for kind in (torch.float32, torch.bfloat16, torch.int8)],
+)
 @pytest.mark.parametrize(("sliding_window", "sinks"), [(None, None), (50, None), (None, 2.0)])
 def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(sliding_window, sinks, dtypes):
     def run(chosen):
@@ -256,12 +280,18 @@ def test_queries_that_nobody_wants_are_left_out_of_chunks():
 SHARED = [(1, 700), (1, 530), (1, 512), (1, 513), (1, 900), (1, 300), (1, 40), (9, 600)]
 
 
-@pytest.mark.parametrize(("block_size", "group_size"), [(16, 2), (64, 1), (256, 16), (16, 20)])
-def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(block_size, group_size):
+@pytest.mark.parametrize(
+    ("block_size", "group_size", "kv_dtype"),
+    [(16, 2, None), (64, 1, None), (256, 16, None), (16, 20, None), (16, 2, torch.int8)],
+)
+def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(
+    block_size, group_size, kv_dtype
+):
     """Splits of the first 512 tokens are shared: by all, by some, and by runs that end."""
     blocks = 512 // block_size
     shared = {1: (0, blocks), 2: (0, blocks), 3: (2, blocks), 4: (0, blocks // 2)}
     shape = {"block_size": block_size, "group_size": group_size, "dtype": torch.float32}
+    shape["kv_dtype"] = kv_dtype
     paged = Paged(lengths=SHARED, shared=shared, **shape)
     starts, lengths = paged.batch.query_start_loc.numpy(), paged.batch.seq_lens.numpy()
     tables = paged.batch.block_tables[1].numpy()
@@ -286,7 +316,7 @@ def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(block_size, 
     assert torch.equal(torch.cat(alone), whole)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_a_nan_stays_in_its_sequence(kv_dtype):
     lengths = [(1, 20), (1, 300), (5, 70)]
     paged = Paged(lengths=lengths, dtype=torch.float32, kv_dtype=kv_dtype)
@@ -298,18 +328,23 @@ def test_a_nan_stays_in_its_sequence(kv_dtype):
     assert torch.equal(out[2:], clean[2:])
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 def test_stores_keys_and_values_where_the_slots_say(block_size, kv_dtype):
-    """In bfloat16 rounded to nearest, half to even, as torch rounds."""
+    """In bfloat16 and int8 rounded to nearest, half to even, as torch rounds."""
     paged = Paged(
         lengths=[(1, 20), (3, 130)], dtype=torch.float32, kv_dtype=kv_dtype, block_size=block_size
     )
-    paged.dense[1][-1, 4:, :3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.inf])
+    odd = [1 + 2**-8, 1 + 3 * 2**-8, torch.inf]
+    if kv_dtype == torch.int8:  # what 127 / 4 makes halves
+        odd = [4.0, 4 * 2.5 / 127, -4 * 3.5 / 127]
+        paged.dense[1][-2, 5] *= 1e-38  # kept as zeros
+    paged.dense[1][-1, 4:, :3] = torch.tensor(odd)
     paged.fused = torch.cat([paged.dense[0][-1:], paged.dense[1][-3:]]).flatten(1)
     backend = make_backend(
-        "cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=block_size
-    )
+        "cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=block_size,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
     cache = paged.layer("KPD")
     paged.batch.attention = backend.prepare(paged.batch)
     backend.forward(*paged.qkv(), cache, paged.batch)
@@ -352,7 +387,7 @@ def test_refuses_what_it_cannot_compute(options, message):
         make_backend("cpu", **{**good, **options})
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_number_of_workers_changes_no_bit(kv_dtype):
     """More than there are cores, too; a chunk's tasks have fewer rows where there are many."""
     paged = Paged(lengths=[*LENGTHS, (200, 260)], dtype=torch.float32, kv_dtype=kv_dtype)

@@ -1,5 +1,5 @@
-"""KV caches of fp8 and of bfloat16 beside float32: their rounding, how far attention and logits
-move, and whom they are refused to."""
+"""KV caches of fp8, of int8 and of bfloat16 beside float32: their rounding, how far attention and
+logits move, and whom they are refused to."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine.attention import make_backend
 from nanoengine.attention.fp8 import FP8, LARGEST, from_fp8, to_fp8
+from nanoengine.attention.int8 import from_int8, to_int8
 from nanoengine.attention.naive import NaiveBackend
 from nanoengine.attention.triton import TritonBackend
 from nanoengine.errors import ConfigError, WeightLoadError
@@ -15,6 +16,7 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.tiers import HostTier
 from tests.support.attention_cases import DEVICE, make_case
 from tests.support.checkpoints import make_checkpoint
+from tests.support.drafts import draft_always
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 CPU = torch.device("cpu")
@@ -109,10 +111,13 @@ def test_log_probabilities_of_a_model_move_little_and_blocks_are_a_quarter():
 CACHES = [
     {"kv_cache_dtype": "fp8"},
     {"kv_cache_dtype": "bfloat16", "dtype": "float32", "attention_backend": "cpu"},
+    {"kv_cache_dtype": "int8", "dtype": "float32", "attention_backend": "cpu"},
+    {"kv_cache_dtype": "int8"},
 ]
+CACHE_NAMES = ["fp8", "bfloat16", "int8", "int8, naive"]
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=["fp8", "bfloat16"])
+@pytest.mark.parametrize("cache", CACHES, ids=CACHE_NAMES)
 @pytest.mark.parametrize(
     "options",
     [
@@ -140,7 +145,7 @@ def test_features_stay_invisible(options, cache):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=["fp8", "bfloat16"])
+@pytest.mark.parametrize("cache", CACHES, ids=CACHE_NAMES)
 def test_a_fork_copies_its_block(cache):
     directory = checkpoint("qwen3")
     (prompt,) = random_prompts(1, [21])
@@ -207,6 +212,72 @@ def test_a_cache_of_bfloat16_halves_the_blocks_and_the_cpu_backend_reads_what_na
     assert (ours - oracle).abs().mean() < 0.2 * moved.mean()
 
 
+def test_int8_is_off_by_half_a_step_of_its_row():
+    x = numbers(500, 3, 64) * torch.logspace(-20, 20, 500, dtype=torch.float64)[:, None, None]
+    stored = to_int8(x)
+    assert stored.shape == (500, 3, 68)
+    error = (from_int8(stored, torch.float64) - x).abs()
+    bound = x.abs().amax(-1, keepdim=True) / 254
+    assert (error <= bound * (1 + 1e-6)).all()
+    assert (error > 0.99 * bound).any(), "the bound is reached"
+    assert torch.equal(to_int8(x[7:9, 1:]), stored[7:9, 1:]), "a row depends on itself alone"
+
+
+def test_int8_keeps_zeros_and_shows_what_is_broken():
+    x = torch.ones(5, 8)
+    x[0], x[1], x[2, 3], x[3, 3] = 0, 1e-38, torch.nan, torch.inf
+    back = from_int8(to_int8(x), torch.float32)
+    assert (back[:2] == 0).all() and (back[4] == 1).all()
+    assert back[2].isnan().all() and not back[3].isfinite().all()
+
+
+def test_a_cache_of_int8_quarters_the_blocks_and_the_cpu_backend_reads_what_naive_does():
+    directory, prompts = checkpoint("qwen3"), random_prompts(4, [40, 70])
+    exact, plain = logprobs_of(directory, prompts, attention_backend="cpu")
+    options = {"kv_cache_dtype": "int8", "long_prefill_threshold": 33}
+    ours, info = logprobs_of(directory, prompts, attention_backend="cpu", **options)
+    oracle, _ = logprobs_of(directory, prompts, attention_backend="naive", **options)
+    head_dim = 32  # with a scale of 4 bytes
+    assert info.block_bytes * 4 * head_dim == plain.block_bytes * (head_dim + 4)
+    assert info.num_kv_blocks > 3.1 * plain.num_kv_blocks
+    assert info.kv_cache_dtype == "int8"
+    moved = (oracle - exact).abs()
+    assert 1e-4 < moved.mean() < 0.02
+    # Less than what rounding moves: both round the same but where float32's last bits decide.
+    assert (ours - oracle).abs().mean() < 0.1 * moved.mean()
+
+
+FEATURES = {
+    "windows": ("gemma3", {}),
+    "sinks": ("gpt_oss", {}),
+    "latent": ("deepseek_v3", {}),
+    "states": ("qwen3_next", {}),
+    "drafts": ("qwen3", {"speculative": "ngram:k=3"}),
+}
+
+
+@pytest.mark.parametrize(("family", "options"), FEATURES.values(), ids=list(FEATURES))
+def test_int8_gives_the_same_tokens_on_cpu_and_naive(family, options):
+    """Chunks, a pool that preempts and cached prefixes on the one, the plain way on the other."""
+    prompts = random_prompts(3, [40, 33]) + random_prompts(3, [40, 33])
+    common = {"dtype": "float32", "kv_cache_dtype": "int8", "block_size": 16, **options}
+    busy = {"attention_backend": "cpu", "long_prefill_threshold": 7, "num_kv_blocks": 24}
+    found = []
+    for extra in ({"attention_backend": "naive", "enable_prefix_caching": False}, busy):
+        engine = make_engine(checkpoint(family), max_model_len=100, **common, **extra)
+        if engine.proposer is not None:
+            draft_always(engine)
+        found.append(tokens(run(engine, prompts, greedy(12))))
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_backends_without_int8_refuse_it():
+    backend = TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=16)
+    with pytest.raises(ConfigError, match="triton keeps no int8 beside float32 KV cache: set"):
+        backend.check_cache(torch.int8, torch.float32)
+
+
 @pytest.mark.parametrize("scale", [0.0, float("nan")])
 def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, scale):
     with pytest.raises(WeightLoadError, match=r"self_attn\.k_scale must be a positive number"):
@@ -233,6 +304,6 @@ def test_gpus_before_ada_refuse_it():
 
 def test_an_unknown_cache_dtype_is_refused():
     with pytest.raises(
-        ConfigError, match="kv_cache_dtype must be one of auto, bfloat16, fp8, got 'int8'"
+        ConfigError, match="kv_cache_dtype must be one of auto, bfloat16, fp8, int8, got 'int4'"
     ):
-        EngineConfig(model="m", kv_cache_dtype="int8")
+        EngineConfig(model="m", kv_cache_dtype="int4")

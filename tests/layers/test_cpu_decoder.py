@@ -60,7 +60,8 @@ def all_rows(forward: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Te
     [(family, None, "auto", "float32") for family in FAMILIES]
     + [("qwen2", kind, "auto", "float32") for kind in QUANTIZATIONS[1:]]
     + [("qwen3_moe", "int8", "auto", "float32"), ("qwen3_moe", None, "auto", "bfloat16")]
-    + [("qwen3", None, "bfloat16", "float32"), ("qwen2", None, "auto", "bfloat16")],
+    + [("qwen3", None, "bfloat16", "float32"), ("qwen2", None, "auto", "bfloat16")]
+    + [("qwen3", None, "int8", "float32")],
 )
 def test_a_fused_layer_gives_the_bits_of_its_parts(
     family, quantization, kv_cache_dtype, dtype, monkeypatch

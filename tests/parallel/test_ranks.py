@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         for family in ("bamba", "falcon_h1", "granite_hybrid", "nemotron_h")
     },
     "one KV head": ("qwen2", {"num_key_value_heads": 1}, {"attention_backend": "naive"}),
-    "overlapped": ("qwen3", {}, {"overlap": True}),
+    "overlapped": ("qwen3", {}, {"overlap": True, "kv_cache_dtype": "int8"}),
     "experts in int4": (
         "qwen3_moe",
         {"moe_intermediate_size": 64, "intermediate_size": 128},

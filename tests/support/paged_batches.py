@@ -9,12 +9,17 @@ import torch
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.attention.batch import Batch
+from nanoengine.attention.int8 import SCALE_BYTES, to_int8
 
 CPU = torch.device("cpu")
 
 
 def as_lines(plain: torch.Tensor, *, of_keys: bool) -> torch.Tensor:
     """Keys or values [..., P, D] of a head of a block, as the CPU's kernels hold them."""
+    if plain.dtype == torch.int8:  # all scales behind all lines of numbers
+        codes, scales = plain.split((plain.shape[-1] - SCALE_BYTES, SCALE_BYTES), dim=-1)
+        lines = as_lines(codes.short(), of_keys=of_keys).to(torch.int8)
+        return torch.cat((lines.flatten(-2), scales.flatten(-2)), dim=-1).reshape(plain.shape)
     if of_keys:  # tiles of tokens, in each the tokens innermost
         lines = plain.unflatten(-2, (-1, min(plain.shape[-2], 64))).transpose(-1, -2)
     else:
@@ -109,22 +114,28 @@ class Paged:
         parts = self.fused.split([n * self.head_dim for n in sizes], dim=-1)
         return tuple(x.unflatten(1, (-1, self.head_dim)) for x in parts)
 
+    def stored(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [..., D] as the cache holds them."""
+        kind = self.kv_dtype or self.dtype
+        return to_int8(rows) if kind == torch.int8 else rows.to(kind)
+
     def cache(self, layout: str, *, after: bool = False) -> torch.Tensor:
         """[2, B, ...] of one layer of a cache of three: contexts filled in, NaN elsewhere; `after`:
         with what this step writes."""
         heads, k_heads = self.spec.num_heads, self.num_kv_heads
         shape = (2, 3, self.num_blocks, self.block_size, k_heads, self.head_dim)
-        cache = torch.full(shape, float("nan"), dtype=self.kv_dtype or self.dtype)
-        layer = cache[:, 1].view(2, -1, k_heads, self.head_dim)
+        cache = self.stored(torch.full(shape, float("nan")))
+        layer = cache[:, 1].view(2, -1, k_heads, cache.shape[-1])
+        unwritten = layer[0, 0].clone()
         for numbers, slots, (query_len, seq_len) in zip(
             self.dense, self.slots, self.lengths, strict=True
         ):
             written = seq_len if after else seq_len - query_len
-            keys, values = numbers[:written, heads:].to(cache.dtype).split(k_heads, dim=1)
+            keys, values = self.stored(numbers[:written, heads:]).split(k_heads, dim=1)
             layer[0, slots[:written]], layer[1, slots[:written]] = keys, values
         # Why: what a parent computes in this very step is not there before it.
         if not after:
-            layer[:, self.batch.slot_mapping[1]] = float("nan")
+            layer[:, self.batch.slot_mapping[1]] = unwritten
         if layout == "KPD":
             cache = cache.transpose(3, 4).contiguous()
             cache[0] = as_lines(cache[0], of_keys=True)

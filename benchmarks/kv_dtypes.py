@@ -1,0 +1,115 @@
+"""Decode steps over long contexts, with keys and values in float32, bfloat16 and int8.
+
+    python benchmarks/kv_dtypes.py --case 1x16384 --case 32x4096
+
+Each case is a step of so many sequences of so many tokens, from the token ids to the most likely
+ones, on a model of float32 with random weights. Caches hold random bytes of a prompt that nobody
+computed: what is read takes the same time whatever it says. The blocks of a sequence are drawn from
+all, so that 32 sequences need no 32 contexts of memory, and no two of them share a prefix.
+
+Dtypes take turns step by step. One JSON line a case and round: the median step in ms, tok/s, and
+how many tokens a GiB holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from nanoengine.attention.batch import Batch
+from nanoengine.build import build_engine
+from nanoengine.engine import LLMEngine
+from nanoengine.runner.memory import GIB
+from nanoengine.settings.config import EngineConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.suite.shapes import write_shape
+
+BLOCK_SIZE, LONGEST = 64, 32_768  # tokens
+MAX_BLOCKS = 1025  # of 65,536 tokens, far more than caches of the CPU hold
+
+
+def filled(model: str, kv_cache_dtype: str, isa: str | None) -> LLMEngine:
+    """An engine whose cache holds small random numbers."""
+    engine = build_engine(
+        EngineConfig(
+            model=model, load_format="dummy", device="cpu", dtype="float32", cpu_isa=isa,
+            block_size=BLOCK_SIZE, num_kv_blocks=MAX_BLOCKS, kv_cache_dtype=kv_cache_dtype,
+            max_model_len=LONGEST, skip_tokenizer_init=True,
+        )
+    )  # fmt: skip
+    kv = engine.executor.kv_cache.kv
+    if kv.dtype == torch.int8:  # 8 bits of small exponents are small scales too
+        kv.view(torch.uint8).random_(0, 60)
+    else:
+        kv.normal_()
+    return engine
+
+
+def decode_batch(sequences: int, context: int) -> Batch:
+    """One query token for each sequence, at the end of its context."""
+    blocks = -(-context // BLOCK_SIZE)
+    tables = torch.stack([1 + torch.randperm(MAX_BLOCKS - 1)[:blocks] for _ in range(sequences)])
+    last = context - 1
+    slots = tables[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+    return Batch(
+        token_ids=torch.arange(sequences) + 5, positions=torch.full((sequences,), last),
+        slot_mapping=slots[None], query_start_loc=torch.arange(sequences + 1).int(),
+        seq_lens=torch.full((sequences,), context).int(), block_tables=tables.int()[None],
+        logits_indices=torch.arange(sequences), num_decodes=sequences,
+        max_query_len=1, max_seq_len=context,
+    )  # fmt: skip
+
+
+def step(engine: LLMEngine, batch: Batch) -> float:
+    """Seconds of one decode step."""
+    runner = engine.executor
+    start = time.perf_counter()
+    batch.attention = runner.backend.prepare(batch)
+    runner.model.logits(runner.model.forward(batch)).argmax(-1)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Parses the command line and runs all cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", required=True, help="sequences x tokens")
+    parser.add_argument("--shape", default="small")
+    parser.add_argument("--kv", nargs="+", default=["auto", "bfloat16", "int8"])
+    parser.add_argument("--cpu-isa")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="of each dtype in a round")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
+        write_shape(args.shape, Path(scratch))
+        engines = {kv: filled(scratch, kv, args.cpu_isa) for kv in args.kv}
+        for case in args.case:
+            sequences, context = map(int, case.split("x"))
+            batch = decode_batch(sequences, context)
+            for engine in engines.values():
+                step(engine, batch)
+            for number in range(args.rounds):
+                found: dict[str, list[float]] = {kv: [] for kv in engines}
+                for _ in range(args.steps):
+                    for kv, engine in engines.items():
+                        found[kv].append(step(engine, batch))
+                line: dict[str, object] = {"case": case, "round": number}
+                for kv, taken in found.items():
+                    middle, info = statistics.median(taken), engines[kv].info
+                    line[info.kv_cache_dtype] = {
+                        "ms": round(1e3 * middle, 2),
+                        "tok/s": round(sequences / middle, 1),
+                        "tokens a GiB": GIB // info.block_bytes * BLOCK_SIZE,
+                    }
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
