@@ -129,6 +129,13 @@ class CPUBackend(AttentionBackend):
         )
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+        if cache.spec.value_dim is not None:
+            from nanoengine.kernels.cpu_latent import store_latents
+
+            keys = k.to(self._real).flatten(1).contiguous().numpy()
+            slots = batch.attention.slots[cache.spec.group]
+            store_latents(keys, slots, self._arrays(cache.k_cache), num_workers())
+            return
         k_flat, k_stride = _flat(k.to(self._real))
         v_flat, v_stride = _flat(v.to(self._real))
         slots, sizes = batch.attention.slots[cache.spec.group], self._sizes(cache.spec)
@@ -172,6 +179,8 @@ class CPUBackend(AttentionBackend):
         """The caches must be contiguous."""
         step: CPUStep = batch.attention
         spec = cache.spec
+        if spec.value_dim is not None:
+            return self._attend_latents(q, cache, step)
         sizes = self._sizes(spec)
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         queries = q.to(self._real).contiguous().numpy()
@@ -190,6 +199,24 @@ class CPUBackend(AttentionBackend):
                 plan.partial_stats, step.num_workers,
             )  # fmt: skip
         return torch.from_numpy(result).to(q.dtype)
+
+    def _attend_latents(self, q: torch.Tensor, cache: LayerCache, step: CPUStep) -> torch.Tensor:
+        """`attend` where values are the first numbers of their keys."""
+        from nanoengine.kernels.cpu_latent import attend_latents
+
+        queries, spec = q.to(self._real).contiguous().numpy(), cache.spec
+        tasks, bounds, merges, parts, *partial = self._tasks(step, spec, NO_WINDOW, queries.dtype)
+        result = np.empty((*q.shape[:2], spec.value_dim), queries.dtype)
+        attend_latents(
+            queries, self._arrays(cache.k_cache), step.tables[spec.group], tasks, bounds, merges,
+            parts, self.latent_sizes(spec), queries.dtype.type(spec.scale), self.sinks(spec),
+            result, *partial, step.num_workers,
+        )  # fmt: skip
+        return torch.from_numpy(result).to(q.dtype)
+
+    def latent_sizes(self, spec: AttentionSpec) -> tuple[int, ...]:
+        """What `kernels/cpu_latent.py` calls sizes."""
+        return spec.num_heads, spec.head_dim, spec.value_dim, self.block_size
 
     def step_arrays(
         self,
@@ -250,7 +277,7 @@ class CPUBackend(AttentionBackend):
                 step.num_workers,
             )  # fmt: skip
             num_rows = num_partials * max(ROW_TILE, group_size)
-            partial_out = np.empty((num_rows, spec.head_dim), dtype)
+            partial_out = np.empty((num_rows, spec.value_dim or spec.head_dim), dtype)
             partial_stats = np.empty((num_rows, 2), dtype)
             step.tasks[key] = _TaskArrays(tasks, bounds, merges, parts, partial_out, partial_stats)
         return step.tasks[key]

@@ -57,11 +57,12 @@ class NaiveBackend(AttentionBackend):
         if k_cache.dtype == FP8:
             k, v = to_fp8(k, spec.k_scale), to_fp8(v, spec.v_scale)
         k_cache[slots // self.block_size, slots % self.block_size] = k.to(k_cache.dtype)
-        v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
+        if spec.value_dim is None:
+            v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
         for table, (start, end, seq_len) in zip(
             batch.block_tables[spec.group], batch.attention, strict=True
         ):
@@ -81,7 +82,7 @@ class NaiveBackend(AttentionBackend):
         self,
         q: torch.Tensor,  # [N, H, D]
         k: torch.Tensor,  # [C, K, D]
-        v: torch.Tensor,  # [C, K, D]
+        v: torch.Tensor,  # [C, K, D or value_dim]
         positions: torch.Tensor,  # [N]
         keys: torch.Tensor,  # [C]
         spec: AttentionSpec,

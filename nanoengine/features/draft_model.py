@@ -86,6 +86,7 @@ class DraftedRunner(ModelRunner):
             head_dim=model.head_dim,
             num_layers=model.num_hidden_layers,
             dtype=draft.kv_dtype,
+            parts=model.cache_parts,
         )
         layout, memory = super().start(), self.memory
         if model.max_position_embeddings < memory.max_model_len:

@@ -13,7 +13,7 @@ is a latent too, of which `value_up` makes the value.
     x ─ kv_a ─┬─ latent ─ norm ─┐                                        │
               └─ rope ─ turned ─┴─ KV head [rank + rope_dim] ── cache ───┘
 
-Backends keep keys and values in orders of their own, so the cache holds the vector twice. Taken by
+The value is the first `rank` numbers of the key, so the cache holds keys alone. Taken by
 `variants.py` for a plan that has a latent.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
@@ -156,6 +156,7 @@ class LatentAttention(Layer):
                 num_kv_heads=1,
                 head_dim=latent.size,
                 scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * growth,
+                value_dim=latent.rank,
             ),
             backend,
         )
@@ -173,6 +174,6 @@ class LatentAttention(Layer):
         turned = rotate(torch.cat((q_rope, rope.unsqueeze(1)), dim=1), rotation, None)
         q = torch.cat((torch.einsum("thn,hnr->thr", nope, up.key_up), turned[:, :-1]), dim=2)
         kv = torch.cat((vector, turned[:, -1:]), dim=2)
-        attended = self.attention.backend.forward(q, kv, kv, self.attention.cache, batch)
-        attended = taken(attended, rows)[..., : latent.rank]
+        attended = self.attention.backend.forward(q, kv, vector, self.attention.cache, batch)
+        attended = taken(attended, rows)
         return self.o_proj(torch.einsum("thr,hvr->thv", attended, up.value_up).flatten(1))

@@ -3,7 +3,7 @@
     kv [2, layers of a group, num_blocks, P, K, D]      P tokens a block, K KV heads, D head dim
         │        │                                  (heads first, [K, P, D], if the backend asks)
         keys,    layer i of every group uses slice i: groups share the pool, never a block
-        values
+        values   (keys alone where values are parts of them: `AttentionSpec.value_dim`)
 
     states [layers, 1 + num_states, numbers of a state]     slot 0 stays zero
 
@@ -39,9 +39,11 @@ PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANON} if hasattr(mmap, "MAP_PRIV
 
 
 def block_bytes(
-    *, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype
-) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers.
+    *, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype,
+    parts: int = 2,
+) -> int:  # fmt: skip
+    """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers; `parts`:
+    see `ModelConfig.cache_parts`.
 
     >>> f16 = torch.float16
     >>> block_bytes(block_size=16, num_kv_heads=32, head_dim=128, num_layers=1, dtype=f16)
@@ -49,7 +51,7 @@ def block_bytes(
     >>> block_bytes(block_size=16, num_kv_heads=8, head_dim=128, num_layers=80, dtype=f16)
     5242880
     """
-    return 2 * block_size * num_kv_heads * head_dim * num_layers * dtype.itemsize
+    return parts * block_size * num_kv_heads * head_dim * num_layers * dtype.itemsize
 
 
 def state_dtype_for(dtype: torch.dtype) -> torch.dtype:
@@ -100,6 +102,7 @@ class KVCache:
         layout: layers of a group share block tables; the largest group sets the number of slices.
         order: inside a block, the attention backend's.
         state_dtype: of the state group; `bind` makes the tensor.
+        parts: see `ModelConfig.cache_parts`.
     """
 
     def __init__(
@@ -112,11 +115,12 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         state_dtype: torch.dtype = torch.float32,
+        parts: int = 2,
     ) -> None:
         size, self.groups = layout.block_size, kv_groups(layout.groups)
         inner = (size, num_kv_heads) if order == "PKD" else (num_kv_heads, size)
         slices = max(len(group.layers) for group in self.groups)
-        self.kv = zeros((2, slices, layout.num_blocks, *inner, head_dim), dtype, device)
+        self.kv = zeros((parts, slices, layout.num_blocks, *inner, head_dim), dtype, device)
         self.num_blocks, self.num_states = layout.num_blocks, layout.num_states
         self.state_dtype = state_dtype
         self.states: torch.Tensor | None = None
@@ -128,7 +132,7 @@ class KVCache:
         by_number = dict(zip(numbers, layers, strict=True))
         for index, group in enumerate(self.groups):
             for position, number in enumerate(group.layers):
-                by_number[number].bind(self.kv[0, position], self.kv[1, position], index)
+                by_number[number].bind(self.kv[0, position], self.kv[-1, position], index)
         if self.num_states:
             shape = (len(state_layers), 1 + self.num_states, state_layers[0].plan.size)
             self.states = zeros(shape, self.state_dtype, self.kv.device)

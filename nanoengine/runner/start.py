@@ -110,6 +110,7 @@ class RunnerParts:
             head_dim=self.model_config.head_dim,
             num_layers=max(len(group.layers) for group in kv_groups(self.groups)),
             dtype=self.kv_dtype,
+            parts=self.model_config.cache_parts,
         )
         plans = (layer.plan for layer in self.model.state_layers)
         layout = KVLayout(
@@ -222,6 +223,7 @@ class RunnerParts:
             dtype=self.kv_dtype,
             device=self.device,
             state_dtype=kv_cache.state_dtype_for(self.dtype),
+            parts=self.model_config.cache_parts,
         )
         cache.bind(self.model.attention_layers, self.model.state_layers)
         return cache
