@@ -31,6 +31,7 @@ from nanoengine.kernels.attention_tasks import (
     SEQ,
 )
 from nanoengine.kernels.attention_tiles import (
+    BLOCK,
     FASTMATH,
     KV_TILE,
     ROWS,
@@ -48,29 +49,30 @@ LANES = 16  # rows are counted in these: a whole number of vectors of any width
 
 @by_types()
 def as_floats(cache, at, count, room, to):
-    """Where the cache's numbers from `at` on are as floats: an array, a place in it, and whether it
-    is the cache. bfloat16 ones are in `room` from `to` on, once their `count` was given."""
+    """Where the cache's numbers from `at` on are as floats: an array and a place in it. bfloat16
+    ones are in `room` from `to` on, once their `count` was given."""
     if cache.dtype != types.uint16:
-        return lambda cache, at, count, room, to: (cache, at, 1)
+        return lambda cache, at, count, room, to: (cache, at)
 
     def widened(cache, at, count, room, to):
         source, bits = cache[at : at + count], room[to : to + count].view(np.uint32)
         for i in range(len(source)):
             bits[i] = np.uint32(source[i]) << np.uint32(16)
-        return room, to, 0
+        return room, to
 
     return widened
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def _take_queries(task, q, sizes, scale, turned, lanes):
-    """turned[d, r] = number d of row r's query, scaled."""
+    """turned[d, r] = number d of row r's query, scaled; in blocks of rows, see `times_lines`."""
     num_heads, size, _, _ = sizes
     for r in range(task[NUM_QUERIES] * num_heads):
-        at = task[QUERY] * num_heads + r
-        query = q[at * size : (at + 1) * size]
+        at, start = task[QUERY] * num_heads + r, r // BLOCK * BLOCK
+        query, wide = q[at * size : (at + 1) * size], min(BLOCK, lanes - start)
+        block = turned[start * size + r - start :]
         for d in range(size):
-            turned[d * lanes + r] = query[d] * scale
+            block[d * wide] = query[d] * scale
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -98,11 +100,14 @@ def _run_task(
     for tile_start in range(task[KV_START], stop, KV_TILE):  # a multiple of KV_TILE
         end = min(tile_start + KV_TILE, stop)
         for begin in range(tile_start, end, run):
-            to = begin - tile_start
-            lines, at, _ = as_floats(
-                cache, _place(table, begin, sizes), run * size, room, to * size
-            )
-            times_lines(lines, at, size, min(run, end - begin), turned, lanes, flipped, to * lanes)
+            to, place, behind = begin - tile_start, _place(table, begin, sizes), begin + run
+            lines, at = as_floats(cache, place, run * size, room, to * size)
+            asked = _place(table, behind, sizes) if behind < stop else next_at
+            asked = (cache[asked:].ctypes.data - turned.ctypes.data) // turned.itemsize
+            times_lines(
+                lines, at, size, min(run, end - begin), turned, lanes, flipped, to * lanes, asked,
+                size * cache.itemsize // turned.itemsize,
+            )  # fmt: skip
         first_row = max(0, tile_start - position) * num_heads // ROWS * ROWS
         for r in range(first_row, rows):
             seen, line = min(end, position + r // num_heads + 1) - tile_start, scores[r]
@@ -110,17 +115,16 @@ def _run_task(
                 line[t] = flipped[t * lanes + r] if t < seen else masked
         softmax_step(scores, first_row, rows, maximum, total, factors, scores)
         for begin in range(tile_start, end, run):
-            to, behind = begin - tile_start, begin + run
-            asked = _place(table, behind, sizes) if behind < stop else next_at
-            lines, at, asks = as_floats(cache, _place(table, begin, sizes), 0, room, to * size)
+            to = begin - tile_start
+            lines, at = as_floats(cache, _place(table, begin, sizes), 0, room, to * size)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // num_heads
                 few_rows(
                     weights, r * KV_TILE + to, KV_TILE, lines, at, size,
                     max(0, min(seen, end - begin, run)), sums, r * wide, wide,
-                    factors, r, asked, asks * int(r == 0), rows - r, wide, wide,
+                    factors, r, at, 0, rows - r, wide, wide,
                 )  # fmt: skip
-            if behind < end:  # sums shrink once a tile
+            if begin + run < end:  # sums shrink once a tile
                 factors[:rows] = 1
 
 

@@ -76,8 +76,7 @@ def test_a_token_takes_what_its_latent_and_turned_numbers_take() -> None:
     latent = load_model_config(checkpoint("deepseek_v3")).plan.latent
     assert latent is not None
     assert latent.size == 24 + 8
-    # Why 2: backends keep keys and values in orders of their own.
-    assert engine.info.block_bytes == 2 * 8 * latent.size * 3 * 4
+    assert engine.info.block_bytes == 8 * latent.size * 3 * 4
 
 
 def test_a_gpu_is_refused_by_name() -> None:
