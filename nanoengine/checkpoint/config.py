@@ -285,7 +285,9 @@ def _longest_context(keys: Keys, ropes: Ropes) -> int:
 
 
 def _check_longrope(config: ModelConfig) -> None:
-    pairs = (config.plan.rotary_dim or config.head_dim) // 2
+    latent = config.plan.latent
+    turned = config.plan.rotary_dim if latent is None else latent.rope_dim
+    pairs = (turned or config.head_dim) // 2
     for rope in config.ropes:
         if rope is not None and rope.type == "longrope":
             for name in ("short_factor", "long_factor"):
@@ -303,11 +305,6 @@ def _quantization(
     if not raw:
         return None
     stored = parse_quantization(raw, tied=tied)
-    if plan.latent is not None:
-        raise UnsupportedModelError(
-            f"quantization_config of {stored.format} is not implemented for {family.model_type};"
-            " supported: checkpoints of floats"
-        )
     if stored.format == "mxfp4" and family.model_type != "gpt_oss":
         raise UnsupportedModelError(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"

@@ -181,8 +181,7 @@ FAMILIES: dict[str, Family] = {
         "deepseek_v2",
         plan=plan(
             only={
-                "topk_method": ("greedy",), "norm_topk_prob": (False,), "n_group": (1, None),
-                "topk_group": (1, None),
+                "topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,),
             },
             latent=readers.latent, interleaved=True, mlp_bias=key("mlp_bias"), **ATTENTION_BIAS,
         ),
@@ -190,8 +189,12 @@ FAMILIES: dict[str, Family] = {
             count="n_routed_experts", norm_topk_prob=False, shared_size=readers.shared_size,
             scaling_factor=key("routed_scaling_factor"),
             layers=readers.layers_from("first_k_dense_replace"),
+            num_groups=readers.limited("n_group"), groups_per_token=readers.limited("topk_group"),
+            best_of_group=1,
         ),
-        defaults={"head_dim": 64, "n_shared_experts": 2, "q_lora_rank": 1536},
+        defaults={
+            "head_dim": 64, "n_shared_experts": 2, "q_lora_rank": 1536, "topk_method": "greedy",
+        },
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3", plan=DEEPSEEK_PLAN, moe=DEEPSEEK,
@@ -342,6 +345,18 @@ FAMILIES: dict[str, Family] = {
         eps="norm_eps",
     ),
     "LlamaForCausalLM": Family("llama", plan=plan(**LLAMA)),
+    "MiniCPM3ForCausalLM": Family(
+        "minicpm3",
+        plan=plan(
+            latent=readers.latent, embedding_scale=key("scale_emb"),
+            residual_scale=readers.depth_scale, logit_scale=readers.width_scale, **LLAMA,
+        ),
+        defaults={
+            "head_dim": 32, "num_key_value_heads": 40, "rms_norm_eps": 1e-5, "kv_lora_rank": 256,
+            "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12.0,
+            "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True,
+        },
+    ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
         moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True),
@@ -469,6 +484,15 @@ FAMILIES: dict[str, Family] = {
         windows=WINDOW,
         defaults={"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True},
         names={"up_proj": "c_fc", "down_proj": "c_proj"}, eps="norm_epsilon",
+    ),
+    "YoutuForCausalLM": Family(
+        "youtu",
+        plan=plan(latent=readers.latent, interleaved=key("rope_interleave"), **ATTENTION_BIAS),
+        defaults={
+            "head_dim": 64, "num_key_value_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 # fmt: on

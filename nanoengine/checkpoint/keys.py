@@ -68,6 +68,8 @@ KEYS: dict[str, Key] = {
         Key(float, *_FACTOR, 1.0, "refused"),
     ),
     **_each("final_logit_softcapping attn_logit_softcapping", _SOFTCAP),
+    **_each("scale_emb scale_depth", Key(float, *_FACTOR, None, "refused")),
+    "dim_model_base": Key(int, 1, 2**20, None, "refused"),
     "lm_head_bias": _MATHS_FLAG,
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6),
@@ -150,7 +152,7 @@ KEYS: dict[str, Key] = {
 
 HARMLESS = frozenset((
     # what a file is, and how to build and train on it
-    "auto_map", "chunk_size_feed_forward", "gradient_checkpointing", "id2label",
+    "auto_map", "embedding_initializer_range", "chunk_size_feed_forward", "gradient_checkpointing", "id2label",
     "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "output_attentions",
     "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class",
     "torchscript", "transformers_version", "use_bfloat16", "_name_or_path",

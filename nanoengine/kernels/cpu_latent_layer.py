@@ -129,11 +129,13 @@ def _latent_layer(
         first: the weights norm [N], q_a and its norm, or nothing, q, kv_a, its norm, the heads'
             matrices for keys and for values, no sinks; numbers of a head's query that are not
             turned and of its value, outputs of the heads' matrices with what fills panels; sizes of
-            `attend_latents`; the epsilons of the layer's and the inner norms, the scale of scores.
+            `attend_latents`; the epsilons of the layer's and the inner norms, the scale of scores, and
+            the factor on what attention and MLP add.
         second: the weights o, norm before the MLP, and `gated_mlp`'s.
     """
-    weights, (still, value_size, padded_key, padded_value), sizes, (eps, inner_eps, scale) = first
+    weights, (still, value_size, padded_key, padded_value), sizes, numbers = first
     norm, query_a, query, kv_a, kv_norm, key_up, value_up, no_sinks = weights
+    eps, inner_eps, scale, factor = numbers
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
     (num_heads, size, rank, _), tokens = sizes, len(x)
 
@@ -174,8 +176,12 @@ def _latent_layer(
     swap(values, everyone, kept, value_size, workers)
     o, mlp_norm, mlp = second
     multiply(kept.reshape(tokens, num_heads * value_size), o, x_on, workers)
+    if factor != 1:
+        for t in range(tokens):
+            for i in range(x.shape[1]):
+                x_on[t, i] *= factor
     rms_norm(x_on, residual_on, ADDS, mlp_norm, eps, x_on, workers)
-    gated_mlp(x_on, mlp, eps, False, x.dtype.type(1), workers)
+    gated_mlp(x_on, mlp, eps, False, factor, workers)
 
 
 @compiled(fastmath=FASTMATH)

@@ -53,7 +53,10 @@ class FusedLatents(FusedLayers):
             ),
             (latent.nope_dim, latent.value_dim, up.key_up.padded, up.value_up.padded),
             self.backend.latent_sizes(spec),
-            (real(parts.before[0].eps), real(inner_norm.eps), real(spec.scale)),
+            (
+                real(parts.before[0].eps), real(inner_norm.eps), real(spec.scale),
+                real(parts.scale),
+            ),
         )  # fmt: skip
         mlp: tuple[Any, ...] = ()
         if parts.gated is not None:

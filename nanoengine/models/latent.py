@@ -23,6 +23,8 @@ Legend: T tokens, H query heads of this rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -31,7 +33,7 @@ from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import LatentPlan
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
@@ -122,14 +124,25 @@ class Expansion(Layer):
     def __init__(self, path: str, latent: LatentPlan, heads: int, context: ModelContext) -> None:
         super().__init__()
         local, rows = context.shard.split(heads), latent.nope_dim + latent.value_dim
-        self.key_up = HeadMatrices(path, local, latent.rank, latent.nope_dim, context)
-        self.value_up = HeadMatrices(path, local, latent.value_dim, latent.rank, context)
+        self.key_up = HeadMatrices(f"{path}.key_up", local, latent.rank, latent.nope_dim, context)
+        self.value_up = HeadMatrices(
+            f"{path}.value_up", local, latent.value_dim, latent.rank, context
+        )
         self.shape = heads * rows, latent.rank
         self.part = context.shard.slice(self.shape[0], "num_attention_heads")
+        self.reader = context.kernels.linear
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        slot = WeightSlot(shape=self.shape, part=(self.part,), store=self.store)
-        return {f"{path}.weight": slot}
+        """As the checkpoint's matrix is stored, which becomes floats where it is quantized."""
+        method = self.reader(path)
+        to_floats = {
+            "load": lambda rows, first: self.store(rows),
+            "load_quantized": lambda rows, first: self.store(rows.dequantized()),
+        }
+        for name, take in to_floats.items():
+            object.__setattr__(method, name, take)
+        matrix = MatrixPart(self.shape, (self.part,))
+        return {f"{path}.weight": method.weight_slot(path, matrix)}
 
     def store(self, stored: torch.Tensor) -> None:
         """Takes this rank's rows of the checkpoint's matrix: of each head keys, then values."""
@@ -177,7 +190,9 @@ class LatentAttention(Layer):
             bias=plan.qkv_bias, whole=True, **turned,
         )  # fmt: skip
         self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS, context=context)
-        self.kv_b_proj = Expansion(f"{path}.kv_b_proj", latent, heads, context)
+        # Why exact: an 8-bit number times its scale is no 16-bit one.
+        exact = context if config.quantization is None else replace(context, weight_dtype=None)
+        self.kv_b_proj = Expansion(f"{path}.kv_b_proj", latent, heads, exact)
         self.o_proj = RowParallelLinear(
             f"{path}.o_proj", heads * latent.value_dim, hidden, bias=plan.output_bias,
             context=context,

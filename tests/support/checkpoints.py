@@ -253,12 +253,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOssConfig", {"head_dim": 32, "mlp_bias": True}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {key: value for key, value in LATENT.items() if key not in ROUTED_MOE}
+        | {"scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32, "rope_parameters": None},
+    ),
+    "youtu": ("YoutuConfig", {k: v for k, v in LATENT.items() if k not in ROUTED_MOE}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 16}),
 }  # fmt: skip
 """Name -> the class of its config in transformers, and what differs from `COMMON`. "text" names the
 family that a multimodal checkpoint's text part is of."""
 
-CPU_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+CPU_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 """Those that other devices refuse by name: they attend over latents."""
 
 
