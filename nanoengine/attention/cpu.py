@@ -132,9 +132,8 @@ class CPUBackend(AttentionBackend):
         if cache.spec.value_dim is not None:
             from nanoengine.kernels.cpu_latent import store_latents
 
-            keys = k.to(self._real).flatten(1).contiguous().numpy()
-            slots = batch.attention.slots[cache.spec.group]
-            store_latents(keys, slots, self._arrays(cache.k_cache), num_workers())
+            keys, slots = k.to(self._real).flatten(1).contiguous().numpy(), batch.attention.slots
+            store_latents(keys, slots[cache.spec.group], self.cache_arrays(cache)[0], num_workers())
             return
         k_flat, k_stride = _flat(k.to(self._real))
         v_flat, v_stride = _flat(v.to(self._real))
@@ -179,15 +178,22 @@ class CPUBackend(AttentionBackend):
         """The caches must be contiguous."""
         step: CPUStep = batch.attention
         spec = cache.spec
-        if spec.value_dim is not None:
-            return self._attend_latents(q, cache, step)
         sizes = self._sizes(spec)
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         queries = q.to(self._real).contiguous().numpy()
         keys, values = self.cache_arrays(cache)
         plan = self._tasks(step, spec, window, queries.dtype)
         real = queries.dtype.type
-        result = np.empty(queries.shape, queries.dtype)
+        result = np.empty((*q.shape[:2], spec.value_dim or spec.head_dim), queries.dtype)
+        if spec.value_dim is not None:
+            from nanoengine.kernels.cpu_latent import attend_latents
+
+            attend_latents(
+                queries, keys, step.tables[spec.group], *plan,
+                (spec.num_heads, spec.head_dim, spec.value_dim, self.block_size),
+                real(spec.scale), self.sinks(spec), result, step.num_workers,
+            )  # fmt: skip
+            return torch.from_numpy(result).to(q.dtype)
         kernels.attend(
             queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, sizes,
             real(spec.scale), real(spec.softcap or 0), window, self.operand, self.sinks(spec),
@@ -199,24 +205,6 @@ class CPUBackend(AttentionBackend):
                 plan.partial_stats, step.num_workers,
             )  # fmt: skip
         return torch.from_numpy(result).to(q.dtype)
-
-    def _attend_latents(self, q: torch.Tensor, cache: LayerCache, step: CPUStep) -> torch.Tensor:
-        """`attend` where values are the first numbers of their keys."""
-        from nanoengine.kernels.cpu_latent import attend_latents
-
-        queries, spec = q.to(self._real).contiguous().numpy(), cache.spec
-        tasks, bounds, merges, parts, *partial = self._tasks(step, spec, NO_WINDOW, queries.dtype)
-        result = np.empty((*q.shape[:2], spec.value_dim), queries.dtype)
-        attend_latents(
-            queries, self._arrays(cache.k_cache), step.tables[spec.group], tasks, bounds, merges,
-            parts, self.latent_sizes(spec), queries.dtype.type(spec.scale), self.sinks(spec),
-            result, *partial, step.num_workers,
-        )  # fmt: skip
-        return torch.from_numpy(result).to(q.dtype)
-
-    def latent_sizes(self, spec: AttentionSpec) -> tuple[int, ...]:
-        """What `kernels/cpu_latent.py` calls sizes."""
-        return spec.num_heads, spec.head_dim, spec.value_dim, self.block_size
 
     def step_arrays(
         self,

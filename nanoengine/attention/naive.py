@@ -57,8 +57,7 @@ class NaiveBackend(AttentionBackend):
         if k_cache.dtype == FP8:
             k, v = to_fp8(k, spec.k_scale), to_fp8(v, spec.v_scale)
         k_cache[slots // self.block_size, slots % self.block_size] = k.to(k_cache.dtype)
-        if spec.value_dim is None:
-            v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
+        v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache

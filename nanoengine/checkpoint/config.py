@@ -88,11 +88,6 @@ class ModelConfig:
     headless: bool = False
 
     @property
-    def cache_parts(self) -> int:
-        """2: keys and values; 1 where values are parts of the keys, which are all that is kept."""
-        return 2 if self.plan.latent is None else 1
-
-    @property
     def linear_inputs(self) -> dict[str, int]:
         """How many inputs the linear layers of attention's output and the MLPs have, by key."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}

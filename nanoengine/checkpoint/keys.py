@@ -152,8 +152,9 @@ KEYS: dict[str, Key] = {
 
 HARMLESS = frozenset((
     # what a file is, and how to build and train on it
-    "auto_map", "embedding_initializer_range", "chunk_size_feed_forward", "gradient_checkpointing", "id2label",
-    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "output_attentions",
+    "auto_map", "chunk_size_feed_forward", "embedding_initializer_range",
+    "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
+    "label2id", "output_attentions",
     "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class",
     "torchscript", "transformers_version", "use_bfloat16", "_name_or_path",
     "_attn_implementation", "_attn_implementation_autoset", "name_or_path",

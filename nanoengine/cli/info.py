@@ -142,7 +142,7 @@ def model_lines(
         head_dim=m.head_dim,
         num_layers=m.num_hidden_layers - (len(states.layers) if states else 0),
         dtype=kv_dtype,
-        parts=m.cache_parts,
+        parts=2 if m.plan.latent is None else 1,
     )
     windows = {window for window in m.sliding_windows if window is not None}
     lines = [

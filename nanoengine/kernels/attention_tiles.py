@@ -33,8 +33,6 @@ KV_TILE = 64  # tokens between two updates of the running maximum
 
 # Rows and vectors of the largest register tile: sums, the cache's line and a number of a row.
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
-TALL = 8  # rows of a tile of one vector: as many sums as two units need to be busy
-BLOCK = 64  # lanes that lie side by side in what many rows are multiplied with
 HAS_DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 VECTOR_BYTES = CURRENT.vector_bits // 8
 
@@ -287,31 +285,6 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                       factors, factors_at, ask, step, 2, 0)  # fmt: skip
             at += width // 2
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def times_lines(a, a_at, depth, rows, b, lanes, c, c_at, asked, asks):
-    """c[rows, lanes] = a[rows, depth] x b, in whole tiles: up to TALL rows behind the last of a are
-    read, and as many of c written. b is [depth, BLOCK] for each BLOCK lanes, the last of which may
-    be less, in whole vectors. With each row of a it prefetches `asks` numbers, the first row those
-    from the place `asked` on, counted in b."""
-    width = VECTOR_BYTES // c.itemsize
-    for start in range(0, lanes, BLOCK):
-        wide, at = min(BLOCK, lanes - start), 0
-        while at < wide:
-            b_at, to = start * depth + at, c_at + start + at
-            ahead, step = (asked, asks) if b_at == 0 else (b_at, 0)
-            if wide - at >= VECTORS * width:
-                for r in range(0, rows, ROWS):
-                    _tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
-                          lanes, 0, 0, ahead + r * step, ROWS * step // depth, ROWS,
-                          VECTORS)  # fmt: skip
-                at += VECTORS * width
-            else:
-                for r in range(0, rows, TALL):
-                    _tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
-                          lanes, 0, 0, ahead + r * step, TALL * step // depth, TALL, 1)  # fmt: skip
-                at += width
 
 
 @intrinsic

@@ -31,19 +31,22 @@ from nanoengine.kernels.attention_tasks import (
     SEQ,
 )
 from nanoengine.kernels.attention_tiles import (
-    BLOCK,
     FASTMATH,
     KV_TILE,
     ROWS,
+    VECTOR_BYTES,
+    VECTORS,
+    _tile,
     few_rows,
     softmax_step,
     stored,
-    times_lines,
 )
 from nanoengine.kernels.cpu_attention import LN2, MASKED, combine
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.pool import parallel_for
 
+TALL = 8  # rows of a tile of one vector: as many sums as two units need to be busy
+BLOCK = 64  # lanes that lie side by side in what many rows are multiplied with
 LANES = 16  # rows are counted in these: a whole number of vectors of any width
 
 
@@ -61,6 +64,31 @@ def as_floats(cache, at, count, room, to):
         return room, to
 
     return widened
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def times_lines(a, a_at, depth, rows, b, lanes, c, c_at, asked, asks):
+    """c[rows, lanes] = a[rows, depth] x b, in whole tiles: up to TALL rows behind the last of a are
+    read, and as many of c written. b is [depth, BLOCK] for each BLOCK lanes, the last of which may
+    be less, in whole vectors. With each row of a it prefetches `asks` numbers, the first row those
+    from the place `asked` on, counted in b."""
+    width = VECTOR_BYTES // c.itemsize
+    for start in range(0, lanes, BLOCK):
+        wide, at = min(BLOCK, lanes - start), 0
+        while at < wide:
+            b_at, to = start * depth + at, c_at + start + at
+            ahead, step = (asked, asks) if b_at == 0 else (b_at, 0)
+            if wide - at >= VECTORS * width:
+                for r in range(0, rows, ROWS):
+                    _tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
+                          lanes, 0, 0, ahead + r * step, ROWS * step // depth, ROWS,
+                          VECTORS)  # fmt: skip
+                at += VECTORS * width
+            else:
+                for r in range(0, rows, TALL):
+                    _tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
+                          lanes, 0, 0, ahead + r * step, TALL * step // depth, TALL, 1)  # fmt: skip
+                at += width
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -181,8 +209,8 @@ def _attend_tasks(
 
 @compiled(fastmath=FASTMATH)
 def attend_latents(
-    queries, blocks, tables, tasks, bounds, merges, parts, sizes, scale, no_sinks, out_rows,
-    partial_out, partial_stats, workers,
+    queries, blocks, tables, tasks, bounds, merges, parts, partial_out, partial_stats, sizes, scale,
+    no_sinks, out_rows, workers,
 ):  # fmt: skip
     """Runs all tasks and joins their splits: queries [T, H, D] -> out_rows [T, H, V].
 

@@ -129,8 +129,8 @@ def _latent_layer(
         first: the weights norm [N], q_a and its norm, or nothing, q, kv_a, its norm, the heads'
             matrices for keys and for values, no sinks; numbers of a head's query that are not
             turned and of its value, outputs of the heads' matrices with what fills panels; sizes of
-            `attend_latents`; the epsilons of the layer's and the inner norms, the scale of scores, and
-            the factor on what attention and MLP add.
+            `attend_latents`; the epsilons of the layer's and the inner norms, the scale of scores,
+            and the factor on what attention and MLP add.
         second: the weights o, norm before the MLP, and `gated_mlp`'s.
     """
     weights, (still, value_size, padded_key, padded_value), sizes, numbers = first
@@ -159,8 +159,8 @@ def _latent_layer(
     swap(latents, everyone, queries, rank, workers)
     attended = empty((tokens, num_heads, rank), x.dtype)
     attend_latents(
-        queries, cache, tables, tasks, bounds, merges, parts, sizes, scale, no_sinks, attended,
-        partial_out, partial_stats, workers,
+        queries, cache, tables, tasks, bounds, merges, parts, partial_out, partial_stats, sizes,
+        scale, no_sinks, attended, workers,
     )  # fmt: skip
 
     if not all_rows:

@@ -55,7 +55,6 @@ class LayerParts:
         self.scale = getattr(layer, "scale", 1.0)
         self.rotation = getattr(layer, "rotation", None)
 
-
     def projections(self, attention: Any) -> list[Any]:
         """The linear layers of attention."""
         return [attention.qkv_proj, attention.o_proj]

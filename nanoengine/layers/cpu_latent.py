@@ -52,7 +52,7 @@ class FusedLatents(FusedLayers):
                 self.backend.sinks(spec),
             ),
             (latent.nope_dim, latent.value_dim, up.key_up.padded, up.value_up.padded),
-            self.backend.latent_sizes(spec),
+            (spec.num_heads, spec.head_dim, spec.value_dim, self.backend.block_size),
             (
                 real(parts.before[0].eps), real(inner_norm.eps), real(spec.scale),
                 real(parts.scale),

@@ -42,8 +42,8 @@ def block_bytes(
     *, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype,
     parts: int = 2,
 ) -> int:  # fmt: skip
-    """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers; `parts`:
-    see `ModelConfig.cache_parts`.
+    """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers; `parts`
+    1: values are parts of the keys, which are all that is kept.
 
     >>> f16 = torch.float16
     >>> block_bytes(block_size=16, num_kv_heads=32, head_dim=128, num_layers=1, dtype=f16)
@@ -102,7 +102,7 @@ class KVCache:
         layout: layers of a group share block tables; the largest group sets the number of slices.
         order: inside a block, the attention backend's.
         state_dtype: of the state group; `bind` makes the tensor.
-        parts: see `ModelConfig.cache_parts`.
+        parts: 2: keys and values; 1: see `block_bytes`.
     """
 
     def __init__(

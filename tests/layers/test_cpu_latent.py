@@ -25,6 +25,10 @@ class Latents(Paged):
         super().__init__(num_kv_heads=1, group_size=heads, **options)
         self.spec = replace(self.spec, value_dim=value_dim)
 
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, _ = super().qkv()
+        return q, k, k[..., : self.spec.value_dim]
+
     def layer(self, layout: str) -> LayerCache:
         keys = self.cache("PKD")[0]  # with one head the same in both layouts
         keys = keys.transpose(1, 2) if layout == "KPD" else keys

@@ -17,9 +17,9 @@ from nanoengine.errors import ConfigError, UnsupportedModelError
 from nanoengine.layers.layer import ModelContext
 from nanoengine.models.latent import LatentAttention
 from nanoengine.settings.params import SamplingParams
-from tests.support.checkpoints import make_checkpoint
 from tests.layers import test_small_floats
 from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
+from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import all_logits, build
 from tests.support.model_helpers import random_prompts as plain_prompts
@@ -83,7 +83,9 @@ def test_a_stored_model_equals_its_float_weights(
         assert (all_logits(model, prompts) - expected).abs().max() < 1e-9
     (prompt,) = random_prompts(1, (40,))
     fast, slow = (
-        tokens(run(make_engine(str(path), dtype="float32", attention_backend=name), [prompt], asked))
+        tokens(
+            run(make_engine(str(path), dtype="float32", attention_backend=name), [prompt], asked)
+        )
         for path, name, asked in ((stored, "cpu", greedy(8)), (floats, "naive", greedy(8)))
     )
     assert fast == slow
