@@ -144,6 +144,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     plan = family.plan(keys)
     if plan.latent is not None:
         kv_heads, head_dim = 1, plan.latent.size
+        plan = replace(plan, rotary_dim=plan.latent.rope_dim)
     if partial_heads:
         turned = read_rotary_dim(keys, head_dim, family.rope)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
@@ -280,9 +281,7 @@ def _longest_context(keys: Keys, ropes: Ropes) -> int:
 
 
 def _check_longrope(config: ModelConfig) -> None:
-    latent = config.plan.latent
-    turned = config.plan.rotary_dim if latent is None else latent.rope_dim
-    pairs = (turned or config.head_dim) // 2
+    pairs = (config.plan.rotary_dim or config.head_dim) // 2
     for rope in config.ropes:
         if rope is not None and rope.type == "longrope":
             for name in ("short_factor", "long_factor"):

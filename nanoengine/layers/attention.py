@@ -43,7 +43,6 @@ class Attention(Layer):
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, group: int) -> None:
         """Gives the layer its slices of the KV cache and the KV group whose block tables it
         reads."""
-        v_cache = v_cache[..., : self.spec.value_dim]
         self.cache = LayerCache(k_cache, v_cache, replace(self.spec, group=group))
 
     def forward(

@@ -53,8 +53,8 @@ class LatentRotary(RotaryEmbedding):
     """Turns the last `rope_dim` dimensions of queries and keys, which come alone."""
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
-        assert config.plan.latent is not None
-        return cos_and_sin(rope, config.plan.latent.rope_dim, num_positions)
+        assert config.plan.rotary_dim is not None
+        return cos_and_sin(rope, config.plan.rotary_dim, num_positions)
 
 
 class TurnedLinear(MergedLinear):

@@ -132,7 +132,8 @@ class KVCache:
         by_number = dict(zip(numbers, layers, strict=True))
         for index, group in enumerate(self.groups):
             for position, number in enumerate(group.layers):
-                by_number[number].bind(self.kv[0, position], self.kv[-1, position], index)
+                layer, values = by_number[number], self.kv[-1, position]
+                layer.bind(self.kv[0, position], values[..., : layer.spec.value_dim], index)
         if self.num_states:
             shape = (len(state_layers), 1 + self.num_states, state_layers[0].plan.size)
             self.states = zeros(shape, self.state_dtype, self.kv.device)
