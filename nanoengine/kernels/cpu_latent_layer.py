@@ -17,7 +17,7 @@ from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_tiles import stored
 from nanoengine.kernels.cpu_decoder import gated_mlp, multiply
 from nanoengine.kernels.cpu_latent import attend_latents
-from nanoengine.kernels.cpu_layers import ADDS, ALONE, FASTMATH, SMALL, rms_norm
+from nanoengine.kernels.cpu_layers import ADDS, ALONE, FASTMATH, SMALL, _norm_row, rms_norm
 from nanoengine.kernels.cpu_linear import FASTMATH as ONE_CHAIN
 from nanoengine.kernels.cpu_linear import linear_panels
 from nanoengine.kernels.held import of_place
@@ -73,20 +73,19 @@ def _turn(x, cos, sin, out):
 
 
 @compiled(fastmath=FASTMATH)
-def _turn_tokens(q, keys, table, queries, slots, cache, still, lo, hi):
-    turned = table.shape[1]
-    half, size = turned // 2, keys.shape[1]
-    rank, key = size - turned, empty((turned,), keys.dtype)
+def _turn_tokens(q, keys, norm, eps, table, queries, slots, cache, still, lo, hi):
+    """Turns what is turned of queries and keys, norms the rest of the keys, and stores these."""
+    half, size, rank = table.shape[1] // 2, keys.shape[1], len(norm)
+    key = empty((size,), keys.dtype)
     for t in range(lo, hi):
         cos, sin = table[t, :half], table[t, half:]
         for h in range(queries.shape[1]):
             _turn(q[t, h, still:], cos, sin, queries[t, h, rank:])
-        _turn(keys[t, rank:], cos, sin, key)
+        _norm_row(keys[t, :rank], norm, eps, key[:rank])
+        _turn(keys[t, rank:], cos, sin, key[rank:])
         line = cache[slots[t] * size : (slots[t] + 1) * size]
-        for d in range(rank):
-            line[d] = stored(keys[t, d], cache)
-        for d in range(turned):
-            line[rank + d] = stored(key[d], cache)
+        for d in range(size):
+            line[d] = stored(key[d], cache)
 
 
 @by_types(FASTMATH)
@@ -103,19 +102,6 @@ def _project_queries(x, first, query, eps, out, workers):
         multiply(low, query, out, workers)
 
     return by_way
-
-
-@compiled(fastmath=FASTMATH)
-def _norm_latents(keys, norm, eps, workers):
-    """In place: the first numbers of each key [D], as many as the norm has, are normed."""
-    latents = empty((len(keys), len(norm)), keys.dtype)
-    for t in range(len(keys)):
-        for d in range(len(norm)):
-            latents[t, d] = keys[t, d]
-    rms_norm(latents, latents, ALONE, norm, eps, latents, workers)
-    for t in range(len(keys)):
-        for d in range(len(norm)):
-            keys[t, d] = latents[t, d]
 
 
 @compiled(fastmath=FASTMATH)
@@ -142,14 +128,13 @@ def _latent_layer(
     rms_norm(x, residual, ADDS, norm, eps, x, workers)
     keys = empty((tokens, size), x.dtype)
     multiply(x, kv_a, keys, workers)
-    _norm_latents(keys, kv_norm, inner_eps, workers)
     projected = empty((tokens, num_heads * (still + size - rank)), x.dtype)
     _project_queries(x, query_a, query, inner_eps, projected, workers)
     q = projected.reshape(tokens, num_heads, still + size - rank)
     queries = empty((tokens, num_heads, size), x.dtype)
     parallel_for(
         _turn_tokens, tokens, 1 if q.size <= SMALL else workers,
-        (q, keys, table, queries, slots, cache.reshape(-1), still),
+        (q, keys, kv_norm, inner_eps, table, queries, slots, cache.reshape(-1), still),
     )  # fmt: skip
     everyone = rows[:0]
     of_heads = empty((num_heads, tokens, still), x.dtype)

@@ -78,6 +78,7 @@ def test_a_sequence_has_the_same_bits_alone_and_a_nan_stays_in_its_own(kv_dtype)
         ("deepseek_v3", {"kv_cache_dtype": "bfloat16"}),
         ("deepseek_v3", {"dtype": "bfloat16"}),
         ("glm4_moe_lite", {"quantization": "int8_weight_only"}),
+        ("minicpm3", {}),
     ],
 )
 def test_a_fused_layer_gives_what_its_parts_give(family, options):
@@ -94,3 +95,6 @@ def test_a_fused_layer_gives_what_its_parts_give(family, options):
         decoder.stack = list(decoder.layers)
         for mine, its in zip(fused, outputs(llm), strict=True):
             assert mine[0] == its[0]
+            for ours, theirs in zip(mine[1], its[1], strict=True):
+                found = [ours[token].logprob - theirs[token].logprob for token in ours]
+                assert max(map(abs, found)) < (0.05 if "bfloat16" in options.values() else 1e-4)
