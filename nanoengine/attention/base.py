@@ -43,6 +43,8 @@ class AttentionSpec:
         k_scale, v_scale: what the numbers of an fp8 cache are multiplied with; without meaning for
             a cache of the model's dtype.
         group: index of the layer's KV group in `batch.slot_mapping` and `batch.block_tables`.
+        value_dim: None: values are of head_dim too and stored beside the keys; or how many numbers
+            a value has, which are the first of its key and lie in the cache with that alone.
         sinks: [H] float32 or wider, or None: a learned score of each head, which takes part in the
             sum of the softmax and has no value; so a head may attend to nothing.
             Source: the model code of gpt-oss; Xiao et al. (arXiv 2309.17453) for the name.
@@ -57,6 +59,7 @@ class AttentionSpec:
     k_scale: float = 1.0
     v_scale: float = 1.0
     group: int = 0
+    value_dim: int | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
@@ -67,6 +70,7 @@ class LayerCache(NamedTuple):
         k_cache, v_cache: the layer's blocks, [B, P, K, D], or [B, K, P, D] where the backend's
             `kv_layout` is "KPD"; of the model's dtype, or of another that `check_cache` allows. Of
             int8, there are D + 4: a float32 scale is beside the numbers.
+            Where `spec.value_dim` is given, v_cache is a view of k_cache.
         spec: heads, scale, window and KV group.
     """
 
@@ -135,7 +139,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
-        """Queries [T, H, D] over the contexts of their sequences -> [T, H, D]."""
+        """Queries [T, H, D] over the contexts of their sequences -> [T, H, D or value_dim]."""
 
     def rotate_and_store(
         self,

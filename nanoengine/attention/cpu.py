@@ -133,6 +133,12 @@ class CPUBackend(AttentionBackend):
         )
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+        if cache.spec.value_dim is not None:
+            from nanoengine.kernels.cpu_latent import store_latents
+
+            keys, slots = k.to(self._real).flatten(1).contiguous().numpy(), batch.attention.slots
+            store_latents(keys, slots[cache.spec.group], self.cache_arrays(cache)[0], num_workers())
+            return
         k_flat, k_stride = _flat(k.to(self._real))
         v_flat, v_stride = _flat(v.to(self._real))
         slots, sizes = batch.attention.slots[cache.spec.group], self._sizes(cache.spec)
@@ -182,7 +188,16 @@ class CPUBackend(AttentionBackend):
         keys, values = self.cache_arrays(cache)
         plan = self._tasks(step, spec, window, queries.dtype)
         real = queries.dtype.type
-        result = np.empty(queries.shape, queries.dtype)
+        result = np.empty((*q.shape[:2], spec.value_dim or spec.head_dim), queries.dtype)
+        if spec.value_dim is not None:
+            from nanoengine.kernels.cpu_latent import attend_latents
+
+            attend_latents(
+                queries, keys, step.tables[spec.group], *plan,
+                (spec.num_heads, spec.head_dim, spec.value_dim, self.block_size),
+                real(spec.scale), self.sinks(spec), result, step.num_workers,
+            )  # fmt: skip
+            return torch.from_numpy(result).to(q.dtype)
         kernels.attend(
             queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, sizes,
             real(spec.scale), real(spec.softcap or 0), window, self.operand, self.sinks(spec),
@@ -254,7 +269,7 @@ class CPUBackend(AttentionBackend):
                 step.num_workers,
             )  # fmt: skip
             num_rows = num_partials * max(ROW_TILE, group_size)
-            partial_out = np.empty((num_rows, spec.head_dim), dtype)
+            partial_out = np.empty((num_rows, spec.value_dim or spec.head_dim), dtype)
             partial_stats = np.empty((num_rows, 2), dtype)
             step.tasks[key] = _TaskArrays(tasks, bounds, merges, parts, partial_out, partial_stats)
         return step.tasks[key]

@@ -61,7 +61,7 @@ class NaiveBackend(AttentionBackend):
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
         for table, (start, end, seq_len) in zip(
             batch.block_tables[spec.group], batch.attention, strict=True
         ):
@@ -81,7 +81,7 @@ class NaiveBackend(AttentionBackend):
         self,
         q: torch.Tensor,  # [N, H, D]
         k: torch.Tensor,  # [C, K, D]
-        v: torch.Tensor,  # [C, K, D]
+        v: torch.Tensor,  # [C, K, D or value_dim]
         positions: torch.Tensor,  # [N]
         keys: torch.Tensor,  # [C]
         spec: AttentionSpec,

@@ -162,6 +162,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     plan = family.plan(keys)
     if plan.latent is not None:
         kv_heads, head_dim = 1, plan.latent.size
+        plan = replace(plan, rotary_dim=plan.latent.rope_dim)
     if plan.varied is not None:
         head_dim, kv_heads = plan.varied.widest
         left_out += _unused_keys(keys, plan.varied.num_shared)
@@ -347,11 +348,6 @@ def _quantization(
     if not raw:
         return None
     stored = parse_quantization(raw, tied=tied)
-    if plan.latent is not None:
-        raise UnsupportedModelError(
-            f"quantization_config of {stored.format} is not implemented for {family.model_type};"
-            " supported: checkpoints of floats"
-        )
     if stored.format == "mxfp4" and family.model_type != "gpt_oss":
         raise UnsupportedModelError(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"

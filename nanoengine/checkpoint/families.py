@@ -186,8 +186,7 @@ FAMILIES: dict[str, Family] = {
         "deepseek_v2",
         plan=plan(
             only={
-                "topk_method": ("greedy",), "norm_topk_prob": (False,), "n_group": (1, None),
-                "topk_group": (1, None),
+                "topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,),
             },
             latent=readers.latent, interleaved=True, mlp_bias=key("mlp_bias"), **ATTENTION_BIAS,
         ),
@@ -195,8 +194,12 @@ FAMILIES: dict[str, Family] = {
             count="n_routed_experts", norm_topk_prob=False, shared_size=readers.shared_size(),
             scaling_factor=key("routed_scaling_factor"),
             layers=readers.layers_from("first_k_dense_replace"),
+            num_groups=readers.limited("n_group"), groups_per_token=readers.limited("topk_group"),
+            best_of_group=1,
         ),
-        defaults={"head_dim": 64, "n_shared_experts": 2, "q_lora_rank": 1536},
+        defaults={
+            "head_dim": 64, "n_shared_experts": 2, "q_lora_rank": 1536, "topk_method": "greedy",
+        },
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3", plan=DEEPSEEK_PLAN, moe=DEEPSEEK,

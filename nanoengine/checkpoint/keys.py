@@ -69,6 +69,8 @@ KEYS: dict[str, Key] = {
         Key(float, *_FACTOR, 1.0, "refused"),
     ),
     **_each("final_logit_softcapping attn_logit_softcapping", _SOFTCAP),
+    **_each("scale_emb scale_depth", Key(float, *_FACTOR, None, "refused")),
+    "dim_model_base": Key(int, 1, 2**20, None, "refused"),
     **_each("lm_head_bias mup_enabled", _MATHS_FLAG),
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6),
@@ -200,8 +202,9 @@ PER_LAYER = "moe_topk", "moe_intermediate_size"
 
 HARMLESS = frozenset((
     # what a file is, and how to build and train on it
-    "auto_map", "chunk_size_feed_forward", "gradient_checkpointing", "id2label",
-    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "output_attentions",
+    "auto_map", "chunk_size_feed_forward", "embedding_initializer_range",
+    "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
+    "label2id", "output_attentions",
     "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class",
     "torchscript", "transformers_version", "use_bfloat16", "_name_or_path",
     "_attn_implementation", "_attn_implementation_autoset", "name_or_path",

@@ -345,6 +345,18 @@ MORE_FAMILIES: dict[str, Family] = {
         },
         left_out=DRAFTS,
     ),
+    "MiniCPM3ForCausalLM": Family(
+        "minicpm3",
+        plan=plan(
+            latent=readers.latent, embedding_scale=key("scale_emb"),
+            residual_scale=readers.depth_scale, logit_scale=readers.width_scale, **LLAMA,
+        ),
+        defaults={
+            "head_dim": 32, "num_key_value_heads": 40, "rms_norm_eps": 1e-5, "kv_lora_rank": 256,
+            "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12.0,
+            "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True,
+        },
+    ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
         moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True),
@@ -468,6 +480,15 @@ MORE_FAMILIES: dict[str, Family] = {
         "vaultgemma", plan=plan(**{**GEMMA_2, "norms": "before"}), windows=all_but_every(2),
         defaults=GEMMA_2_DEFAULTS,
         names={"post_attention_layernorm": "pre_feedforward_layernorm"},
+    ),
+    "YoutuForCausalLM": Family(
+        "youtu",
+        plan=plan(latent=readers.latent, interleaved=key("rope_interleave"), **ATTENTION_BIAS),
+        defaults={
+            "head_dim": 64, "num_key_value_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 # fmt: on

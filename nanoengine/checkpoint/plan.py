@@ -191,6 +191,7 @@ class MoEConfig:
         correction_bias: the checkpoint has a bias that is added where experts are chosen, and not
             to their weights; "row": as a matrix of one row.
         num_groups, groups_per_token: experts are chosen from the best groups only.
+        best_of_group: by the sum of how many of its best experts groups are compared.
         scaling_factor: on the weights.
         shared_size: inner size of the MLP that every token takes besides; 0: none.
         shared_gate: a learned sigmoid weighs it.
@@ -212,6 +213,7 @@ class MoEConfig:
     correction_bias: bool | Literal["row"] = False
     num_groups: int = 1
     groups_per_token: int = 1
+    best_of_group: int = 2
     scaling_factor: float = 1.0
     shared_size: int = 0
     shared_gate: bool = False

@@ -64,7 +64,7 @@ def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Re
 
 def latent(keys: Keys) -> LatentPlan:
     """DeepSeek-V2's sizes of attention."""
-    rope_dim = keys.require("qk_rope_head_dim")
+    rope_dim, value_dim = keys.require("qk_rope_head_dim"), keys.get("v_head_dim")
     if rope_dim % 2:
         raise UnsupportedModelError(f"qk_rope_head_dim={rope_dim} must be even")
     return LatentPlan(
@@ -72,8 +72,20 @@ def latent(keys: Keys) -> LatentPlan:
         query_rank=keys.get("q_lora_rank"),
         nope_dim=keys.require("qk_nope_head_dim"),
         rope_dim=rope_dim,
-        value_dim=keys.require("v_head_dim"),
+        value_dim=value_dim or keys.require("hidden_size") // keys.require("num_attention_heads"),
     )
+
+
+def depth_scale(keys: Keys) -> float:
+    """MiniCPM's factor on what a layer adds."""
+    layers: int = keys.require("num_hidden_layers")
+    depth: float | None = keys.get("scale_depth")
+    return 1.0 if depth is None else depth / layers**0.5
+
+
+def width_scale(keys: Keys) -> float:
+    """MiniCPM's factor on logits."""
+    return keys.require("dim_model_base") / keys.require("hidden_size")
 
 
 # --- the MLP's inner size -------------------------------------------------------------------------
@@ -293,7 +305,7 @@ def experts(
                 f"{taken}={moe.num_experts_per_tok} is not implemented; supported: 2"
             )
         groups, kept = moe.num_groups, moe.groups_per_token
-        small = groups > 1 and moe.num_experts < 2 * groups
+        small = groups > 1 and moe.num_experts < moe.best_of_group * groups
         if not 1 <= kept <= groups or moe.num_experts % groups or small:
             raise UnsupportedModelError(
                 f"n_group={groups} and topk_group={kept} must make equal groups of two and more of"
@@ -307,6 +319,13 @@ def experts(
 def where_any(some: Reader[Any], made: Reader[MoEConfig]) -> Reader[MoEConfig | None]:
     """A mixture of experts where there are `some`."""
     return lambda keys: made(keys) if some(keys) else None
+
+
+def limited(name: str) -> Reader[int]:
+    """DeepSeek-V2: what this key says, in the large one; the others have no groups of experts."""
+    return lambda keys: (
+        keys.require(name) if keys.get("topk_method") == "group_limited_greedy" else 1
+    )
 
 
 def sparse_layers(keys: Keys) -> tuple[int, ...]:

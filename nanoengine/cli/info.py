@@ -149,6 +149,7 @@ def model_lines(
         head_dim=m.head_dim,
         num_layers=_num_slices(m),
         dtype=kv_dtype,
+        parts=2 if m.plan.latent is None else 1,
     )
     windows = {window for window in m.sliding_windows if window is not None}
     lines = [

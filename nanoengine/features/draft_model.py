@@ -82,10 +82,8 @@ class DraftedRunner(ModelRunner):
         draft.load()
         self.extra_block_bytes = kv_cache.block_bytes(
             block_size=self.block_size,
-            num_kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
             num_layers=model.num_hidden_layers,
-            dtype=draft.kv_dtype,
+            **draft.kv_sizes,
         )
         layout, memory = super().start(), self.memory
         if model.max_position_embeddings < memory.max_model_len:

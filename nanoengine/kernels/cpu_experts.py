@@ -166,9 +166,9 @@ def _sigmoid(row):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _keep_best_groups(preferred, groups, kept):
-    """Sets all scores to -inf but those of the groups whose two best experts have the largest
-    sums."""
+def _keep_best_groups(preferred, groups, kept, compared):
+    """Sets all scores to -inf but those of the groups whose best experts have the largest sums, of
+    so many as are `compared`: 1 or 2."""
     size, lowest = len(preferred) // groups, -np.inf
     sums = empty((groups,), preferred.dtype)
     for g in range(groups):
@@ -178,21 +178,21 @@ def _keep_best_groups(preferred, groups, kept):
                 first, second = x, first
             elif x > second:
                 second = x
-        sums[g] = first + second
+        sums[g] = first + second if compared == 2 else first
     chosen = zeros((groups,), np.bool_)
     for _ in range(kept):
-        best = -1
+        most = -1
         for g in range(groups):
-            if not chosen[g] and (best < 0 or sums[g] > sums[best]):
-                best = g
-        chosen[best] = True
+            if not chosen[g] and (most < 0 or sums[g] > sums[most]):
+                most = g
+        chosen[most] = True
     for g in range(groups):
         if not chosen[g]:
             preferred[g * size : (g + 1) * size] = lowest
 
 
 @compiled(fastmath=FASTMATH)
-def route(logits, correction, sigmoid, groups, kept, normalized, factor, ids, weights):
+def route(logits, correction, sigmoid, groups, kept, compared, normalized, factor, ids, weights):
     """ids, weights [T, k]: the experts with the largest scores, and these; see `Router`.
 
     logits: [T, E], become scores. correction: [E], or none. Of equals the first is chosen.
@@ -208,7 +208,7 @@ def route(logits, correction, sigmoid, groups, kept, normalized, factor, ids, we
         for e in range(num_experts):
             preferred[e] = scores[e] + correction[e] if len(correction) else scores[e]
         if groups > 1:
-            _keep_best_groups(preferred, groups, kept)
+            _keep_best_groups(preferred, groups, kept, compared)
         for i in range(taken):
             best = 0
             for e in range(1, num_experts):
@@ -296,15 +296,15 @@ def mixture(x, router, correction, routing, gate_up, down, sizes, out, num_worke
     Args:
         router: panels and bias of its linear layer.
         correction: [E], or none.
-        routing: whether scores are sigmoids; groups, and how many a token keeps; whether weights
-            are divided by their sum; a factor on them.
+        routing: whether scores are sigmoids; groups, how many a token keeps, and how many experts
+            of each are compared; whether weights are divided by their sum; a factor on them.
         sizes: E, k, I, and the gate's number in `cpu_layers.GATES`.
     """
-    sigmoid, groups, kept, normalized, factor = routing
+    sigmoid, groups, kept, compared, normalized, factor = routing
     num_experts, taken, inner, activation = sizes
     logits = empty((len(x), num_experts), x.dtype)
     linear(x, router[0], router[1], logits, num_workers)
     ids, weights = empty((len(x), taken), np.int64), empty((len(x), taken), x.dtype)
-    route(logits, correction, sigmoid, groups, kept, normalized, factor, ids, weights)
+    route(logits, correction, sigmoid, groups, kept, compared, normalized, factor, ids, weights)
     out[:] = 0
     add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, out, num_workers)

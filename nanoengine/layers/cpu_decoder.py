@@ -49,11 +49,15 @@ class LayerParts:
         self.norms = [norm for norm in (*self.before, *self.behind) if norm is not None]
         self.gated = mlp if hasattr(mlp, "gate_up_proj") else None
         self.rest = None if self.gated else layer.mlp_part
-        self.linears = [attention.qkv_proj, attention.o_proj]
+        self.linears = self.projections(attention)
         if self.gated:
             self.linears += [mlp.gate_up_proj, mlp.down_proj]
         self.scale = getattr(layer, "scale", 1.0)
         self.rotation = getattr(layer, "rotation", None)
+
+    def projections(self, attention: Any) -> list[Any]:
+        """The linear layers of attention."""
+        return [attention.qkv_proj, attention.o_proj]
 
 
 class _FusedCall(NamedTuple):
@@ -102,7 +106,15 @@ class FusedLayers:
     def append(self, parts: LayerParts) -> None:
         """Another layer behind the others."""
         self.layers.append(parts)
-        self._operands.append(_operands(parts, self.backend))
+        self._operands.append(self.operands_of(parts))
+
+    def operands_of(self, parts: LayerParts) -> tuple[Any, ...]:
+        """What the kernel takes of a layer behind its caches."""
+        return _operands(parts, self.backend)
+
+    def compute(self, *arguments: Any) -> None:
+        """Calls the kernel."""
+        decoder_layers(*arguments)
 
     def __call__(
         self,
@@ -125,7 +137,7 @@ class FusedLayers:
             rows: np.ndarray | None,
         ) -> None:
             step = self.backend.step_arrays(rotation, batch, call.spec, given[0].dtype, rows)
-            decoder_layers(
+            self.compute(
                 *given, rows is None, NO_ROWS if rows is None else rows, *results, step,
                 call.operands, *layers, batch.attention.num_workers,
             )  # fmt: skip

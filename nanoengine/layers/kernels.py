@@ -34,9 +34,10 @@ from nanoengine.layers.collectives import Shard
 
 Masks = Callable[[], np.ndarray | None]
 
-ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".router")
+ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".router", ".key_up", ".value_up")
 """Ends of the names of small layers that are never rounded. Why: they choose among experts, and
-another choice is another result, not one that is a little off."""
+another choice is another result, not one that is a little off; or they are factors of what all
+queries and values of latent attention are made of."""
 
 
 class Kernels:

@@ -79,10 +79,11 @@ class Router(ExactLinear):
         return self.method.apply(hidden, self.bias)
 
     def _best_groups(self, preferred: torch.Tensor) -> torch.Tensor:
-        """The scores [T, E], -inf in all groups but a token's best, by the sum of their two best
+        """The scores [T, E], -inf in all groups but a token's best, by the sum of their best
         experts."""
         groups = preferred.unflatten(1, (self.moe.num_groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(self.moe.groups_per_token).indices
+        sums = groups.topk(self.moe.best_of_group, dim=-1).values.sum(-1)
+        best = sums.topk(self.moe.groups_per_token).indices
         left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
 

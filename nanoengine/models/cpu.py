@@ -141,14 +141,19 @@ class CPUKernels(Kernels):
             for mixer in model.state_layers:
                 if isinstance(mixer, GatedDeltaNet):
                     mixer.one_token_each = CPUDeltaSteps(mixer.plan, mixer.conv1d.weight)
+        fused, of_layer = FusedLayers, LayerParts
+        if model.config.plan.latent is not None:
+            from nanoengine.layers.cpu_latent import FusedLatents, LatentParts
+
+            fused, of_layer = FusedLatents, LatentParts
         decoder = model.model
         decoder.stack = []
         for layer in decoder.layers:
-            parts = None if getattr(layer, "needs_torch", False) else LayerParts(layer)
+            parts = None if getattr(layer, "needs_torch", False) else of_layer(layer)
             before = decoder.stack[-1] if decoder.stack else None
-            if parts is None or not FusedLayers.takes(parts):
+            if parts is None or not fused.takes(parts):
                 decoder.stack.append(layer)
             elif isinstance(before, FusedLayers) and before.may_precede(parts):
                 before.append(parts)
             else:
-                decoder.stack.append(FusedLayers(parts))
+                decoder.stack.append(fused(parts))

@@ -13,7 +13,7 @@ is a latent too, of which `value_up` makes the value.
     x ─ kv_a ─┬─ latent ─ norm ─┐                                        │
               └─ rope ─ turned ─┴─ KV head [rank + rope_dim] ── cache ───┘
 
-Backends keep keys and values in orders of their own, so the cache holds the vector twice. Taken by
+The value is the first `rank` numbers of the key, so the cache holds keys alone. Taken by
 `variants.py` for a plan that has a latent.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
@@ -23,14 +23,17 @@ Legend: T tokens, H query heads of this rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 
 from nanoengine.attention.base import AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import LatentPlan
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
@@ -38,6 +41,9 @@ from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
 from nanoengine.models.decoder import taken
+
+PANEL = 16
+"""Outputs side by side, in kernels of a CPU."""
 
 NORM_EPS = 1e-6
 """Of the norms inside, whatever the config says of the others. Source: the families' own code."""
@@ -47,8 +53,8 @@ class LatentRotary(RotaryEmbedding):
     """Turns the last `rope_dim` dimensions of queries and keys, which come alone."""
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
-        assert config.plan.latent is not None
-        return cos_and_sin(rope, config.plan.latent.rope_dim, num_positions)
+        assert config.plan.rotary_dim is not None
+        return cos_and_sin(rope, config.plan.rotary_dim, num_positions)
 
 
 class TurnedLinear(MergedLinear):
@@ -78,31 +84,72 @@ class TurnedLinear(MergedLinear):
         return torch.arange(num_rows).view(-1, len(self.order))[:, self.order].flatten()
 
 
+class HeadMatrices(Layer):
+    """A matrix [outputs, inputs] for each head, never rounded; heads begin at whole panels."""
+
+    def __init__(
+        self, name: str, heads: int, outputs: int, inputs: int, context: ModelContext
+    ) -> None:
+        super().__init__()
+        self.shape, self.padded = (heads, outputs, inputs), -(-outputs // PANEL) * PANEL
+        self.method = context.kernels.linear(name)
+        rows = heads * self.padded
+        self.method.create((rows, inputs), context.stored_dtype, context.device)
+
+    def load(self, weight: torch.Tensor) -> None:
+        """Takes [H, outputs, inputs]."""
+        behind = self.padded - self.shape[1]
+        self.method.load(F.pad(weight, (0, 0, 0, behind)).flatten(0, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H, inputs] -> [T, H, outputs]."""
+        heads, outputs, inputs = self.shape
+        if self.method.has_kernel:
+            from nanoengine.layers.cpu_latent import heads_product
+
+            return heads_product(x, self.method, self.padded)[..., :outputs]
+        weight = self.method.rows(torch.arange(heads * self.padded, device=x.device))
+        weight = weight.view(heads, self.padded, inputs)[:, :outputs]
+        return torch.einsum("thi,hoi->tho", x, weight.to(x.dtype))
+
+
 class Expansion(Layer):
     """What makes keys and values of latents: `kv_b_proj` of the checkpoint, split by head.
 
     Attributes:
-        key_up: [H, nope_dim, rank].
-        value_up: [H, value_dim, rank].
+        key_up: of each head [rank, nope_dim].
+        value_up: of each head [value_dim, rank].
     """
 
-    def __init__(self, latent: LatentPlan, heads: int, context: ModelContext) -> None:
+    def __init__(self, path: str, latent: LatentPlan, heads: int, context: ModelContext) -> None:
         super().__init__()
         local, rows = context.shard.split(heads), latent.nope_dim + latent.value_dim
-        self.key_up = context.parameter(local, latent.nope_dim, latent.rank)
-        self.value_up = context.parameter(local, latent.value_dim, latent.rank)
+        self.key_up = HeadMatrices(f"{path}.key_up", local, latent.rank, latent.nope_dim, context)
+        self.value_up = HeadMatrices(
+            f"{path}.value_up", local, latent.value_dim, latent.rank, context
+        )
         self.shape = heads * rows, latent.rank
         self.part = context.shard.slice(self.shape[0], "num_attention_heads")
+        self.reader = context.kernels.linear
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        slot = WeightSlot(shape=self.shape, part=(self.part,), store=self.store)
-        return {f"{path}.weight": slot}
+        """As the checkpoint's matrix is stored, which becomes floats where it is quantized."""
+        method = self.reader(path)
+        to_floats = {
+            "load": lambda rows, first: self.store(rows),
+            "load_quantized": lambda rows, first: self.store(rows.dequantized()),
+        }
+        for name, take in to_floats.items():
+            object.__setattr__(method, name, take)
+        matrix = MatrixPart(self.shape, (self.part,))
+        return {f"{path}.weight": method.weight_slot(path, matrix)}
 
     def store(self, stored: torch.Tensor) -> None:
         """Takes this rank's rows of the checkpoint's matrix: of each head keys, then values."""
-        heads = stored.view(len(self.key_up), -1, stored.shape[1])
-        self.key_up.copy_(heads[:, : self.key_up.shape[1]])
-        self.value_up.copy_(heads[:, self.key_up.shape[1] :])
+        heads, _, still = self.key_up.shape
+        of_heads = stored.view(heads, -1, stored.shape[1])
+        self.key_up.load(of_heads[:, :still].transpose(1, 2))
+        self.value_up.load(of_heads[:, still:])
 
 
 class LatentAttention(Layer):
@@ -113,7 +160,7 @@ class LatentAttention(Layer):
         ConfigError: the device is no CPU.
     """
 
-    name, needs_torch = "self_attn", True
+    name, needs_torch, norm_weights = "self_attn", False, None
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -143,7 +190,9 @@ class LatentAttention(Layer):
             bias=plan.qkv_bias, whole=True, **turned,
         )  # fmt: skip
         self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS, context=context)
-        self.kv_b_proj = Expansion(latent, heads, context)
+        # Why exact: an 8-bit number times its scale is no 16-bit one.
+        exact = context if config.quantization is None else replace(context, weight_dtype=None)
+        self.kv_b_proj = Expansion(f"{path}.kv_b_proj", latent, heads, exact)
         self.o_proj = RowParallelLinear(
             f"{path}.o_proj", heads * latent.value_dim, hidden, bias=plan.output_bias,
             context=context,
@@ -156,6 +205,7 @@ class LatentAttention(Layer):
                 num_kv_heads=1,
                 head_dim=latent.size,
                 scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * growth,
+                value_dim=latent.rank,
             ),
             backend,
         )
@@ -171,8 +221,8 @@ class LatentAttention(Layer):
         vector = self.kv_a_layernorm(vector.contiguous(), None)[0].unsqueeze(1)
         nope, q_rope = q.split((latent.nope_dim, latent.rope_dim), dim=2)
         turned = rotate(torch.cat((q_rope, rope.unsqueeze(1)), dim=1), rotation, None)
-        q = torch.cat((torch.einsum("thn,hnr->thr", nope, up.key_up), turned[:, :-1]), dim=2)
+        q = torch.cat((up.key_up(nope), turned[:, :-1]), dim=2)
         kv = torch.cat((vector, turned[:, -1:]), dim=2)
-        attended = self.attention.backend.forward(q, kv, kv, self.attention.cache, batch)
-        attended = taken(attended, rows)[..., : latent.rank]
-        return self.o_proj(torch.einsum("thr,hvr->thv", attended, up.value_up).flatten(1))
+        attended = self.attention.backend.forward(q, kv, vector, self.attention.cache, batch)
+        attended = taken(attended, rows)
+        return self.o_proj(up.value_up(attended).flatten(1))

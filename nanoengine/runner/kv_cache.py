@@ -4,6 +4,7 @@
         │        │                                  (heads first, [K, P, D], if the backend asks)
         keys,    layer i of every group uses slice i: groups share the pool, never a block
         values                                      (D + 4 of int8: a float32 scale behind D codes)
+    kv [1, ...]    where values are parts of their keys, `AttentionSpec.value_dim`
 
     states [layers, 1 + num_states, numbers of a state]     slot 0 stays zero
 
@@ -26,6 +27,7 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import BlockCopy
+from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.runner.memory import GIB, blocks_between_snapshots, kv_groups
 from nanoengine.runner.transfers import ship
@@ -39,9 +41,11 @@ PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANON} if hasattr(mmap, "MAP_PRIV
 
 
 def block_bytes(
-    *, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype
-) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers.
+    *, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype,
+    parts: int = 2,
+) -> int:  # fmt: skip
+    """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers; `parts`
+    1: values are parts of the keys, which are all that is kept.
 
     >>> f16 = torch.float16
     >>> block_bytes(block_size=16, num_kv_heads=32, head_dim=128, num_layers=1, dtype=f16)
@@ -50,7 +54,7 @@ def block_bytes(
     5242880
     """
     row_bytes = stored_dim(head_dim, dtype) * dtype.itemsize
-    return 2 * block_size * num_kv_heads * num_layers * row_bytes
+    return parts * block_size * num_kv_heads * num_layers * row_bytes
 
 
 def stored_dim(head_dim: int, kv_dtype: torch.dtype) -> int:
@@ -71,8 +75,17 @@ def state_bytes(layers: Iterable[StatePlan], dtype: torch.dtype) -> int:
 def make_groups(
     config: ModelConfig, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> tuple[KVGroup, ...]:
-    """The KV groups of a model of `dtype`. Snapshots are as far apart on any number of ranks."""
+    """The KV groups of a model of `dtype`. Snapshots are as far apart on any number of ranks.
+
+    Raises:
+        ConfigError: a cache of bytes for layers whose rows are parts of one another.
+    """
     states, varied = config.states, config.plan.varied
+    if kv_dtype.itemsize == 1 and (varied is not None or config.plan.latent is not None):
+        raise ConfigError(
+            f"kv_cache_dtype of 8 bits is not implemented for {config.architecture}, whose keys and"
+            " values share their place in the KV cache: set kv_cache_dtype='auto' or 'bfloat16'"
+        )
     if varied is not None:
         from nanoengine.core.groups.rules import make_kv_groups
 
@@ -121,6 +134,7 @@ class KVCache:
         layout: layers of a group share block tables; the largest group sets the number of slices.
         order: inside a block, the attention backend's.
         state_dtype: of the state group; `bind` makes the tensor.
+        parts: 2: keys and values; 1: see `block_bytes`.
     """
 
     def __init__(
@@ -133,12 +147,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         state_dtype: torch.dtype = torch.float32,
+        parts: int = 2,
     ) -> None:
         size, self.groups = layout.block_size, kv_groups(layout.groups)
         inner = (size, num_kv_heads) if order == "PKD" else (num_kv_heads, size)
         slices = max(len(group.layers) for group in self.groups)
         row = stored_dim(head_dim, dtype)
-        self.kv = zeros((2, slices, layout.num_blocks, *inner, row), dtype, device)
+        self.kv = zeros((parts, slices, layout.num_blocks, *inner, row), dtype, device)
         self.num_blocks, self.num_states = layout.num_blocks, layout.num_states
         self.state_dtype = state_dtype
         self.states: torch.Tensor | None = None
@@ -150,7 +165,8 @@ class KVCache:
         by_number = dict(zip(numbers, layers, strict=True))
         for index, group in enumerate(self.groups):
             for position, number in enumerate(group.layers):
-                by_number[number].bind(self.kv[0, position], self.kv[1, position], index)
+                layer, values = by_number[number], self.kv[-1, position]
+                layer.bind(self.kv[0, position], values[..., : layer.spec.value_dim], index)
         if self.num_states:
             shape = (len(state_layers), 1 + self.num_states, state_layers[0].plan.size)
             self.states = zeros(shape, self.state_dtype, self.kv.device)

@@ -14,7 +14,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -106,10 +106,8 @@ class RunnerParts:
         self.load()
         block_bytes = self.extra_block_bytes + kv_cache.block_bytes(
             block_size=self.block_size,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self.model_config.head_dim,
             num_layers=max(len(group.layers) for group in kv_groups(self.groups)),
-            dtype=self.kv_dtype,
+            **self.kv_sizes,
         )
         plans = (layer.plan for layer in self.model.state_layers)
         layout = KVLayout(
@@ -170,9 +168,11 @@ class RunnerParts:
         self.num_parameters, self.weight_bytes = model_size(self.model)
 
     @property
-    def _num_kv_heads(self) -> int:
-        """KV heads of this rank."""
-        return self.model.attention_layers[0].spec.num_kv_heads
+    def kv_sizes(self) -> dict[str, Any]:
+        """What a token takes in the cache, on this rank."""
+        spec = self.model.attention_layers[0].spec
+        parts = {"parts": 2 if spec.value_dim is None else 1, "dtype": self.kv_dtype}
+        return parts | {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
 
     @property
     def _uses_graphs(self) -> bool:
@@ -217,12 +217,10 @@ class RunnerParts:
     def _allocate(self, layout: KVLayout) -> KVCache:
         cache = KVCache(
             layout,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self.model_config.head_dim,
             order=self.backend.kv_layout,
-            dtype=self.kv_dtype,
             device=self.device,
             state_dtype=kv_cache.state_dtype_for(self.dtype),
+            **self.kv_sizes,
         )
         cache.bind(self.model.attention_layers, self.model.state_layers)
         return cache

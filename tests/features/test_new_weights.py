@@ -86,6 +86,7 @@ CASES = [
     ("mixtral", {}, {"dtype": "float32"}),
     ("qwen3_next", {}, {"dtype": "float32"}),
     ("gpt_oss", {}, {"dtype": "float32"}),
+    ("deepseek_v3", {}, {"dtype": "float32"}),
     ("phi3", {}, {"dtype": "float32"}),
 ]
 

@@ -37,6 +37,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         {"q_lora_rank": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": None},
     ),
+    "deepseek_v2 groups": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
     "deepseek_v3 halves": (
         "deepseek_v3",
         {

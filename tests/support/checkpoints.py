@@ -387,6 +387,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
     "solar_open": ("SolarOpenConfig", {**ROUTED_MOE, "head_dim": 32, "first_k_dense_replace": 0}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {key: value for key, value in LATENT.items() if key not in ROUTED_MOE}
+        | {"scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32, "rope_parameters": None},
+    ),
+    "youtu": ("YoutuConfig", {k: v for k, v in LATENT.items() if k not in ROUTED_MOE}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 16}),
     "vaultgemma": (
         "VaultGemmaConfig",
@@ -402,7 +408,8 @@ EAGER = ("gemma2", "gpt_oss", "vaultgemma")
 
 CPU_FAMILIES = (
     "bamba", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma4", "gemma4_moe", "gemma4_unified",
-    "gemma4_unified_vision", "gemma4_vision", "glm4_moe_lite", "granite_hybrid", "nemotron_h",
+    "gemma4_unified_vision", "gemma4_vision", "glm4_moe_lite", "granite_hybrid", "minicpm3",
+    "nemotron_h", "youtu",
 )  # fmt: skip
 """Those that other devices refuse by name: they attend over latents, have Mamba layers, or layers
 that differ."""
