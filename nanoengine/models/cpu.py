@@ -4,7 +4,7 @@ Norms and gates are one pass each, weights lie in panels on huge pages, and once
 neighbouring decoder layers become one compiled call. `layers.kernels.Kernels` is the readable form;
 tests/kernels/test_cpu_kernels.py and tests/layers/test_cpu_decoder.py compare the two.
 
-Special: `layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_delta.py`, which are
+Special: `layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_states.py`, which are
 loaded for a model that has such layers.
 """
 
@@ -119,8 +119,8 @@ class CPUKernels(Kernels):
         place_parameters(model)
 
     def fuse(self, model: CausalLM) -> None:
-        """Neighbouring layers that a kernel computes become one call in `Decoder.stack`; single
-        steps of a delta rule and mixtures of experts become one call each."""
+        """Neighbouring layers that a kernel computes become one call in `Decoder.stack`; a delta
+        rule and mixtures of experts become one call each."""
         place_buffers(model)
         if model.config.moe is not None:
             from nanoengine.layers.cpu_experts import CPUExperts
@@ -130,16 +130,20 @@ class CPUKernels(Kernels):
                 if CPUExperts.takes(mlp.gate, mlp.experts):
                     mlp.routed = CPUExperts(mlp.gate, mlp.experts)
         if model.config.states is not None:
-            from nanoengine.layers.cpu_delta import CPUDeltaSteps
+            from nanoengine.layers.cpu_states import CPUDelta, StateParts
             from nanoengine.models.states import GatedDeltaNet
 
             for mixer in model.state_layers:
-                if isinstance(mixer, GatedDeltaNet):
-                    mixer.one_token_each = CPUDeltaSteps(mixer.plan, mixer.conv1d.weight)
+                if isinstance(mixer, GatedDeltaNet) and self.dtype != torch.float64:
+                    mixer.mix_of = CPUDelta(mixer)
         decoder = model.model
         decoder.stack = []
         for layer in decoder.layers:
-            parts = None if getattr(layer, "needs_torch", False) else LayerParts(layer)
+            parts: LayerParts | None = None
+            if getattr(layer, "mixer", None) in model.state_layers:
+                parts = StateParts(layer, self.attention)
+            elif not getattr(layer, "needs_torch", False):
+                parts = LayerParts(layer)
             before = decoder.stack[-1] if decoder.stack else None
             if parts is None or not FusedLayers.takes(parts):
                 decoder.stack.append(layer)
