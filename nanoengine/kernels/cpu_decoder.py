@@ -42,10 +42,8 @@ from nanoengine.kernels.cpu_layers import (
 )
 from nanoengine.kernels.cpu_linear import linear, linear_dequantized, linear_of_rounded
 from nanoengine.kernels.cpu_quantized import linear8
-from nanoengine.kernels.exp import exp
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.pool import parallel_for
 
 
 @by_types()
@@ -122,49 +120,24 @@ def finish_layer(
     gated_mlp(x_on, mlp, mlp_eps, behind, factor, workers)
 
 
-@compiled(fastmath=FASTMATH)
-def _copy_columns(source, first, out, lo, hi):
-    for t in range(lo, hi):
-        row, target = source[t, first:], out[t]
-        for i in range(len(target)):
-            target[i] = row[i]
-
-
-@by_types(FASTMATH)
-def _behind_gates(projected, size, gates, workers):
-    """The query, key and value heads of what was projected; `gates`: () where there are none."""
+@by_types()
+def heads_of(projected, gates, size, workers):
+    """The query, key and value heads of what was projected, behind gates [T, size], if any."""
     if len(gates) == 0:
-        return lambda projected, size, gates, workers: projected
+        return lambda projected, gates, size, workers: projected
+    from nanoengine.kernels.cpu_gates import columns_from
 
-    def heads(projected, size, gates, workers):
-        out = empty((len(projected), projected.shape[1] - size), projected.dtype)
-        workers = 1 if out.size <= SMALL else workers
-        parallel_for(_copy_columns, len(out), workers, (projected, size, out))
-        return out
-
-    return heads
+    return lambda projected, gates, size, workers: columns_from(projected, size, workers)
 
 
-@compiled(fastmath=FASTMATH)
-def _weigh_rows(attended, gates, lo, hi):
-    for t in range(lo, hi):
-        row, gate, one = attended[t], gates[t], attended.dtype.type(1)
-        for i in range(len(row)):
-            e = exp(-abs(gate[i]))
-            row[i] *= (one if gate[i] >= 0 else e) / (one + e)
-
-
-@by_types(FASTMATH)
-def _weigh(attended, projected, gates, workers):
+@by_types()
+def weigh(attended, projected, gates, workers):
     """In place: attended [T, H * D] times the sigmoids of the gates before the heads, if any."""
     if len(gates) == 0:
         return lambda attended, projected, gates, workers: None
+    from nanoengine.kernels.cpu_gates import weigh_rows
 
-    def weighed(attended, projected, gates, workers):
-        workers = 1 if attended.size <= SMALL else workers
-        parallel_for(_weigh_rows, len(attended), workers, (attended, projected))
-
-    return weighed
+    return lambda attended, projected, gates, workers: weigh_rows(attended, projected, workers)
 
 
 @compiled(fastmath=FASTMATH)
@@ -198,7 +171,7 @@ def _decoder_layer(
         ask_for_slots(slots, k_cache, v_cache, heads_and_dims)
     enter(x, residual, norm, eps, before, workers)
     multiply(x, qkv, projected, workers)
-    heads = _behind_gates(projected, of_gates, gates, workers)
+    heads = heads_of(projected, gates, of_gates, workers)
     q = empty((tokens, num_heads, head_dim), x.dtype)
     rotate_and_store(
         heads.reshape(tokens, num_heads + 2 * num_kv_heads, head_dim), table, head_norm,
@@ -212,7 +185,7 @@ def _decoder_layer(
     if len(merges):
         combine(merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats, workers)
     attended = of_heads.reshape(tokens, num_heads * head_dim)
-    _weigh(attended, projected, gates, workers)
+    weigh(attended, projected, gates, workers)
     finish_layer(attended, residual, before, all_rows, rows, x_on, residual_on, second, workers)
 
 

@@ -94,7 +94,11 @@ class LayerParts:
             (heads_and_dims, window, kind, self.before[0] is not None),
             (eps, real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
         )
-        return (*first, True) if self.is_gated else first, second
+        if not self.is_gated:
+            return first, second
+        from nanoengine.kernels import cpu_gates  # noqa: F401, which kept code of kernels calls
+
+        return (*first, True), second
 
     def ends(self) -> tuple[list[Any], tuple[Any, ...]]:
         """The weights of the mixer's first projections, and what `decoder_layers` calls second."""
