@@ -1,4 +1,4 @@
-"""Layers that keep states as compiled calls: what plain torch gives, however a prompt is cut, and in
+"""Layers that keep states as compiled calls: what plain torch gives, however prompts are cut, and in
 whole layers what their parts give."""
 
 from __future__ import annotations
