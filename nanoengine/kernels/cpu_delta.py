@@ -38,25 +38,25 @@ TOKENS = 64  # that a strip stays in the cache for
 
 
 @tile_function(
-    "float* strip, float* key, float* query, float* following, keys, float* kept, float* change,"
-    " float* read, float* recalled"
+    "float* source, step, float* target, target_step, float* key, float* query, float* following,"
+    " keys, float* kept, float* change, float* read, float* recalled"
 )
 def delta_tile(builder, isa: ISA, of):
-    """strip [E, STRIP] = kept * strip + key ⊗ change; read = query strip, recalled = following
-    strip. Each sum is one chain over the keys in order."""
+    """target = kept * source + key ⊗ change, two strips [E, STRIP] with so many numbers from row to
+    row; read = query target, recalled = following target. Each sum is one chain over the keys."""
     tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
     lanes = [I64(v * tile.width) for v in range(VECTORS)]
-    kept, place = tile.broadcast(of.kept), tile.variable(of.strip)
+    kept = tile.broadcast(of.kept)
+    places = [(tile.variable(of.source), of.step), (tile.variable(of.target), of.target_step)]
     changes = [tile.load(tile.at(of.change, lane)) for lane in lanes]
     reads, recalls = ([tile.variable(tile.constant(0.0)) for _ in lanes] for _ in range(2))
 
     def step(e):
-        row = tile.moved(place, I64(VECTORS * tile.width))
+        row, to = (tile.moved(place, size) for place, size in places)
         key, *asked = (tile.broadcast(tile.at(x, e)) for x in (of.key, of.query, of.following))
         for lane, change, *sums in zip(lanes, changes, reads, recalls, strict=True):
-            at = tile.at(row, lane)
-            new = tile.fma(key, change, builder.fmul(tile.load(at), kept))
-            tile.store(new, at)
+            new = tile.fma(key, change, builder.fmul(tile.load(tile.at(row, lane)), kept))
+            tile.store(new, tile.at(to, lane))
             for cell, factor in zip(sums, asked, strict=True):
                 builder.store(tile.fma(new, factor, builder.load(cell)), cell)
 
@@ -67,9 +67,14 @@ def delta_tile(builder, isa: ISA, of):
 
 
 @intrinsic
-def advance_strip(typing, strip, key, query, following, keys, kept, change, read, recalled):
+def advance_strip(
+    typing, source, step, target, target_step, key, query, following, keys, kept, change, read,
+    recalled,
+):  # fmt: skip
     """`delta_tile`, of arrays."""
-    given = strip, key, query, following, keys, kept, change, read, recalled
+    given = (
+        source, step, target, target_step, key, query, following, keys, kept, change, read, recalled
+    )  # fmt: skip
 
     def codegen(context, builder, signature, args):
         emit = Emit(context, builder)
@@ -170,24 +175,25 @@ def _move_row(channels, row, g, shape, out):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _move_matrix(state, strips, values, out):
-    """A head's matrix between its state [E * V] and strips [V / STRIP, E, STRIP]."""
-    for e in range(strips.shape[1]):
-        for s in range(len(strips)):
-            row, size = state[e * values + s * STRIP :], min(STRIP, values - s * STRIP)
-            if out:
-                copy(strips[s, e], row, size)
-            else:
-                copy(row, strips[s, e], size)
+def _move_part(state, values, strip, size, out):
+    """A strip that is the last columns of a matrix: from the state, or back to it if `out`."""
+    for e in range(len(strip) // STRIP):
+        row, own = state[e * values :], strip[e * STRIP :]
+        if out:
+            copy(own, row, size)
+        else:
+            copy(row, own, size)
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _walk(strip, mixed, v, first, size, count, gates, keys, found):
-    """Takes a strip, whose columns of the values are `size` from `first` on, through some tokens
-    of a head: what their queries read goes to found [count, ...]."""
+def _walk(source, step, strip, mixed, v, first, size, count, gates, keys, found):
+    """Takes a strip, which is in the source, through some tokens of a head, to `strip`: what their
+    queries read goes to found [count, ...]. It is `size` columns of the values, from `first` on."""
     change, recalled = zeros((STRIP,), np.float32), empty((STRIP,), np.float32)
     key, query = mixed[0, keys : 2 * keys], mixed[0, :keys]
-    advance_strip(strip, key, query, key, keys, gates[TOKENS], change, change, recalled)
+    advance_strip(
+        source, step, strip, STRIP, key, query, key, keys, gates[TOKENS], change, change, recalled
+    )
     for t in range(count):
         beta, kept = gates[t, 0], gates[t, 1]
         for i in range(size):
@@ -195,8 +201,9 @@ def _walk(strip, mixed, v, first, size, count, gates, keys, found):
         key, query = mixed[t, keys : 2 * keys], mixed[t, :keys]
         following = mixed[min(t + 1, count - 1), keys : 2 * keys]
         advance_strip(
-            strip, key, query, following, keys, gates[t, 1:], change, found[t, first:], recalled
-        )
+            strip, STRIP, strip, STRIP, key, query, following, keys, gates[t, 1:], change,
+            found[t, first:], recalled,
+        )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -219,8 +226,8 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
     key_heads, heads, keys, values = shape
     taps, channels = len(conv) - 1, conv.shape[1]
     base, width = key_heads * heads * keys * values, 2 * keys + heads * values
-    strips = -(-values // STRIP)
-    one, no_bias = np.float32(1), zeros((0,), np.float32)
+    strips, size = -(-values // STRIP), keys * STRIP
+    one, no_bias, nothing = np.float32(1), zeros((0,), conv.dtype), zeros((STRIP,), conv.dtype)
     weight, gates = empty((taps + 1, width), conv.dtype), empty((TOKENS + 1, 2), conv.dtype)
     gates[TOKENS, 0] = gates[TOKENS, 1] = one
     for task in range(lo, hi):
@@ -230,14 +237,11 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
         window = empty((taps + most, width), conv.dtype)
         mixed = empty((most, width), conv.dtype)
         found = empty((most, strips * STRIP), conv.dtype)
-        matrices = zeros((heads, strips, keys, STRIP), conv.dtype)
+        matrices = empty((heads * strips, size), conv.dtype)
         before = states[pieces[first, 2]]
         _move_columns(before, base, window, taps, g, shape, False)
         for tap in range(taps + 1):
             _move_row(conv[tap], weight[tap], g, shape, False)
-        for r in range(heads):
-            at = (g * heads + r) * keys * values
-            _move_matrix(before[at : at + keys * values], matrices[r], values, False)
         for piece in range(first, last):
             start, end = pieces[piece, 0], pieces[piece, 1]
             for t in range(start, end, TOKENS):
@@ -257,10 +261,17 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
                         a = row[key_heads * heads + h]
                         gates[i, 0], gates[i, 1] = _gates(row[h], a, a_log[h], dt_bias[h])
                     for s in range(strips):
-                        size = min(STRIP, values - s * STRIP)
+                        strip, columns = matrices[r * strips + s], min(STRIP, values - s * STRIP)
+                        source, step = strip, STRIP
+                        if t == pieces[first, 0]:
+                            matrix = before[h * keys * values + s * STRIP :]
+                            if columns == STRIP:
+                                source, step = matrix, values
+                            else:
+                                _move_part(matrix, values, strip, columns, False)
                         _walk(
-                            matrices[r, s].reshape(-1), mixed, v, s * STRIP, size, count, gates,
-                            keys, found,
+                            source, step, strip, mixed, v, s * STRIP, columns, count, gates, keys,
+                            found,
                         )  # fmt: skip
                     to, z = places[h] * values, channels + h * values
                     for i in range(count):
@@ -270,9 +281,17 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
                         )  # fmt: skip
             behind = states[pieces[piece, 3]]
             _move_columns(behind, base, window, taps, g, shape, True)
-            for r in range(heads):
-                at = (g * heads + r) * keys * values
-                _move_matrix(behind[at : at + keys * values], matrices[r], values, True)
+            for part in range(heads * strips):
+                h, s = g * heads + part // strips, part % strips
+                matrix, columns = behind[h * keys * values + s * STRIP :], values - s * STRIP
+                if columns < STRIP:
+                    _move_part(matrix, values, matrices[part], columns, True)
+                else:
+                    key = mixed[0]
+                    advance_strip(
+                        matrices[part], STRIP, matrix, values, key, key, key, keys, gates[TOKENS],
+                        nothing, found[0], found[0],
+                    )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
