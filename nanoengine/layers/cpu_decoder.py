@@ -38,7 +38,10 @@ class LayerParts:
             and what stands behind it.
         scale: the factor on what attention and MLP add.
         rotation: which of the model's rotations the layer has; None: there is one.
+        kernel: computes several of them.
     """
+
+    kernel: Any = staticmethod(decoder_layers)
 
     def __init__(self, layer: Any) -> None:
         """`layer` is a `DecoderLayer`."""
@@ -70,11 +73,9 @@ class LayerParts:
         """What layers of one call have in common, but for types; and the layer's memory."""
         return self.memory.spec, self.backend.cache_arrays(self.memory)
 
-    def run(self, spec: Any, rotation: Rotation, batch: Batch, rows: Any, arguments: Any) -> None:
-        """Runs layers of a call; see `decoder_layers`, but for the step."""
-        dtype = arguments[0].dtype
-        step = self.backend.step_arrays(rotation, batch, spec, dtype, rows)
-        decoder_layers(*arguments[:6], step, *arguments[6:])
+    def step(self, rotation: Rotation, batch: Batch, spec: Any, *rows: Any) -> tuple[Any, ...]:
+        """What `kernel` needs of a step."""
+        return self.backend.step_arrays(rotation, batch, spec, *rows)
 
     def operands(self) -> tuple[Any, Any]:
         """What `decoder_layers` calls first and second."""
@@ -180,17 +181,12 @@ class FusedLayers:
             x, residual = torch.zeros_like(x), x
         given, calls = (x.numpy(), residual.numpy()), self._bound()
 
-        def run(
-            call: _FusedCall,
-            layers: tuple[int, int],
-            results: tuple[np.ndarray, np.ndarray],
-            rows: np.ndarray | None,
-        ) -> None:
-            arguments = (
-                *given, rows is None, NO_ROWS if rows is None else rows, *results, call.operands,
-                *layers, batch.attention.num_workers,
+        def run(call: _FusedCall, layers: Any, results: Any, rows: Any) -> None:
+            step = call.parts.step(rotation, batch, call.spec, given[0].dtype, rows)
+            call.parts.kernel(
+                *given, rows is None, NO_ROWS if rows is None else rows, *results, step,
+                call.operands, *layers, batch.attention.num_workers,
             )  # fmt: skip
-            call.parts.run(call.spec, rotation, batch, rows, arguments)
 
         for call in calls:
             last = len(call.operands) - (rows is not None and call is calls[-1])

@@ -84,6 +84,8 @@ class StateParts(LayerParts):
         mixer: the layer's `StateLayer`.
     """
 
+    kernel = staticmethod(state_layers)
+
     def __init__(self, layer: Any, backend: AttentionBackend) -> None:
         self.mixer, self.backend = layer.mixer, backend
         super().__init__(layer)
@@ -101,11 +103,12 @@ class StateParts(LayerParts):
     def bound(self) -> tuple[None, tuple[Any, ...]]:
         return None, (self.memory.numpy(),)
 
-    def run(self, spec: Any, rotation: Rotation, batch: Batch, rows: Any, arguments: Any) -> None:
+    def step(self, rotation: Rotation, batch: Batch, spec: Any, *rows: Any) -> tuple[Any, ...]:
         kept: Any = batch.attention
-        if () not in kept.arrays:  # once a step
+        if () not in kept.arrays:  # once for all layers
             kept.arrays[()] = spans_of(batch.state_waves)
-        state_layers(*arguments[:6], kept.arrays[()], *arguments[6:])
+        spans: Spans = kept.arrays[()]
+        return spans
 
     def operands(self) -> tuple[Any, Any]:
         """What `state_layers` has behind the states."""
