@@ -1,5 +1,5 @@
-"""Layers that keep states as compiled calls: what plain torch gives, however prompts are cut, and in
-whole layers what their parts give."""
+"""Layers that keep states as compiled calls: what plain torch gives, however prompts are cut, and
+in whole layers what their parts give."""
 
 from __future__ import annotations
 
