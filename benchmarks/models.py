@@ -74,6 +74,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5ForCausalLM",
         {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "partial_rotary_factor": 0.25},
     ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {"block_auto_adjust_ff_dim": False, "block_ff_dim": 1920, "conv_L_cache": 3}
+        | {"full_attn_idxs": [2, 5, 8, 11, 14], "norm_eps": 1e-5},
+    ),
 }
 """Name -> architecture and the keys that make it what it is; the sizes are the shape's."""
 

@@ -60,7 +60,7 @@ def multiply(x, weight, out, workers):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _enter(x, residual, norm, eps, before, workers):
+def enter(x, residual, norm, eps, before, workers):
     """In place: residual += x, and x becomes the norm of it, or without a norm the same."""
     if before:
         rms_norm(x, residual, ADDS, norm, eps, x, workers)
@@ -101,6 +101,46 @@ def gated_mlp(x, mlp, eps, behind, factor, workers):
 
 
 @compiled(fastmath=FASTMATH)
+def finish_layer(
+    attended, residual, before, all_rows, rows, x_on, residual_on, second, workers
+):  # fmt: skip
+    """A layer from its output projection on, see `decoder_layers`; attended: [T, its inputs]."""
+    if not all_rows:
+        kept = empty((len(rows), attended.shape[1]), attended.dtype)
+        for i in range(len(rows)):  # Why loops: numba's own copies take seconds to compile
+            for d in range(attended.shape[1]):
+                kept[i, d] = attended[rows[i], d]
+            for d in range(residual.shape[1]):
+                residual_on[i, d] = residual[rows[i], d]
+        attended = kept
+    (o, attention_output_norm, mlp_norm), mlp, (mlp_eps, behind, factor) = second
+    multiply(attended, o, x_on, workers)
+    _leave(x_on, attention_output_norm, mlp_eps, behind, factor, workers)
+    enter(x_on, residual_on, mlp_norm, mlp_eps, before, workers)
+    gated_mlp(x_on, mlp, mlp_eps, behind, factor, workers)
+
+
+@by_types()
+def heads_of(projected, gates, size, workers):
+    """The query, key and value heads of what was projected, behind gates [T, size], if any."""
+    if len(gates) == 0:
+        return lambda projected, gates, size, workers: projected
+    from nanoengine.kernels.cpu_gates import columns_from
+
+    return lambda projected, gates, size, workers: columns_from(projected, size, workers)
+
+
+@by_types()
+def weigh(attended, projected, gates, workers):
+    """In place: attended [T, H * D] times the sigmoids of the gates before the heads, if any."""
+    if len(gates) == 0:
+        return lambda attended, projected, gates, workers: None
+    from nanoengine.kernels.cpu_gates import weigh_rows
+
+    return lambda attended, projected, gates, workers: weigh_rows(attended, projected, workers)
+
+
+@compiled(fastmath=FASTMATH)
 def _decoder_layer(
     x, residual, all_rows, rows, x_on, residual_on, step, k_cache, v_cache, first, second, workers
 ):  # fmt: skip
@@ -111,27 +151,30 @@ def _decoder_layer(
         first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], attention's
             operand, and sinks [H], if any; (H, K, D, P), the window, how heads are normed,
             whether norms are before attention and MLP; the epsilons of the layer's and the heads'
-            norms, the scale and softcap of scores.
+            norms, the scale and softcap of scores. A fourth, of anything: qkv gives H gates of
+            what is attended before the heads.
         second: three groups: the weights o, norm behind attention, norm before the MLP; gate_up,
             down, norm behind the MLP, I and the gate's number, or nothing; the norms' epsilon,
             whether they are behind, and the factor on what is added. Norms that are not there are
             any array.
     """
-    weights, (heads_and_dims, window, normed, before), numbers = first
+    weights, (heads_and_dims, window, normed, before), numbers = first[:3]
     norm, qkv, head_norm, operand, sinks = weights
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
     eps, head_eps, scale, softcap = numbers
     num_heads, num_kv_heads, head_dim, _ = heads_and_dims
-    tokens = len(x)
+    tokens, gates = len(x), first[3:]
+    of_gates = len(gates) * num_heads * head_dim
 
-    projected = empty((tokens, (num_heads + 2 * num_kv_heads) * head_dim), x.dtype)
+    projected = empty((tokens, of_gates + (num_heads + 2 * num_kv_heads) * head_dim), x.dtype)
     if projected.size <= SMALL:  # This thread will write them, see `rotate_and_store`.
         ask_for_slots(slots, k_cache, v_cache, heads_and_dims)
-    _enter(x, residual, norm, eps, before, workers)
+    enter(x, residual, norm, eps, before, workers)
     multiply(x, qkv, projected, workers)
+    heads = heads_of(projected, gates, of_gates, workers)
     q = empty((tokens, num_heads, head_dim), x.dtype)
     rotate_and_store(
-        projected.reshape(tokens, num_heads + 2 * num_kv_heads, head_dim), table, head_norm,
+        heads.reshape(tokens, num_heads + 2 * num_kv_heads, head_dim), table, head_norm,
         head_eps, normed, slots, k_cache, v_cache, q, heads_and_dims, workers,
     )  # fmt: skip
     of_heads = empty(q.shape, x.dtype)
@@ -142,21 +185,8 @@ def _decoder_layer(
     if len(merges):
         combine(merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats, workers)
     attended = of_heads.reshape(tokens, num_heads * head_dim)
-
-    if not all_rows:
-        tokens = len(rows)
-        kept = empty((tokens, attended.shape[1]), x.dtype)
-        for i in range(tokens):  # Why loops: numba's own copies take seconds to compile
-            for d in range(attended.shape[1]):
-                kept[i, d] = attended[rows[i], d]
-            for d in range(x.shape[1]):
-                residual_on[i, d] = residual[rows[i], d]
-        attended = kept
-    (o, attention_output_norm, mlp_norm), mlp, (mlp_eps, behind, factor) = second
-    multiply(attended, o, x_on, workers)
-    _leave(x_on, attention_output_norm, mlp_eps, behind, factor, workers)
-    _enter(x_on, residual_on, mlp_norm, mlp_eps, before, workers)
-    gated_mlp(x_on, mlp, mlp_eps, behind, factor, workers)
+    weigh(attended, projected, gates, workers)
+    finish_layer(attended, residual, before, all_rows, rows, x_on, residual_on, second, workers)
 
 
 @compiled(fastmath=FASTMATH)

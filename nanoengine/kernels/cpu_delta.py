@@ -1,56 +1,136 @@
-"""One token of the gated delta rule, from projections to what each head reads, in one call.
+"""The gated delta rule, from projections to normed and gated heads, in one parallel call.
 
 The state of a sequence is one row of numbers: a matrix [E, V] for each value head, then the last
-W - 1 inputs of the convolution, [W - 1, C]. A decode is as fast as this memory: a matrix is read
-once and written once, its second look at it finds it in the cache.
+W - 1 inputs of the convolution, [W - 1, C]. A prompt's tokens go one after the other, as those of a
+decode do, so **a token has the same bits however a prompt was cut, and in any batch**.
 
-Each key head of each token is a task of its own, so a token has the same bits in any batch. The
-readable forms are `step` (`layers/delta_rule.py`) and `CausalConv.step`.
+Why not by products over chunks of tokens, as `delta_rule.scan`: here these are not fewer. A token
+costs 4 operations for each number of the matrix, a chunk of 64 as many, and a triangular system. A
+strip of the matrix, two vectors wide, stays in the L1 cache while 64 tokens pass; one walk over it
+writes what a token teaches, reads for its query, and recalls what the next token's key finds.
 
-Legend: T tokens, G key heads, R value heads a key head, E / V size of a key / value, C channels, W
-kernel.
+Each key head of each sequence is a task of its own. The readable form is `GatedDeltaNet.mix`.
+
+Legend: T tokens, G key heads, R value heads a key head, H = G * R, E / V size of a key / value, C
+channels, W kernel.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
-from nanoengine.kernels.arrays import empty
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_layers import FASTMATH
+from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
+from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.tiles import I64, tile_function
+
+VECTORS = 2  # of a strip
+STRIP = VECTORS * CURRENT.vector_bits // 32  # columns of a matrix
+TOKENS = 64  # that a strip stays in the cache for
+
+
+@tile_function(
+    "float* source, step, float* target, target_step, float* key, float* query, float* following,"
+    " keys, float* kept, float* change, float* read, float* recalled"
+)
+def delta_tile(builder, isa: ISA, of):
+    """target = kept * source + key ⊗ change, two strips [E, STRIP] with so many numbers from row to
+    row; read = query target, recalled = following target. Each sum is one chain over the keys."""
+    tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
+    lanes = [I64(v * tile.width) for v in range(VECTORS)]
+    kept = tile.broadcast(of.kept)
+    places = [(tile.variable(of.source), of.step), (tile.variable(of.target), of.target_step)]
+    changes = [tile.load(tile.at(of.change, lane)) for lane in lanes]
+    reads, recalls = ([tile.variable(tile.constant(0.0)) for _ in lanes] for _ in range(2))
+
+    def step(e):
+        row, to = (tile.moved(place, size) for place, size in places)
+        key, *asked = (tile.broadcast(tile.at(x, e)) for x in (of.key, of.query, of.following))
+        for lane, change, *sums in zip(lanes, changes, reads, recalls, strict=True):
+            new = tile.fma(key, change, builder.fmul(tile.load(tile.at(row, lane)), kept))
+            tile.store(new, tile.at(to, lane))
+            for cell, factor in zip(sums, asked, strict=True):
+                builder.store(tile.fma(new, factor, builder.load(cell)), cell)
+
+    tile.loop(of.keys, step, unroll=2)
+    for cells, out in ((reads, of.read), (recalls, of.recalled)):
+        for cell, lane in zip(cells, lanes, strict=True):
+            tile.store(builder.load(cell), tile.at(out, lane))
+
+
+@intrinsic
+def advance_strip(
+    typing, source, step, target, target_step, key, query, following, keys, kept, change, read,
+    recalled,
+):  # fmt: skip
+    """`delta_tile`, of arrays."""
+    given = (
+        source, step, target, target_step, key, query, following, keys, kept, change, read, recalled
+    )  # fmt: skip
+
+    def codegen(context, builder, signature, args):
+        emit = Emit(context, builder)
+        operands = [
+            emit.pointer(kind, arg, I64(0)) if isinstance(kind, types.Array) else arg
+            for kind, arg in zip(signature.args, args, strict=True)
+        ]
+        builder.call(delta_tile(builder.module, CURRENT), operands)
+        return context.get_dummy_value()
+
+    return types.void(*given), codegen
+
+
+# Why no "contract": the bits are those of `CausalConv`, which rounds each product.
+@compiled(fastmath=("nsz",), part=True)
+def convolve(window, weight, bias, count, out):
+    """out[:count] = the convolution of the rows of a window [W - 1 + count, N], weight [W, N]."""
+    for t in range(count):
+        row = out[t]
+        for i in range(window.shape[1]):
+            row[i] = window[t, i] * weight[0, i]
+        for tap in range(1, len(weight)):
+            inputs, factors = window[t + tap], weight[tap]
+            for i in range(window.shape[1]):
+                row[i] += inputs[i] * factors[i]
+        for i in range(len(bias)):
+            row[i] += bias[i]
+
+
+@compiled(fastmath=(), part=True)
+def copy(source, target, count):
+    """The first `count` numbers."""
+    for i in range(count):
+        target[i] = source[i]
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _convolve(before, behind, base, row, weight, first, out):
-    """Convolves and gates the channels from `first` on, as many as `out` has, and shifts the inputs
-    kept of them; `before` and `behind` may be the same state."""
-    taps, channels = weight.shape
-    count, one = len(out), out.dtype.type(1)
-    for i in range(count):
-        out[i] = 0
-    for tap in range(taps - 1):
-        at = base + tap * channels + first
-        kept = before[at : at + count]
-        factors = weight[tap, first : first + count]
-        for i in range(count):
-            out[i] += kept[i] * factors[i]
-        if tap > 0:
-            behind[at - channels : at - channels + count] = kept
-    at = base + (taps - 2) * channels + first
-    behind[at : at + count] = row[first : first + count]
-    factors = weight[taps - 1, first : first + count]
-    for i in range(count):
-        x = out[i] + row[first + i] * factors[i]
+def keep_last(window, count, taps):
+    """The last W - 1 rows of a window of so many tokens become the first."""
+    for tap in range(taps):
+        copy(window[tap + count], window[tap], window.shape[1])
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _silu(row):
+    one = np.float32(1)
+    for i in range(len(row)):
+        x = row[i]
         e = exp(-abs(x))
-        out[i] = (x if x >= 0 else x * e) / (one + e)
+        row[i] = (x if x >= 0 else x * e) / (one + e)
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def _scale_to(x, length):
     """Gives a vector this length; a vector of zeros keeps its own."""
-    total = x.dtype.type(1e-6)
+    total = np.float32(1e-6)
     for i in range(len(x)):
         total += x[i] * x[i]
     factor = length / np.sqrt(total)
@@ -59,69 +139,178 @@ def _scale_to(x, length):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _learn(before, behind, at, q, k, v, decay, beta, recalled, out):
-    """One head: its matrix lies at `at` in both states."""
-    size, kept = len(v), exp(decay)
-    for i in range(size):
-        recalled[i] = 0
-        out[i] = 0
-    for e in range(len(k)):
-        row, factor = before[at + e * size : at + (e + 1) * size], k[e] * kept
-        for i in range(size):
-            recalled[i] += row[i] * factor
-    for i in range(size):
-        recalled[i] = (v[i] - recalled[i]) * beta
-    for e in range(len(k)):
-        row = before[at + e * size : at + (e + 1) * size]
-        new = behind[at + e * size : at + (e + 1) * size]
-        key, query = k[e], q[e]
-        for i in range(size):
-            number = row[i] * kept + key * recalled[i]
-            new[i] = number
-            out[i] += number * query
+def _gates(beta, a, a_log, dt_bias):
+    """How much a head learns at a token, and the factor on what it knew."""
+    one, x = np.float32(1), a + dt_bias
+    e = exp(-abs(beta))
+    learned = (one if beta >= 0 else e) / (one + e)
+    softplus = max(x, np.float32(0)) + math.log1p(exp(-abs(x)))
+    return learned, exp(-math.exp(a_log) * softplus)
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _advance(qkv, decay, beta, weight, states, reads, writes, out, shape, task):
+def _move_columns(state, base, window, taps, g, shape, out):
+    """The W - 1 inputs of a task's channels: from the state, or to it if `out`."""
     key_heads, heads, keys, values = shape
-    t, g = task // key_heads, task % key_heads
-    before, behind, row = states[reads[t]], states[writes[t]], qkv[t]
-    base = key_heads * heads * keys * values
-    mixed = empty((2 * keys + (heads + 1) * values,), out.dtype)
-    q, k = mixed[:keys], mixed[keys : 2 * keys]
-    v = mixed[2 * keys : 2 * keys + heads * values]
-    recalled = mixed[2 * keys + heads * values :]
-    _convolve(before, behind, base, row, weight, g * keys, q)
-    _convolve(before, behind, base, row, weight, (key_heads + g) * keys, k)
-    _convolve(before, behind, base, row, weight, 2 * key_heads * keys + g * heads * values, v)
-    one = out.dtype.type(1)
-    _scale_to(q, one / np.sqrt(out.dtype.type(keys)))
-    _scale_to(k, one)
-    for r in range(heads):
-        h = g * heads + r
-        _learn(
-            before, behind, h * keys * values, q, k, v[r * values : (r + 1) * values],
-            decay[t, h], beta[t, h], recalled, out[t, h],
+    channels = key_heads * (2 * keys + heads * values)
+    for tap in range(taps):
+        row, at = window[tap], base + tap * channels
+        _move_row(state[at : at + channels], row, g, shape, out)
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _move_row(channels, row, g, shape, out):
+    """A key head's query, key and values of a row of all channels, which lie side by side in `row`:
+    from there, or back to there if `out`."""
+    key_heads, heads, keys, values = shape
+    at = 0
+    for part in range(3):
+        size = heads * values if part == 2 else keys
+        first = part * key_heads * keys + g * size
+        if out:
+            copy(row[at:], channels[first:], size)
+        else:
+            copy(channels[first:], row[at:], size)
+        at += size
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _move_part(state, values, strip, size, out):
+    """A strip that is the last columns of a matrix: from the state, or back to it if `out`."""
+    for e in range(len(strip) // STRIP):
+        row, own = state[e * values :], strip[e * STRIP :]
+        if out:
+            copy(own, row, size)
+        else:
+            copy(row, own, size)
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _walk(source, step, strip, mixed, v, first, size, count, gates, keys, found):
+    """Takes a strip, which is in the source, through some tokens of a head, to `strip`: what their
+    queries read goes to found [count, ...]. It is `size` columns of the values, from `first` on."""
+    change, recalled = zeros((STRIP,), np.float32), empty((STRIP,), np.float32)
+    key, query = mixed[0, keys : 2 * keys], mixed[0, :keys]
+    advance_strip(
+        source, step, strip, STRIP, key, query, key, keys, gates[TOKENS], change, change, recalled
+    )
+    for t in range(count):
+        beta, kept = gates[t, 0], gates[t, 1]
+        for i in range(size):
+            change[i] = (mixed[t, v + first + i] - recalled[i] * kept) * beta
+        key, query = mixed[t, keys : 2 * keys], mixed[t, :keys]
+        following = mixed[min(t + 1, count - 1), keys : 2 * keys]
+        advance_strip(
+            strip, STRIP, strip, STRIP, key, query, following, keys, gates[t, 1:], change,
+            found[t, first:], recalled,
         )  # fmt: skip
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _leave(found, gate, weight, eps, out):
+    """out [V] = the norm of what a head has read, times the silu of its gate."""
+    total = np.float32(0)
+    one, size = np.float32(1), len(out)
+    for i in range(size):
+        total += found[i] * found[i]
+    scale = one / np.sqrt(total / np.float32(size) + eps)
+    for i in range(size):
+        x = gate[i]
+        e = exp(-abs(x))
+        out[i] = found[i] * scale * weight[i] * ((x if x >= 0 else x * e) / (one + e))
+
+
 @compiled(fastmath=FASTMATH)
-def _advance_tasks(qkv, decay, beta, weight, states, reads, writes, out, shape, lo, hi):
+def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
+    (pieces, firsts, _), (conv, a_log, dt_bias, norm, places) = spans, weights
+    key_heads, heads, keys, values = shape
+    taps, channels = len(conv) - 1, conv.shape[1]
+    base, width = key_heads * heads * keys * values, 2 * keys + heads * values
+    strips, size = -(-values // STRIP), keys * STRIP
+    one, no_bias, nothing = np.float32(1), zeros((0,), conv.dtype), zeros((STRIP,), conv.dtype)
+    weight, gates = empty((taps + 1, width), conv.dtype), empty((TOKENS + 1, 2), conv.dtype)
+    gates[TOKENS, 0] = gates[TOKENS, 1] = one
     for task in range(lo, hi):
-        _advance(qkv, decay, beta, weight, states, reads, writes, out, shape, task)
+        span, g = begin + task // key_heads, task % key_heads
+        first, last = firsts[span], firsts[span + 1]
+        most = min(pieces[last - 1, 1] - pieces[first, 0], TOKENS)
+        window = empty((taps + most, width), conv.dtype)
+        mixed = empty((most, width), conv.dtype)
+        found = empty((most, strips * STRIP), conv.dtype)
+        matrices = empty((heads * strips, size), conv.dtype)
+        before = states[pieces[first, 2]]
+        _move_columns(before, base, window, taps, g, shape, False)
+        for tap in range(taps + 1):
+            _move_row(conv[tap], weight[tap], g, shape, False)
+        for piece in range(first, last):
+            start, end = pieces[piece, 0], pieces[piece, 1]
+            for t in range(start, end, TOKENS):
+                count = min(TOKENS, end - t)
+                for i in range(count):
+                    _move_row(qkvz[t + i], window[taps + i], g, shape, False)
+                convolve(window, weight, no_bias, count, mixed)
+                keep_last(window, count, taps)
+                for i in range(count):
+                    _silu(mixed[i])
+                    _scale_to(mixed[i, :keys], one / np.sqrt(np.float32(keys)))
+                    _scale_to(mixed[i, keys : 2 * keys], one)
+                for r in range(heads):
+                    h, v = g * heads + r, 2 * keys + r * values
+                    for i in range(count):
+                        row = ba[t + i]
+                        a = row[key_heads * heads + h]
+                        gates[i, 0], gates[i, 1] = _gates(row[h], a, a_log[h], dt_bias[h])
+                    for s in range(strips):
+                        strip, columns = matrices[r * strips + s], min(STRIP, values - s * STRIP)
+                        source, step = strip, STRIP
+                        if t == pieces[first, 0]:
+                            matrix = before[h * keys * values + s * STRIP :]
+                            if columns == STRIP:
+                                source, step = matrix, values
+                            else:
+                                _move_part(matrix, values, strip, columns, False)
+                        _walk(
+                            source, step, strip, mixed, v, s * STRIP, columns, count, gates, keys,
+                            found,
+                        )  # fmt: skip
+                    to, z = places[h] * values, channels + h * values
+                    for i in range(count):
+                        _leave(
+                            found[i], qkvz[t + i, z : z + values], norm, eps,
+                            out[t + i, to : to + values],
+                        )  # fmt: skip
+            behind = states[pieces[piece, 3]]
+            _move_columns(behind, base, window, taps, g, shape, True)
+            for part in range(heads * strips):
+                h, s = g * heads + part // strips, part % strips
+                matrix, columns = behind[h * keys * values + s * STRIP :], values - s * STRIP
+                if columns < STRIP:
+                    _move_part(matrix, values, matrices[part], columns, True)
+                else:
+                    key = mixed[0]
+                    advance_strip(
+                        matrices[part], STRIP, matrix, values, key, key, key, keys, gates[TOKENS],
+                        nothing, found[0], found[0],
+                    )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
-def delta_step(qkv, decay, beta, weight, states, reads, writes, out, shape, workers):
-    """Advances the states of T sequences by a token each.
+def delta_rule(qkvz, ba, spans, states, weights, shape, eps, out, workers):
+    """Advances the states of sequences by their tokens of a step.
 
     Args:
-        qkv: [T, C], as projected; `weight` of the convolution [W, C].
-        decay, beta: [T, G * R]; decays are logarithms.
-        states: [states, numbers of one]; a token starts from row `reads[t]` and its state goes to
-            row `writes[t]`, which no other token reads or writes.
-        out: [T, G * R, V], what each head reads.
+        qkvz: [T, C + H * V], as projected: inputs of the convolution, then gates of what is read.
+        ba: [T, 2 H]: how much is learned and forgotten, as projected.
+        spans: of `spans_of` (`layers/cpu_states.py`).
+        states: [states, numbers of one].
+        weights: of the convolution [W, C], `Decay`'s a_log and dt_bias [H], the norm [V], and at
+            which place of `out` each head comes, [H] int64.
         shape: G, R, E and V.
+        out: [T, H * V].
     """
-    operands = qkv, decay, beta, weight, states, reads, writes, out, shape
-    parallel_for(_advance_tasks, len(qkv) * shape[0], workers, operands)
+    waves = spans[2]
+    for wave in range(len(waves) - 1):
+        parallel_for(
+            _advance, (waves[wave + 1] - waves[wave]) * shape[0], workers,
+            (qkvz, ba, spans, states, weights, shape, eps, out, waves[wave]),
+        )  # fmt: skip

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanoengine.attention.base import AttentionSpec, HeadNormWeights, LayerCache, Rotation
+from nanoengine.attention.base import AttentionSpec, HeadNormWeights, Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
 from nanoengine.kernels.cpu_decoder import decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.held import Held, type_of
+from nanoengine.layers.linear import Linear
 from nanoengine.layers.norm import RMSNorm
 
 NO_ROWS = np.empty(0, np.int64)
@@ -37,33 +38,93 @@ class LayerParts:
             and what stands behind it.
         scale: the factor on what attention and MLP add.
         rotation: which of the model's rotations the layer has; None: there is one.
+        kernel: computes several of them.
     """
+
+    kernel: Any = staticmethod(decoder_layers)
 
     def __init__(self, layer: Any) -> None:
         """`layer` is a `DecoderLayer`."""
-        attention, mlp = layer.self_attn, layer.mlp
-        self.attention, self.head_norm = attention.attention, attention.norm_weights
+        mlp, self.linears = layer.mlp, self.of_mixer(layer)
         self.before = layer.input_layernorm, layer.post_attention_layernorm
         behind = "attention_output_norm", "mlp_output_norm"
         self.behind = tuple(getattr(layer, name, None) for name in behind)
         self.norms = [norm for norm in (*self.before, *self.behind) if norm is not None]
         self.gated = mlp if hasattr(mlp, "gate_up_proj") else None
         self.rest = None if self.gated else layer.mlp_part
-        self.linears = self.projections(attention)
         if self.gated:
             self.linears += [mlp.gate_up_proj, mlp.down_proj]
         self.scale = getattr(layer, "scale", 1.0)
         self.rotation = getattr(layer, "rotation", None)
 
-    def projections(self, attention: Any) -> list[Any]:
-        """The linear layers of attention."""
+    def of_mixer(self, layer: Any) -> list[Linear]:
+        """Takes attention's parts; its linear layers, the last of which projects back."""
+        attention = layer.self_attn
+        self.attention, self.head_norm = attention.attention, attention.norm_weights
+        self.backend, self.is_gated = self.attention.backend, getattr(attention, "is_gated", False)
         return [attention.qkv_proj, attention.o_proj]
+
+    @property
+    def memory(self) -> Any:
+        """What the layer is bound to."""
+        return self.attention.cache
+
+    def bound(self) -> tuple[AttentionSpec | None, tuple[Any, ...]]:
+        """What layers of one call have in common, but for types; and the layer's memory."""
+        return self.memory.spec, self.backend.cache_arrays(self.memory)
+
+    def step(self, rotation: Rotation, batch: Batch, spec: Any, *rows: Any) -> tuple[Any, ...]:
+        """What `kernel` needs of a step."""
+        return self.backend.step_arrays(rotation, batch, spec, *rows)
+
+    def operands(self) -> tuple[Any, Any]:
+        """What `decoder_layers` calls first and second."""
+        mixer, second = self.ends()
+        spec, real = self.attention.spec, np.float32
+        head_norm, kind = self.head_norm, norm_kind(self.head_norm)
+        if head_norm is None:
+            head_norm = HeadNormWeights(
+                weight=torch.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim), eps=0.0
+            )
+        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
+        heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, self.backend.block_size
+        norm, eps = self.weight_of(self.before[0]), real(self.norms[0].eps)
+        of_heads, sinks = head_norm.weight.detach().numpy(), self.backend.sinks(spec)
+        first = (
+            (norm, *mixer, of_heads, self.backend.operand, sinks),
+            (heads_and_dims, window, kind, self.before[0] is not None),
+            (eps, real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
+        )
+        if not self.is_gated:
+            return first, second
+        from nanoengine.kernels import cpu_gates  # noqa: F401, which kept code of kernels calls
+
+        return (*first, True), second
+
+    def ends(self) -> tuple[list[Any], tuple[Any, ...]]:
+        """The weights of the mixer's first projections, and what `decoder_layers` calls second."""
+        operands = [linear.method.operands(linear.bias) for linear in self.linears]
+        of_mlp = [operands.pop() for _ in range(2 * (self.gated is not None))][::-1]
+        o = operands.pop()
+        (_, mlp_norm), (output_norm, mlp_output_norm) = self.before, self.behind
+        mlp: tuple[Any, ...] = ()
+        if self.gated is not None:
+            inner = sum(self.gated.gate_up_proj.parts.values()) // 2
+            gate = GATES[self.gated.activation]
+            mlp = *of_mlp, self.weight_of(mlp_output_norm), inner, gate
+        numbers = np.float32(self.norms[0].eps), output_norm is not None, np.float32(self.scale)
+        return operands, ((o, self.weight_of(output_norm), self.weight_of(mlp_norm)), mlp, numbers)
+
+    def weight_of(self, norm: RMSNorm | None) -> np.ndarray:
+        """A norm's, or of one that is not there any array."""
+        return (norm or self.norms[0]).weight.detach().numpy()
 
 
 class _FusedCall(NamedTuple):
     """Layers that one call runs: what is the same for all of them, and what each has of its own."""
 
-    spec: AttentionSpec
+    parts: LayerParts
+    spec: AttentionSpec | None
     operands: Held
 
 
@@ -78,19 +139,17 @@ class FusedLayers:
     def takes(parts: LayerParts) -> bool:
         """Whether a kernel exists for each part: packed weights on one rank, plain norms."""
         return (
-            isinstance(parts.attention.backend, CPUBackend)
+            isinstance(parts.backend, CPUBackend)
             and all(isinstance(norm, RMSNorm) for norm in parts.norms)
             and all(linear.shard.world_size == 1 for linear in parts.linears)
             and all(linear.method.has_kernel for linear in parts.linears)
         )
 
     def __init__(self, first: LayerParts) -> None:
-        backend = first.attention.backend
-        assert isinstance(backend, CPUBackend)
-        self.backend, self.rotation = backend, first.rotation
+        self.rotation = first.rotation
         self.layers: list[LayerParts] = []
         self._operands: list[tuple[Any, ...]] = []
-        self._caches: list[LayerCache] = []
+        self._memory: list[Any] = []
         self._calls: list[_FusedCall] = []
         self.append(first)
 
@@ -106,15 +165,7 @@ class FusedLayers:
     def append(self, parts: LayerParts) -> None:
         """Another layer behind the others."""
         self.layers.append(parts)
-        self._operands.append(self.operands_of(parts))
-
-    def operands_of(self, parts: LayerParts) -> tuple[Any, ...]:
-        """What the kernel takes of a layer behind its caches."""
-        return _operands(parts, self.backend)
-
-    def compute(self, *arguments: Any) -> None:
-        """Calls the kernel."""
-        decoder_layers(*arguments)
+        self._operands.append(parts.operands())
 
     def __call__(
         self,
@@ -130,14 +181,9 @@ class FusedLayers:
             x, residual = torch.zeros_like(x), x
         given, calls = (x.numpy(), residual.numpy()), self._bound()
 
-        def run(
-            call: _FusedCall,
-            layers: tuple[int, int],
-            results: tuple[np.ndarray, np.ndarray],
-            rows: np.ndarray | None,
-        ) -> None:
-            step = self.backend.step_arrays(rotation, batch, call.spec, given[0].dtype, rows)
-            self.compute(
+        def run(call: _FusedCall, layers: Any, results: Any, rows: Any) -> None:
+            step = call.parts.step(rotation, batch, call.spec, given[0].dtype, rows)
+            call.parts.kernel(
                 *given, rows is None, NO_ROWS if rows is None else rows, *results, step,
                 call.operands, *layers, batch.attention.num_workers,
             )  # fmt: skip
@@ -155,49 +201,15 @@ class FusedLayers:
     def _bound(self) -> list[_FusedCall]:
         """The calls that run all layers: one, unless their attention differs (the KV group, the
         window) or the types of their weights. Made when the layers are bound to a cache."""
-        caches = [parts.attention.cache for parts in self.layers]
-        if len(caches) != len(self._caches) or not all(map(operator.is_, caches, self._caches)):
-            layers = [
-                (cache.spec, (*self.backend.cache_arrays(cache), *operands))
-                for cache, operands in zip(caches, self._operands, strict=True)
-            ]
-            self._caches, self._calls = caches, []
-            for (spec, _), alike in groupby(layers, lambda it: (it[0], type_of(it[1]))):
-                operands = [of_layer for _, of_layer in alike]
-                self._calls.append(_FusedCall(spec, Held(operands)))
+        memory = [parts.memory for parts in self.layers]
+        if len(memory) != len(self._memory) or not all(map(operator.is_, memory, self._memory)):
+            layers = []
+            for parts, operands in zip(self.layers, self._operands, strict=True):
+                spec, arrays = parts.bound()
+                layers.append((parts, spec, (*arrays, *operands)))
+            self._memory, self._calls = memory, []
+            for _, alike in groupby(layers, lambda it: (it[1], type_of(it[2]))):
+                each = list(alike)
+                parts, spec, _ = each[0]
+                self._calls.append(_FusedCall(parts, spec, Held([it[2] for it in each])))
         return self._calls
-
-
-def _operands(parts: LayerParts, backend: CPUBackend) -> tuple[Any, Any]:
-    """What `decoder_layers` calls first and second."""
-    spec, real = parts.attention.spec, np.float32
-    head_norm, kind = parts.head_norm, norm_kind(parts.head_norm)
-    if head_norm is None:
-        head_norm = HeadNormWeights(
-            weight=torch.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim), eps=0.0
-        )
-    qkv, o, *of_mlp = (linear.method.operands(linear.bias) for linear in parts.linears)
-    any_norm = parts.norms[0]
-    (norm, mlp_norm), (output_norm, mlp_output_norm) = parts.before, parts.behind
-
-    def weight_of(norm: RMSNorm | None) -> np.ndarray:
-        return (norm or any_norm).weight.detach().numpy()
-
-    window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-    heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size
-    of_heads = head_norm.weight.detach().numpy()
-    first = (
-        (weight_of(norm), qkv, of_heads, backend.operand, backend.sinks(spec)),
-        (heads_and_dims, window, kind, norm is not None),
-        (real(any_norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
-    )
-    mlp: tuple[Any, ...] = ()
-    if parts.gated is not None:
-        inner = sum(parts.gated.gate_up_proj.parts.values()) // 2
-        mlp = *of_mlp, weight_of(mlp_output_norm), inner, GATES[parts.gated.activation]
-    second = (
-        (o, weight_of(output_norm), weight_of(mlp_norm)),
-        mlp,
-        (real(any_norm.eps), output_norm is not None, real(parts.scale)),
-    )
-    return first, second

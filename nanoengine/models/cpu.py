@@ -4,7 +4,7 @@ Norms and gates are one pass each, weights lie in panels on huge pages, and once
 neighbouring decoder layers become one compiled call. `layers.kernels.Kernels` is the readable form;
 tests/kernels/test_cpu_kernels.py and tests/layers/test_cpu_decoder.py compare the two.
 
-Special: `layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_delta.py`, which are
+Special: `layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_states.py`, which are
 loaded for a model that has such layers.
 """
 
@@ -119,8 +119,8 @@ class CPUKernels(Kernels):
         place_parameters(model)
 
     def fuse(self, model: CausalLM) -> None:
-        """Neighbouring layers that a kernel computes become one call in `Decoder.stack`; single
-        steps of a delta rule and mixtures of experts become one call each."""
+        """Neighbouring layers that a kernel computes become one call in `Decoder.stack`; a delta
+        rule and mixtures of experts become one call each."""
         place_buffers(model)
         if model.config.moe is not None:
             from nanoengine.layers.cpu_experts import CPUExperts
@@ -129,31 +129,37 @@ class CPUKernels(Kernels):
             for mlp in mixtures(model):
                 if CPUExperts.takes(mlp.gate, mlp.experts):
                     mlp.routed = CPUExperts(mlp.gate, mlp.experts)
-        if model.config.states is not None and model.config.states.kind == "mamba":
+        states = model.config.states
+        is_mamba = states is not None and states.kind == "mamba"
+        if is_mamba:
             from nanoengine.layers.cpu_mamba import CPUMambaSteps
 
             for mixer in model.state_layers:
                 mixer.one_token_each = CPUMambaSteps(mixer.plan, mixer.conv1d, mixer.heads.d)
-        elif model.config.states is not None:
-            from nanoengine.layers.cpu_delta import CPUDeltaSteps
+        elif states is not None:
+            from nanoengine.layers.cpu_states import CPUDelta, StateParts
             from nanoengine.models.states import GatedDeltaNet
 
             for mixer in model.state_layers:
-                if isinstance(mixer, GatedDeltaNet):
-                    mixer.one_token_each = CPUDeltaSteps(mixer.plan, mixer.conv1d.weight)
-        fused, of_layer = FusedLayers, LayerParts
+                if isinstance(mixer, GatedDeltaNet) and self.dtype != torch.float64:
+                    mixer.mix_of = CPUDelta(mixer)
+        of_layer = LayerParts
         if model.config.plan.latent is not None:
-            from nanoengine.layers.cpu_latent import FusedLatents, LatentParts
+            from nanoengine.layers.cpu_latent import LatentParts
 
-            fused, of_layer = FusedLatents, LatentParts
+            of_layer = LatentParts
         decoder = model.model
         decoder.stack = []
         for layer in decoder.layers:
-            parts = None if getattr(layer, "needs_torch", False) else of_layer(layer)
+            parts: LayerParts | None = None
+            if not is_mamba and getattr(layer, "mixer", None) in model.state_layers:
+                parts = StateParts(layer, self.attention)
+            elif not getattr(layer, "needs_torch", False):
+                parts = of_layer(layer)
             before = decoder.stack[-1] if decoder.stack else None
-            if parts is None or not fused.takes(parts):
+            if parts is None or not FusedLayers.takes(parts):
                 decoder.stack.append(layer)
             elif isinstance(before, FusedLayers) and before.may_precede(parts):
                 before.append(parts)
             else:
-                decoder.stack.append(fused(parts))
+                decoder.stack.append(FusedLayers(parts))

@@ -124,7 +124,7 @@ class GatedDeltaNet(StateLayer):
             )
         self.states = self.rows = torch.empty(0)
         self.one_token_each, self.several_tokens_each = self.steps, self.scans
-        self.gates_of, self.norm_of = self.gates, self.norm.forward
+        self.gates_of, self.norm_of, self.mix_of = self.gates, self.norm.forward, self.mix
 
     def bind(self, states: torch.Tensor) -> None:
         plan, self.rows = self.plan, states
@@ -138,10 +138,16 @@ class GatedDeltaNet(StateLayer):
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """All rows advance their states; those that `rows` names come out."""
+        qkvz, ba = self.in_proj_qkvz(x), self.in_proj_ba(x)
+        return self.out_proj(self.mix_of(qkvz, ba, batch, rows))
+
+    def mix(
+        self, qkvz: torch.Tensor, ba: torch.Tensor, batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What stands between the projections: [T, channels + H * V], [T, 2 H] -> [L, H * V]."""
         plan = self.plan
-        qkvz = self.in_proj_qkvz(x)
         qkv, z = qkvz.split((plan.channels, qkvz.shape[1] - plan.channels), dim=1)
-        beta, decay = self.gates_of(self.in_proj_ba(x))
+        beta, decay = self.gates_of(ba)
 
         def one_each(tokens: torch.Tensor | slice, wave: StateWave) -> torch.Tensor:
             inputs = qkv[tokens], decay[tokens], beta[tokens]
@@ -150,13 +156,12 @@ class GatedDeltaNet(StateLayer):
         def several_each(wave: StateWave, out: torch.Tensor) -> None:
             self.several_tokens_each(DeltaSpans(qkv, decay, beta, self.rows, wave), out)
 
-        shape = (len(x), plan.num_value_heads, plan.value_dim)
-        empty = x.new_empty(shape, dtype=self.states.dtype)
+        shape = (len(qkv), plan.num_value_heads, plan.value_dim)
+        empty = qkv.new_empty(shape, dtype=self.states.dtype)
         out = self.over_waves(batch, empty, one_each, several_each)
         gate = taken(z, rows).view(-1, plan.num_value_heads, plan.value_dim)
         normed = self.norm_of(taken(out, rows), gate, self.eps)
-        normed = normed if self.out_order is None else normed[:, self.out_order]
-        return self.out_proj(normed.flatten(1))
+        return (normed if self.out_order is None else normed[:, self.out_order]).flatten(1)
 
     def gates(self, ba: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How much each head learns at a token, and how much it forgets: [T, 2 H] -> [T, H] each,
@@ -226,9 +231,11 @@ class ShortConv(StateLayer):
         self.out_proj = RowParallelLinear(
             f"{path}.out_proj", hidden, hidden, bias=plan.bias, context=context
         )
+        self.rows = torch.empty(0)
         self.one_token_each, self.several_tokens_each = self.conv.step, self.scans
 
     def bind(self, states: torch.Tensor) -> None:
+        self.rows = states
         self.conv.bind(states)
 
     def scans(self, x: torch.Tensor, wave: StateWave, out: torch.Tensor) -> None:

@@ -355,8 +355,6 @@ class TorchAttention(VariantAttention):
     """Attention with what no backend does: a gate on what heads have attended, queries that grow, a
     norm behind the rotation, or one over heads of several ranks."""
 
-    needs_torch = True
-
     @staticmethod
     def is_needed(index: int, config: ModelConfig, context: ModelContext) -> bool:
         """Whether layer `index` has any of these."""
@@ -373,6 +371,7 @@ class TorchAttention(VariantAttention):
         self.norm_is_split = plan.head_norm == "width" and self.norm_weights is None
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
+        self.needs_torch = self.norm_is_last or self.norm_is_split or self.growth != 0
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None

@@ -11,7 +11,7 @@ import torch
 
 from nanoengine import LLM
 from nanoengine.attention.base import LayerCache
-from nanoengine.layers.cpu_latent import FusedLatents
+from nanoengine.layers.cpu_decoder import FusedLayers
 from tests.attention.test_attention_cpu import LENGTHS, TOLERANCE
 from tests.layers.test_cpu_decoder import outputs
 from tests.support.engines import checkpoint
@@ -90,7 +90,7 @@ def test_a_fused_layer_gives_what_its_parts_give(family, options):
         checkpoint(family, **fields), device="cpu", skip_tokenizer_init=True, **options
     ) as llm:
         decoder = llm.engine.executor.model.model
-        assert all(isinstance(layers, FusedLatents) for layers in decoder.stack)
+        assert all(isinstance(layers, FusedLayers) for layers in decoder.stack)
         fused = outputs(llm)
         decoder.stack = list(decoder.layers)
         for mine, its in zip(fused, outputs(llm), strict=True):

@@ -13,11 +13,10 @@ from torch.utils._pytree import tree_leaves
 from nanoengine import ConfigError, DiskTier, HostTier, SamplingParams
 from nanoengine.attention.batch import Span
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.cpu_delta import CPUDeltaSteps
-from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, DeltaTokens, scan, step
+from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, scan, step
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import make_context
-from tests.support.states import delta_layer, delta_plan, random_inputs
+from tests.support.states import random_inputs
 
 SHARED = random_prompts(1, [150], seed=3)[0]
 PROMPTS = [SHARED[:140] + tail for tail in random_prompts(3, [9, 4, 17], seed=4)]
@@ -135,8 +134,6 @@ def test_a_decode_does_the_same_work_however_long_its_context_is(family):
     engine = engine_of(family, max_model_len=512)
     work = []
     for layer in engine.executor.model.state_layers:
-        if family == "qwen3_5":
-            layer.one_token_each = layer.steps  # what a kernel does can't be counted
 
         def counted(*args, forward=layer.forward):
             with Work() as counter:
@@ -193,36 +190,3 @@ def test_a_convolution_has_the_same_bits_in_a_chunk():
     assert torch.equal(out, torch.cat(single))
     assert torch.equal(conv.states[2], x[6:])
     assert torch.equal(conv.states[1], x[2:5])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("heads", [(2, 4), (3, 3)])
-def test_the_kernel_gives_what_plain_steps_give(heads, dtype):
-    plan = delta_plan(*heads)
-    torch.manual_seed(1)
-    states = torch.randn(6, plan.size, dtype=dtype)
-    layer = delta_layer(plan, dtype, states)
-    qkv = torch.randn(3, plan.channels, dtype=dtype)
-    decay, beta = -torch.rand(3, heads[1], dtype=dtype), torch.rand(3, heads[1], dtype=dtype)
-    reads, writes = torch.tensor([1, 0, 4]), torch.tensor([2, 3, 4])
-    kernel, kept = CPUDeltaSteps(plan, layer.conv1d.weight), states.clone()
-    expected = layer.steps(DeltaTokens(qkv, decay, beta, states, reads, writes))
-    found = kernel(DeltaTokens(qkv, decay, beta, kept, reads, writes))
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12}
-    torch.testing.assert_close(found, expected, **{"atol": 1e-12} | close)
-    torch.testing.assert_close(kept, states, **{"atol": 1e-12} | close)
-
-
-def test_a_row_has_the_same_bits_in_any_batch():
-    plan = delta_plan(1, 2, kernel=3, key_dim=16, value_dim=16)
-    torch.manual_seed(2)
-    kernel = CPUDeltaSteps(plan, torch.randn(3, plan.channels))
-    start, qkv = torch.randn(6, plan.size), torch.randn(5, plan.channels)
-    decay, beta, slots = -torch.rand(5, 2), torch.rand(5, 2), torch.arange(1, 6)
-    together, alone = start.clone(), start.clone()
-    out = kernel(DeltaTokens(qkv, decay, beta, together, slots, slots))
-    for i in range(5):
-        one = slice(i, i + 1)
-        single = kernel(DeltaTokens(qkv[one], decay[one], beta[one], alone, slots[one], slots[one]))
-        assert torch.equal(single, out[one])
-    assert torch.equal(alone, together)

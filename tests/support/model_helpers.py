@@ -123,6 +123,7 @@ def build(
 def all_logits(model: CausalLM, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Logits of every position of every prompt, [tokens, vocab_size]."""
     for layer in model.state_layers:
-        layer.bind(torch.zeros(1 + len(prompts), model.config.states.size, dtype=torch.float64))
+        wide = torch.promote_types(model.model.norm.weight.dtype, torch.float32)
+        layer.bind(torch.zeros(1 + len(prompts), model.config.states.size, dtype=wide))
     with torch.inference_mode():
         return model.logits(model.forward(prefill_batch(prompts)))

@@ -1,0 +1,118 @@
+"""Decoder layers that keep states as one call: the kernels of their parts, in order.
+
+    x, residual ─ norm ─ projections ─ delta rule, or convolution between two gates ─
+                  out_proj ─ norm ─ gate_up ─ gate ─ down ─ x, residual
+
+As `cpu_decoder.decoder_layers`, which has the ends of a layer and the forms of weights. The
+readable form is `VariantLayer.forward`; `tests/layers/test_cpu_states.py` compares the two.
+
+Legend: T tokens, N hidden size, C channels, W kernel.
+"""
+
+from __future__ import annotations
+
+from nanoengine.kernels.arrays import empty, zeros
+from nanoengine.kernels.cpu_decoder import enter, finish_layer, multiply
+from nanoengine.kernels.cpu_delta import convolve, copy, delta_rule, keep_last
+from nanoengine.kernels.cpu_layers import FASTMATH, SMALL
+from nanoengine.kernels.held import of_place
+from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.pool import parallel_for
+
+CHANNELS = 64  # of a task: a line of memory holds 16, and neighbours are asked for together
+TOKENS = 64  # at a time, whose inputs stay in the L1 cache
+
+
+@compiled(fastmath=(), part=True)
+def multiplied(a, b, out, count):
+    """The first `count` products of two rows."""
+    for i in range(count):
+        out[i] = a[i] * b[i]
+
+
+@compiled(fastmath=("nsz",))
+def _convolve_gated(x, spans, states, weight, bias, out, begin, lo, hi):
+    (pieces, firsts, _), taps, channels = spans, len(weight) - 1, weight.shape[1]
+    parts = -(-channels // CHANNELS)
+    window, own = zeros((taps + TOKENS, CHANNELS), x.dtype), zeros((taps + 1, CHANNELS), x.dtype)
+    mixed, own_bias = empty((TOKENS, CHANNELS), x.dtype), zeros((CHANNELS,), x.dtype)
+    for task in range(lo, hi):
+        span, at = begin + task // parts, task % parts * CHANNELS
+        width = min(CHANNELS, channels - at)
+        first, last = firsts[span], firsts[span + 1]
+        for tap in range(taps + 1):
+            copy(weight[tap, at:], own[tap], width)
+        copy(bias[at:], own_bias, min(width, len(bias)))
+        for tap in range(taps):
+            copy(states[pieces[first, 2], tap * channels + at :], window[tap], width)
+        for piece in range(first, last):
+            start, end = pieces[piece, 0], pieces[piece, 1]
+            for t in range(start, end, TOKENS):
+                count = min(TOKENS, end - t)
+                for row in range(count):
+                    gate, value = x[t + row, at:], x[t + row, 2 * channels + at :]
+                    multiplied(gate, value, window[taps + row], width)
+                convolve(window, own, own_bias, count, mixed)
+                keep_last(window, count, taps)
+                for row in range(count):
+                    multiplied(x[t + row, channels + at :], mixed[row], out[t + row, at:], width)
+            for tap in range(taps):
+                copy(window[tap], states[pieces[piece, 3], tap * channels + at :], width)
+
+
+@compiled(fastmath=FASTMATH)
+def gated_convolution(x, spans, states, weight, bias, out, workers):
+    """out [T, C] = the gate behind times the convolution of the gate before times the values.
+
+    Args:
+        x: [T, 3 C], as projected: the gate before, the gate behind, the values.
+        spans: of `spans_of` (`layers/cpu_states.py`).
+        states: [states, (W - 1) * C].
+        weight, bias: [W, C]; [C], or none.
+    """
+    waves, parts = spans[2], -(-weight.shape[1] // CHANNELS)
+    workers = 1 if x.size <= SMALL else workers
+    for wave in range(len(waves) - 1):
+        parallel_for(
+            _convolve_gated, (waves[wave + 1] - waves[wave]) * parts, workers,
+            (x, spans, states, weight, bias, out, waves[wave]),
+        )  # fmt: skip
+
+
+@by_types(FASTMATH)
+def mixed_rows(x, spans, states, mixer, workers):
+    """What stands before out_proj, of what the norm gave: the delta rule's has two projections."""
+
+    def delta(x, spans, states, mixer, workers):
+        (qkvz, ba), weights, shape, eps = mixer
+        key_heads, heads, keys, values = shape
+        out = empty((len(x), key_heads * heads * values), x.dtype)
+        wide = empty((len(x), out.shape[1] + key_heads * (2 * keys + heads * values)), x.dtype)
+        both = empty((len(x), 2 * key_heads * heads), x.dtype)
+        multiply(x, qkvz, wide, workers)
+        multiply(x, ba, both, workers)
+        delta_rule(wide, both, spans, states, weights, shape, eps, out, workers)
+        return out
+
+    def convolution(x, spans, states, mixer, workers):
+        projection, (weight, bias) = mixer
+        wide = empty((len(x), 3 * weight.shape[1]), x.dtype)
+        multiply(x, projection, wide, workers)
+        out = empty((len(x), weight.shape[1]), x.dtype)
+        gated_convolution(wide, spans, states, weight, bias, out, workers)
+        return out
+
+    return delta if len(mixer) == 4 else convolution
+
+
+@compiled(fastmath=FASTMATH)
+def state_layers(
+    x, residual, all_rows, rows, x_on, residual_on, spans, layers, first, last, workers
+):
+    """As `cpu_decoder.decoder_layers`, of a `Held` of each layer's states, the weights of its norm
+    and mixer and the norm's numbers, and `second`."""
+    for i in range(first, last):
+        states, (norm, mixer, (eps, before)), second = of_place(layers, i)
+        enter(x, residual, norm, eps, before, workers)
+        mixed = mixed_rows(x, spans, states, mixer, workers)
+        finish_layer(mixed, residual, before, all_rows, rows, x_on, residual_on, second, workers)
