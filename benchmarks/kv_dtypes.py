@@ -46,8 +46,11 @@ def filled(model: str, kv_cache_dtype: str, isa: str | None) -> LLMEngine:
         )
     )  # fmt: skip
     kv = engine.executor.kv_cache.kv
-    if kv.dtype == torch.int8:  # 8 bits of small exponents are small scales too
-        kv.view(torch.uint8).random_(0, 60)
+    if kv.dtype == torch.int8:  # in each head of a block the scales are behind all numbers
+        heads = kv.flatten(-2)
+        numbers = kv.shape[-2] * (kv.shape[-1] - 4)
+        heads[..., :numbers].random_(-127, 128)
+        heads.view(torch.float32)[..., numbers // 4 :] = 0.01
     else:
         kv.normal_()
     return engine

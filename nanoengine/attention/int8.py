@@ -7,9 +7,9 @@ depends on nothing but itself, and a block of rows and scales is one piece of by
 Rounding changes a number by at most 1/254 of its row's largest. A row with infinity or NaN gets
 such a scale, so a broken model is still noticed.
 
-Called by `stored.py` and whoever counts bytes; `kernels/int8_cache.py` has the same for the CPU's kernels.
+Called by `stored.py`; `kernels/int8_cache.py` has the same for the CPU's kernels.
 
-Source: KVQuant (Hooper et al., arXiv 2401.18079) has a scale a token for values.
+Source: KVQuant (Hooper et al., arXiv 2401.18079), for values with a scale a token.
 """
 
 from __future__ import annotations
