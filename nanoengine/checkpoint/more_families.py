@@ -348,7 +348,7 @@ MORE_FAMILIES: dict[str, Family] = {
     "MiniCPM3ForCausalLM": Family(
         "minicpm3",
         plan=plan(
-            latent=readers.latent, embedding_scale=key("scale_emb"),
+            latent=readers.minicpm_latent, embedding_scale=key("scale_emb"),
             residual_scale=readers.depth_scale, logit_scale=readers.width_scale, **LLAMA,
         ),
         defaults={

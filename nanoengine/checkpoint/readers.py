@@ -62,9 +62,9 @@ def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Re
     return read
 
 
-def latent(keys: Keys) -> LatentPlan:
+def latent(keys: Keys, value_dim: int | None = None) -> LatentPlan:
     """DeepSeek-V2's sizes of attention."""
-    rope_dim, value_dim = keys.require("qk_rope_head_dim"), keys.get("v_head_dim")
+    rope_dim = keys.require("qk_rope_head_dim")
     if rope_dim % 2:
         raise UnsupportedModelError(f"qk_rope_head_dim={rope_dim} must be even")
     return LatentPlan(
@@ -72,8 +72,14 @@ def latent(keys: Keys) -> LatentPlan:
         query_rank=keys.get("q_lora_rank"),
         nope_dim=keys.require("qk_nope_head_dim"),
         rope_dim=rope_dim,
-        value_dim=value_dim or keys.require("hidden_size") // keys.require("num_attention_heads"),
+        value_dim=value_dim or keys.require("v_head_dim"),
     )
+
+
+def minicpm_latent(keys: Keys) -> LatentPlan:
+    """The same where values may have the size that plain heads would have."""
+    plain = keys.require("hidden_size") // keys.require("num_attention_heads")
+    return latent(keys, keys.get("v_head_dim") or plain)
 
 
 def depth_scale(keys: Keys) -> float:
