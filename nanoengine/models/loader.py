@@ -147,13 +147,15 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
 def check_ranks(config: ModelConfig, ranks: int) -> None:
     """Raises ConfigError unless each rank gets a part of the same size of all that is split; KV
     heads may also be fewer than ranks, which share them then."""
+    is_mamba = config.states is not None and config.states.kind == "mamba"
+    groups = "mamba_n_groups" if is_mamba else "linear_num_key_heads"
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
         "moe_intermediate_size": config.moe.intermediate_size if config.moe else 0,
         "shared_expert_intermediate_size": config.moe.shared_size if config.moe else 0,
-        "linear_num_key_heads": config.states.num_key_heads if config.states else 0,
+        groups: config.states.num_key_heads if config.states else 0,
         "hidden_size": config.states.channels if config.states else 0,
     }
     for name, size in sizes.items():

@@ -12,6 +12,7 @@ from nanoengine.errors import ConfigError, UnsupportedModelError
 from nanoengine.layers.cpu_mamba import CPUMambaSteps
 from nanoengine.layers.delta_rule import CHUNK
 from nanoengine.layers.mamba2 import MambaInputs, MambaTokens, scan, step
+from nanoengine.models.loader import check_ranks
 from nanoengine.models.mamba import MambaMixer
 from tests.support.engines import checkpoint
 from tests.support.model_helpers import make_context
@@ -124,6 +125,12 @@ def test_other_devices_are_refused_by_name():
     context = replace(make_context(), device=torch.device("meta"))
     with pytest.raises(ConfigError, match=r"Mamba layers \(2 of 3\) are not implemented on device"):
         MambaMixer("layer", config, context)
+
+
+def test_ranks_that_would_cut_a_group_in_two_are_refused():
+    config = load_model_config(checkpoint("bamba", mamba_n_groups=1))
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 must divide mamba_n_groups=1"):
+        check_ranks(config, 2)
 
 
 RAW = {

@@ -40,8 +40,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
     },
     **{
-        family: (family, {}, {"attention_backend": "cpu", "num_kv_blocks": 100})
-        for family in ("bamba", "falcon_h1", "granite_hybrid", "nemotron_h")
+        family: (family, {}, {"attention_backend": "cpu", "num_kv_blocks": blocks})
+        for family, blocks in (
+            ("bamba", 100),
+            ("falcon_h1", 60),
+            ("granite_hybrid", 100),
+            ("nemotron_h", 60),
+        )
     },
     "one KV head": ("qwen2", {"num_key_value_heads": 1}, {"attention_backend": "naive"}),
     "overlapped": ("qwen3", {}, {"overlap": True, "kv_cache_dtype": "int8"}),
