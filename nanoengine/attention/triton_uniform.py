@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -42,7 +41,7 @@ from nanoengine.attention.triton_kernels import (
     sink_share,
 )
 from nanoengine.attention.triton_splits import counted_last
-from nanoengine.kernels.launch import cdiv, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ def attend_uniform(
     q: torch.Tensor,
     cache: LayerCache,
     batch: Batch,
-    constants: dict[str, Any],
+    constants: Constants,
     num_sms: int,
     counters: torch.Tensor,
     sinks: torch.Tensor,
@@ -188,9 +187,10 @@ def attend_uniform(
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         launch(
             uniform_kernel, (num_tokens // tile_tokens + num_seqs, kv_heads, programs),
+            constants,
             out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, table,
             batch.query_start_loc, batch.seq_lens, table.stride(0), first_seq, num_seqs, max_splits,
-            spec.k_scale, spec.v_scale, **constants,
+            spec.k_scale, spec.v_scale,
         )  # fmt: skip
 
     decodes, first = batch.num_decodes, 0

@@ -13,6 +13,7 @@ Has run with Triton's compiler and a stand-in for the driver; has not run on a G
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from typing import Any
@@ -22,40 +23,52 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-READY: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
-"""What a launch passes, by its kind; None: Triton's binder has this kind."""
-
 BINDING = threading.Lock()
 """Why: what one thread only shows, no other thread may launch meanwhile."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """As `kernel[grid](*args, **constants)`.
+class Constants(dict[str, Any]):
+    """All constexprs of a launch, and options such as num_warps: made once, by what is cached.
 
-    Args:
-        args: all arguments that change from launch to launch: tensors, ints, floats.
-        constants: all constexprs, and options such as num_warps.
+    Attributes:
+        ready: what a launch with them passes, by all else that it depends on; None: Triton's binder
+            has this kind.
     """
+
+    def __init__(self, **constants: Any) -> None:
+        super().__init__(constants)
+        self.ready: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
+
+
+constants = functools.cache(Constants)
+"""The same object for the same names and values."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
+    """As `kernel[grid](*args, **constants)`; `args` are all that may change from launch to launch:
+    tensors, ints, floats."""
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*args, **constants)
         return
     active = driver.active
     device = active.get_current_device()
-    key = [id(kernel), device, *constants, *constants.values()]
+    key: list[Any] = [id(kernel), device]
     for value in args:
         if isinstance(value, torch.Tensor):
-            key += (value.dtype, value.data_ptr() & 15 == 0)
+            key.append(value.dtype)
+            if value.data_ptr() & 15:
+                key.append("unaligned")
         elif type(value) is int and value.bit_length() < 32:
             key.append("one" if value == 1 else value & 15 == 0)
         else:  # a float has one kind; of anything else each value is one
             key.append(float if type(value) is float else (type(value), value))
     kind = tuple(key)
-    ready = READY.get(kind)
+    ready = constants.ready.get(kind)
     if ready is None or hooked():
         with BINDING:
             compiled = kernel.run(*args, grid=grid, warmup=False, **constants)
-            if kind not in READY:
-                READY[kind] = prepared(compiled, kernel, grid, args, constants)
+            if kind not in constants.ready:
+                constants.ready[kind] = prepared(compiled, kernel, grid, args, constants)
         return
     run, function, packed, tail, _ = ready
     stream = active.get_current_stream(device)

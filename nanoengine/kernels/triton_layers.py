@@ -21,12 +21,13 @@ import triton.language as tl
 @triton.jit
 def rms_norm_kernel(
     out, x, residual, weight,
-    X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
+    X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr, OUT_ROW: tl.constexpr,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """out [T, SIZE] = norm(x) * weight. Grid: [T]. WIDTH is SIZE rounded up to a power of two.
 
-    ADD: x + residual, rounded to x's dtype, is what is normed, and takes residual's place.
+    ADD: x + residual, rounded to x's dtype, is what is normed, and takes residual's place. `out`
+    may be x: a row is stored after all of it was read, which its sum waits for.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
@@ -42,7 +43,7 @@ def rms_norm_kernel(
     # The weight's dtype says where to round: see `layers/kernels.py`.
     normed = normed.to(weight.dtype.element_ty).to(tl.float32)
     normed = normed * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + columns, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * OUT_ROW + columns, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

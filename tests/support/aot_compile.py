@@ -111,11 +111,12 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
         )  # fmt: skip
         backend.arch, backend.dtype = arch, dtype
         case.run(backend)
+        case.batch.attention = backend.prepare(case.batch)
         run_rotation(backend, case)
         if what != "attention":
             # So few decodes of such lengths share their splits.
             backend.num_sms, backend.deterministic, case.batch.max_seq_len = 100, True, 2000
-            backend.attend(case.q, case.cache, case.batch)
+            case.run(backend)
         if what == "all":
             run_layers(dtype)
             triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
