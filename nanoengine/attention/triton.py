@@ -298,7 +298,7 @@ class TritonBackend(AttentionBackend):
         shape = (num_seqs, spec.num_heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=device)
-        grid = num_seqs, spec.num_kv_heads, programs
+        grid = spec.num_kv_heads, num_seqs, programs
         return Splits(grid, max_splits, part_out, part_lse)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:

@@ -19,7 +19,10 @@ import threading
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from triton import knobs
+from triton.language.extra import cuda
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -65,15 +68,36 @@ def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any)
     kind = tuple(key)
     ready = constants.ready.get(kind)
     if ready is None or hooked():
+        given = constants | early(kernel, active.get_current_target().arch)
         with BINDING:
-            compiled = kernel.run(*args, grid=grid, warmup=False, **constants)
+            compiled = kernel.run(*args, grid=grid, warmup=False, **given)
             if kind not in constants.ready:
-                constants.ready[kind] = prepared(compiled, kernel, grid, args, constants)
+                constants.ready[kind] = prepared(compiled, kernel, grid, args, given)
         return
     run, function, packed, tail, _ = ready
     stream = active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
     run(x, y, z, stream, function, packed, None, None, None, *args, *tail)
+
+
+def early(kernel: Any, arch: int) -> dict[str, bool]:
+    """The options of a kernel that may be launched before the one ahead of it has ended: of one
+    with an argument EARLY, from compute capability 9.0 on."""
+    return {"EARLY": True, "launch_pdl": True} if "EARLY" in kernel.arg_names and arch >= 90 else {}
+
+
+@triton.jit
+def after_the_kernel_ahead(EARLY: tl.constexpr):
+    """Stands before all loads and stores of a kernel that may be launched early.
+
+    Every program waits until the kernel ahead has ended and its stores are seen, and only then lets
+    the next kernel start: so where a program is past this line, all earlier kernels have ended.
+
+    Source: the programmatic dependent launch of NVIDIA's CUDA C++ Programming Guide.
+    """
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
 
 
 def hooked() -> bool:
@@ -88,7 +112,7 @@ def prepared(
     """What `launch` needs besides the arguments; None where Triton would pass anything else."""
     if [p.is_constexpr for p in kernel.params] != sorted(p.is_constexpr for p in kernel.params):
         return None
-    tail = tuple(constants.get(name) for name in kernel.arg_names[len(args) :])
+    tail = tuple(constants.get(p.name, p.default) for p in kernel.params[len(args) :])
     run, shown = getattr(compiled, "_run", None), []
     if run is None or len(tail) != sum(p.is_constexpr for p in kernel.params):
         return None
