@@ -31,6 +31,7 @@ EXPERTS = [f"{arch},bfloat16,128,64,8,2,experts" for arch in (100, 120)]
 STORES = ("store_kernel", "rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
 EARLY = ("rotate_store_kernel", "varlen_kernel", "decode_kernel", "rms_norm_kernel", "gate_kernel")
+EARLY += ("uniform_kernel", "gemm_kernel", "gated_gemm_kernel")
 LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
 UNIFORM = ("uniform_kernel",)
 OF_EXPERTS = ("expert_gemm_kernel", "gated_expert_gemm_kernel")
