@@ -119,15 +119,11 @@ class Splits(NamedTuple):
 class Shared(NamedTuple):
     """What the layers of one kind share in a step.
 
-    Layers run one after the other, so each may have the queries and outputs of the one before.
-
     Attributes:
-        q, out: [T, H, D]; slots, table: of the KV group.
+        slots, table, table_stride: of the KV group.
         splits: of the decode kernel, or None; tiles: those of the prompts' queries.
     """
 
-    q: torch.Tensor
-    out: torch.Tensor
     slots: torch.Tensor
     table: torch.Tensor
     table_stride: int
@@ -265,20 +261,18 @@ class TritonBackend(AttentionBackend):
         sequences by `query_start_loc`, without a host's help."""
         return {}
 
-    def _shared(self, batch: Batch, spec: AttentionSpec, like: torch.Tensor) -> Shared:
-        """See there; `like` has their dtype."""
+    def _shared(self, batch: Batch, spec: AttentionSpec) -> Shared:
         of_step: Any = batch.attention
         heads, kv_heads, window = spec.num_heads, spec.num_kv_heads, spec.sliding_window
         kind = heads, kv_heads, spec.head_dim, window, spec.group
         shared = of_step.get(kind)
         if shared is None:
-            shape, table = (batch.num_tokens, heads, spec.head_dim), batch.block_tables[spec.group]
-            num_prefills = batch.num_seqs - batch.num_decodes
+            table, num_prefills = batch.block_tables[spec.group], batch.num_seqs - batch.num_decodes
             tile_tokens = self._config(spec).prefill.rows // (heads // kv_heads)
+            of_decodes = batch.num_decodes and not self.deterministic
             shared = of_step[kind] = Shared(
-                like.new_empty(shape), like.new_empty(shape),
                 batch.slot_mapping[spec.group], table, table.stride(0),
-                self._splits(batch, spec) if batch.num_decodes and not self.deterministic else None,
+                self._splits(batch, spec) if of_decodes else None,
                 (batch.num_tokens - batch.num_decodes) // tile_tokens + num_prefills,
             )  # fmt: skip
         return shared
@@ -327,23 +321,22 @@ class TritonBackend(AttentionBackend):
         cos, sin = rotation
         # Why heads: without a norm nothing reads the weight.
         weight, eps = (heads, None) if norm is None else (norm.weight, norm.eps)
-        shared = self._shared(batch, spec, heads)
+        shared, q = self._shared(batch, spec), heads.new_empty(num_tokens, spec.num_heads, head_dim)
         programs, constants = rotate_constants(
             num_rows, spec.num_heads, spec.num_kv_heads, head_dim, eps,
             heads.stride(), cos.stride(), sin.stride(), cache_constants(k_cache, v_cache),
         )  # fmt: skip
         launch(
             store_kernels.rotate_store_kernel, (num_tokens, programs), constants,
-            shared.q, heads, cos, sin, weight, k_cache, v_cache, shared.slots,
+            q, heads, cos, sin, weight, k_cache, v_cache, shared.slots,
             1.0 / spec.k_scale, 1.0 / spec.v_scale,
         )  # fmt: skip
-        return shared.q
+        return q
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
-        """See there. The outputs are the next layer's too: they are valid until it attends."""
         k_cache, v_cache, spec = cache
-        shared, sinks = self._shared(batch, spec, q), sinks_of(spec, q)
-        out, table, splits = shared.out, shared.table, shared.splits
+        shared, sinks, out = self._shared(batch, spec), sinks_of(spec, q), torch.empty_like(q)
+        table, splits = shared.table, shared.splits
         if self.deterministic:
             group = spec.num_heads // spec.num_kv_heads
             tile = uniform.uniform_config(self.arch, self.head_dim, group, self.dtype)

@@ -56,15 +56,16 @@ def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any)
     active = driver.active
     device = active.get_current_device()
     key: list[Any] = [id(kernel), device]
+    add = key.append
     for value in args:
         if isinstance(value, torch.Tensor):
-            key.append(value.dtype)
+            add(value.dtype)
             if value.data_ptr() & 15:
-                key.append("unaligned")
-        elif type(value) is int and value.bit_length() < 32:
-            key.append("one" if value == 1 else value & 15 == 0)
+                add("unaligned")
+        elif type(value) is int and -(2**31) <= value < 2**31:
+            add("one" if value == 1 else value & 15 == 0)
         else:  # a float has one kind; of anything else each value is one
-            key.append(float if type(value) is float else (type(value), value))
+            add(float if type(value) is float else (type(value), value))
     kind = tuple(key)
     ready = constants.ready.get(kind)
     if ready is None or hooked():

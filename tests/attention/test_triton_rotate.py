@@ -96,10 +96,8 @@ def test_a_token_has_the_same_bits_alone_and_among_others():
     heads, norm = heads_of(case), norm_of(case, wide=False)
     many = backend.rotate_and_store(heads, rotation, norm, case.cache, case.batch)
     keys = case.k_cache.view(-1, 2, 64)[case.batch.slot_mapping[1, 1]].clone()
-    alone = replace(
-        case.batch, token_ids=case.batch.token_ids[1:2],
-        slot_mapping=case.batch.slot_mapping[:, 1:2], attention=backend.prepare(case.batch),
-    )  # fmt: skip
+    slots, step = case.batch.slot_mapping[:, 1:2], backend.prepare(case.batch)
+    alone = replace(case.batch, slot_mapping=slots, attention=step)
     one = backend.rotate_and_store(
         heads[1:2], tuple(x[1:2] for x in rotation), norm, case.cache, alone
     )  # fmt: skip
