@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -54,7 +54,7 @@ from nanoengine.attention import triton_store as store_kernels
 from nanoengine.attention import triton_uniform as uniform
 from nanoengine.attention.triton_kernels import AttentionConstants, CacheConstants, TileConfig
 from nanoengine.attention.triton_splits import NUM_COUNTERS, make_counters
-from nanoengine.kernels.launch import cdiv, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
 """False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
@@ -103,54 +103,97 @@ def kernel_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype)
     return KernelConfig(TileConfig(max(rows, packed), *prefill_rest), TileConfig(packed, *decode))
 
 
-def cache_constants(cache: LayerCache) -> CacheConstants:
+Strides = tuple[int, ...]
+
+
+class Splits(NamedTuple):
+    """How the decodes of a step share their contexts: the grid of `decode_kernel`, its `max_splits`
+    and its two scratch tensors."""
+
+    grid: tuple[int, int, int]
+    max_splits: int
+    part_out: torch.Tensor
+    part_lse: torch.Tensor
+
+
+class Shared(NamedTuple):
+    """What the layers of one kind share in a step.
+
+    Attributes:
+        slots, table, table_stride: of the KV group.
+        splits: of the decode kernel, or None; tiles: those of the prompts' queries.
+    """
+
+    slots: torch.Tensor
+    table: torch.Tensor
+    table_stride: int
+    splits: Splits | None
+    tiles: int
+
+
+def cache_constants(k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheConstants:
     """The block size and strides of one layer's cache."""
-    k_cache, v_cache, _ = cache
     return CacheConstants(k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3])
 
 
-def store_constants(k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> dict[str, Any]:
-    """The compile-time arguments of `store_kernel`."""
-    _, num_kv_heads, head_dim = k.shape
-    return {
-        "K_TOKEN": k.stride(0), "K_HEAD": k.stride(1),
-        "V_TOKEN": v.stride(0), "V_HEAD": v.stride(1), "CACHE": cache_constants(cache),
-        "NUM_KV_HEADS": num_kv_heads, "HEADS": next_power_of_2(num_kv_heads),
-        "HEAD_DIM": head_dim, "DIM": next_power_of_2(head_dim),
-    }  # fmt: skip
+@functools.cache
+def store_constants(
+    num_kv_heads: int, head_dim: int, k: Strides, v: Strides, cache: CacheConstants
+) -> Constants:
+    """Of `store_kernel`, by the strides of keys and values."""
+    return Constants(
+        K_TOKEN=k[0], K_HEAD=k[1], V_TOKEN=v[0], V_HEAD=v[1], CACHE=cache,
+        NUM_KV_HEADS=num_kv_heads, HEADS=next_power_of_2(num_kv_heads),
+        HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim),
+    )  # fmt: skip
+
+
+@functools.cache
+def rotate_constants(
+    num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float | None,
+    heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants,
+) -> tuple[int, Constants]:  # fmt: skip
+    """Programs a token of `rotate_store_kernel`, and its constants; without `eps` no norm."""
+    assert heads[2] == cos[2] == sin[2] == 1, "heads must be contiguous"
+    rows = rotate_rows(num_rows, head_dim)
+    constants = Constants(
+        TOKEN=heads[0], HEAD=heads[1], COS_TOKEN=cos[0], SIN_TOKEN=sin[0], CACHE=cache,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        HALF=next_power_of_2(head_dim // 2), ROWS=rows, NORM=eps is not None, EPS=eps or 0.0,
+        num_warps=4,
+    )  # fmt: skip
+    return cdiv(num_rows, rows), constants
 
 
 def attention_constants(
-    q: torch.Tensor, out: torch.Tensor, cache: LayerCache, tile: TileConfig, **splits: int
-) -> dict[str, Any]:
-    """The compile-time arguments of a kernel that attends in such tiles."""
-    spec = cache.spec
-    constants = AttentionConstants(
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        scale=spec.scale, softcap=spec.softcap or 0.0, window=spec.sliding_window or 0,
-        group=spec.num_heads // spec.num_kv_heads, sinks=spec.sinks is not None,
-        head_dim=spec.head_dim, dim=next_power_of_2(spec.head_dim),
-        m=tile.rows, n=tile.keys, **splits,
+    q: torch.Tensor, out: torch.Tensor, cache: LayerCache, tile: TileConfig, *splits: int
+) -> Constants:
+    """The constants of a kernel that attends in such tiles."""
+    k_cache, v_cache, spec = cache
+    of_spec = spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.scale, spec.softcap
+    of_cache = cache_constants(k_cache, v_cache)
+    return constants_of_attention(
+        *of_spec, spec.sliding_window, spec.sinks is not None,
+        q.stride(), out.stride(), of_cache, tile, splits,
     )  # fmt: skip
-    return {
-        "CACHE": cache_constants(cache), "A": constants,
-        "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
+
+
+@functools.cache
+def constants_of_attention(
+    group: int, head_dim: int, scale: float, softcap: float | None, window: int | None, sinks: bool,
+    q: Strides, out: Strides, cache: CacheConstants, tile: TileConfig, splits: tuple[int, ...],
+) -> Constants:  # fmt: skip
+    """`attention_constants` by what they follow from."""
+    attention = AttentionConstants(
+        *q[:2], *out[:2], scale, softcap or 0.0, window or 0, group, sinks, head_dim,
+        next_power_of_2(head_dim), tile.rows, tile.keys, *splits,
+    )  # fmt: skip
+    return Constants(CACHE=cache, A=attention, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
     """The heads' sinks [H]; any tensor where there are none, since nothing reads it then."""
     return q if spec.sinks is None else spec.sinks
-
-
-def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-    """Writes k, v [T, K, D] to the step's slots of a cache [B, P, K, D], in one launch."""
-    k_cache, v_cache, spec = cache
-    launch(
-        store_kernels.store_kernel, (k.shape[0],),
-        k, v, k_cache, v_cache, batch.slot_mapping[spec.group],
-        1.0 / spec.k_scale, 1.0 / spec.v_scale, **store_constants(k, v, cache),
-    )  # fmt: skip
 
 
 def rotate_rows(num_heads: int, head_dim: int) -> int:
@@ -213,11 +256,55 @@ class TritonBackend(AttentionBackend):
                 f" {self.arch // 10}.{self.arch % 10}: set kv_cache_dtype='auto'"
             )
 
-    def prepare(self, batch: Batch) -> None:
-        """Nothing: the kernels find their sequences by `query_start_loc`, without a host's help."""
+    def prepare(self, batch: Batch) -> dict[tuple[Any, ...], Shared]:
+        """Room for what layers of one kind share, made by the first of them: the kernels find their
+        sequences by `query_start_loc`, without a host's help."""
+        return {}
+
+    def _shared(self, batch: Batch, spec: AttentionSpec) -> Shared:
+        of_step: Any = batch.attention
+        heads, kv_heads, window = spec.num_heads, spec.num_kv_heads, spec.sliding_window
+        kind = heads, kv_heads, spec.head_dim, window, spec.group
+        shared = of_step.get(kind)
+        if shared is None:
+            table, num_prefills = batch.block_tables[spec.group], batch.num_seqs - batch.num_decodes
+            tile_tokens = self._config(spec).prefill.rows // (heads // kv_heads)
+            of_decodes = batch.num_decodes and not self.deterministic
+            shared = of_step[kind] = Shared(
+                batch.slot_mapping[spec.group], table, table.stride(0),
+                self._splits(batch, spec) if of_decodes else None,
+                (batch.num_tokens - batch.num_decodes) // tile_tokens + num_prefills,
+            )  # fmt: skip
+        return shared
+
+    def _splits(self, batch: Batch, spec: AttentionSpec) -> Splits:
+        config, device = self._config(spec), batch.seq_lens.device
+        num_seqs, window = batch.num_decodes, spec.sliding_window
+        seen = min(batch.max_seq_len, window or batch.max_seq_len)
+        max_splits = min(cdiv(seen, config.split_tokens), config.max_splits)
+        max_splits += window is not None
+        # Why not a program a split: a captured graph has the splits of the longest sequence that
+        # may come, and programs that only exit take time too. 32 an SM are several full waves.
+        tasks = num_seqs * spec.num_kv_heads
+        programs = min(max_splits, max(4, cdiv(32 * self.num_sms, tasks)))
+        if tasks > NUM_COUNTERS:
+            programs = 1
+        shape = (num_seqs, spec.num_heads, max_splits)
+        part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=device)
+        part_lse = torch.empty(shape, dtype=torch.float32, device=device)
+        grid = spec.num_kv_heads, num_seqs, programs
+        return Splits(grid, max_splits, part_out, part_lse)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        store_kv(k, v, cache, batch)
+        k_cache, v_cache, spec = cache
+        num_tokens, num_kv_heads, head_dim = k.shape
+        of_cache = cache_constants(k_cache, v_cache)
+        launch(
+            store_kernels.store_kernel, (num_tokens,),
+            store_constants(num_kv_heads, head_dim, k.stride(), v.stride(), of_cache),
+            k, v, k_cache, v_cache, batch.slot_mapping[spec.group],
+            1.0 / spec.k_scale, 1.0 / spec.v_scale,
+        )  # fmt: skip
 
     def rotate_and_store(
         self,
@@ -232,87 +319,56 @@ class TritonBackend(AttentionBackend):
         k_cache, v_cache, spec = cache
         num_tokens, num_rows, head_dim = heads.shape
         cos, sin = rotation
-        weight = heads if norm is None else norm.weight  # Without norm nothing reads it.
-        assert heads.stride(2) == cos.stride(2) == sin.stride(2) == 1, "heads must be contiguous"
-        shape = (num_tokens, spec.num_heads, head_dim)
-        q = torch.empty(shape, dtype=heads.dtype, device=heads.device)
-        rows = rotate_rows(num_rows, head_dim)
+        # Why heads: without a norm nothing reads the weight.
+        weight, eps = (heads, None) if norm is None else (norm.weight, norm.eps)
+        shared, q = self._shared(batch, spec), heads.new_empty(num_tokens, spec.num_heads, head_dim)
+        programs, constants = rotate_constants(
+            num_rows, spec.num_heads, spec.num_kv_heads, head_dim, eps,
+            heads.stride(), cos.stride(), sin.stride(), cache_constants(k_cache, v_cache),
+        )  # fmt: skip
         launch(
-            store_kernels.rotate_store_kernel, (num_tokens, cdiv(num_rows, rows)),
-            q, heads, cos, sin, weight, k_cache, v_cache, batch.slot_mapping[spec.group],
+            store_kernels.rotate_store_kernel, (num_tokens, programs), constants,
+            q, heads, cos, sin, weight, k_cache, v_cache, shared.slots,
             1.0 / spec.k_scale, 1.0 / spec.v_scale,
-            TOKEN=heads.stride(0), HEAD=heads.stride(1),
-            COS_TOKEN=cos.stride(0), SIN_TOKEN=sin.stride(0),
-            CACHE=cache_constants(cache), NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads,
-            HEAD_DIM=head_dim, HALF=next_power_of_2(head_dim // 2), ROWS=rows,
-            NORM=norm is not None, EPS=0.0 if norm is None else norm.eps, num_warps=4,
         )  # fmt: skip
         return q
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        k_cache, v_cache, spec = cache
+        shared, sinks, out = self._shared(batch, spec), sinks_of(spec, q), torch.empty_like(q)
+        table, splits = shared.table, shared.splits
         if self.deterministic:
-            spec = cache.spec
-            config = uniform.uniform_config(
-                self.arch, self.head_dim, spec.num_heads // spec.num_kv_heads, self.dtype
-            )
-            constants = attention_constants(q, out, cache, config, split=config.split)
+            group = spec.num_heads // spec.num_kv_heads
+            tile = uniform.uniform_config(self.arch, self.head_dim, group, self.dtype)
+            constants = attention_constants(q, out, cache, tile, tile.split)
             uniform.attend_uniform(
-                out, q, cache, batch, constants, self.num_sms, self.counters, sinks_of(spec, q)
+                out, q, cache, batch, constants, self.num_sms, self.counters, sinks
             )
             return out
-        if batch.num_decodes:
-            self._decode(out, q, cache, batch)
-        if batch.num_seqs > batch.num_decodes:
-            self._varlen(out, q, cache, batch)
+        config = self._config(spec)
+        if splits is not None:
+            constants = attention_constants(
+                q, out, cache, config.decode, config.split_tokens, config.max_splits
+            )
+            launch(
+                kernels.decode_kernel, splits.grid, constants,
+                out, splits.part_out, splits.part_lse, self.counters, q, k_cache, v_cache, sinks,
+                table, batch.seq_lens, shared.table_stride, splits.max_splits,
+                spec.k_scale, spec.v_scale,
+            )  # fmt: skip
+        num_prefills = batch.num_seqs - batch.num_decodes
+        if num_prefills:
+            launch(
+                kernels.varlen_kernel, (shared.tiles, spec.num_kv_heads),
+                attention_constants(q, out, cache, config.prefill),
+                out, q, k_cache, v_cache, sinks, table, batch.query_start_loc, batch.seq_lens,
+                shared.table_stride, batch.num_decodes, num_prefills, spec.k_scale, spec.v_scale,
+            )  # fmt: skip
         return out
 
     def _config(self, spec: AttentionSpec) -> KernelConfig:
         group_size = spec.num_heads // spec.num_kv_heads
         return kernel_config(self.arch, self.head_dim, group_size, self.dtype)
-
-    def _varlen(self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        """Attends all sequences after the first `num_decodes`."""
-        k_cache, v_cache, spec = cache
-        tile = self._config(spec).prefill
-        table = batch.block_tables[spec.group]
-        num_prefills = batch.num_seqs - batch.num_decodes
-        tile_tokens = tile.rows // (spec.num_heads // spec.num_kv_heads)
-        num_tiles = (batch.num_tokens - batch.num_decodes) // tile_tokens + num_prefills
-        launch(
-            kernels.varlen_kernel, (num_tiles, spec.num_kv_heads),
-            out, q, k_cache, v_cache, sinks_of(spec, q), table, batch.query_start_loc,
-            batch.seq_lens, table.stride(0), batch.num_decodes, num_prefills,
-            spec.k_scale, spec.v_scale, **attention_constants(q, out, cache, tile),
-        )  # fmt: skip
-
-    def _decode(self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        """Attends the first `num_decodes` sequences, whose query tokens are the rows 0, 1, ..."""
-        k_cache, v_cache, spec = cache
-        config = self._config(spec)
-        table = batch.block_tables[spec.group]
-        num_seqs, heads = batch.num_decodes, spec.num_heads
-        seen = min(batch.max_seq_len, spec.sliding_window or batch.max_seq_len)
-        max_splits = min(cdiv(seen, config.split_tokens), config.max_splits)
-        max_splits += spec.sliding_window is not None
-        # Why not a program a split: a captured graph has the splits of the longest sequence that
-        # may come, and programs that only exit take time too. 32 an SM are several full waves.
-        tasks = num_seqs * spec.num_kv_heads
-        programs = min(max_splits, max(4, cdiv(32 * self.num_sms, tasks)))
-        if tasks > NUM_COUNTERS:
-            programs = 1
-        shape = (num_seqs, heads, max_splits)
-        part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        launch(
-            kernels.decode_kernel, (num_seqs, spec.num_kv_heads, programs),
-            out, part_out, part_lse, self.counters, q, k_cache, v_cache, sinks_of(spec, q), table,
-            batch.seq_lens, table.stride(0), max_splits, spec.k_scale, spec.v_scale,
-            **attention_constants(
-                q, out, cache, config.decode,
-                split=config.split_tokens, max_splits=config.max_splits,
-            ),
-        )  # fmt: skip
 
 
 def _check(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoengine.kernels.launch import after_the_kernel_ahead
+
 LARGEST_FP8 = tl.constexpr(448.0)
 
 
@@ -71,7 +73,7 @@ def rotate_store_kernel(
     TOKEN: tl.constexpr, HEAD: tl.constexpr, COS_TOKEN: tl.constexpr, SIN_TOKEN: tl.constexpr,
     CACHE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    NORM: tl.constexpr, EPS: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Norms and rotates one token's query and key heads, and stores its keys and values.
 
@@ -80,6 +82,7 @@ def rotate_store_kernel(
     (a, b) -> (a cos - b sin, b cos + a sin). Queries go to `out` [T, H, D], contiguous. HALF is
     HEAD_DIM / 2 rounded up to a power of two.
     """
+    after_the_kernel_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     block, offset = slot // CACHE.block_size, slot % CACHE.block_size

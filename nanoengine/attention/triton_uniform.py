@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -42,7 +41,13 @@ from nanoengine.attention.triton_kernels import (
     sink_share,
 )
 from nanoengine.attention.triton_splits import counted_last
-from nanoengine.kernels.launch import cdiv, launch, next_power_of_2
+from nanoengine.kernels.launch import (
+    Constants,
+    after_the_kernel_ahead,
+    cdiv,
+    launch,
+    next_power_of_2,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ def merge(acc, total, high, part, lse):
 def uniform_kernel(
     out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, block_tables, query_start_loc,
     seq_lens, table_stride, first_seq, num_seqs, max_splits, k_scale, v_scale,
-    CACHE: tl.constexpr, A: tl.constexpr,
+    CACHE: tl.constexpr, A: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of queries of one sequence, for one KV head. Grid: [tiles, K, programs].
 
@@ -93,6 +98,7 @@ def uniform_kernel(
     [T, H, max_splits, D] and `part_lse` [T, H, max_splits], float32 and contiguous, counted from
     the first split that the tile sees; the program that comes last merges them.
     """
+    after_the_kernel_ahead(EARLY)
     TILE_TOKENS: tl.constexpr = A.m // A.group
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -166,7 +172,7 @@ def attend_uniform(
     q: torch.Tensor,
     cache: LayerCache,
     batch: Batch,
-    constants: dict[str, Any],
+    constants: Constants,
     num_sms: int,
     counters: torch.Tensor,
     sinks: torch.Tensor,
@@ -188,9 +194,10 @@ def attend_uniform(
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         launch(
             uniform_kernel, (num_tokens // tile_tokens + num_seqs, kv_heads, programs),
+            constants,
             out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, table,
             batch.query_start_loc, batch.seq_lens, table.stride(0), first_seq, num_seqs, max_splits,
-            spec.k_scale, spec.v_scale, **constants,
+            spec.k_scale, spec.v_scale,
         )  # fmt: skip
 
     decodes, first = batch.num_decodes, 0

@@ -13,54 +13,92 @@ Has run with Triton's compiler and a stand-in for the driver; has not run on a G
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from triton import knobs
+from triton.language.extra import cuda
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-READY: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
-"""What a launch passes, by its kind; None: Triton's binder has this kind."""
 
 BINDING = threading.Lock()
 """Why: what one thread only shows, no other thread may launch meanwhile."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """As `kernel[grid](*args, **constants)`.
+class Constants(dict[str, Any]):
+    """All constexprs of a launch, and options such as num_warps: made once, by what is cached.
 
-    Args:
-        args: all arguments that change from launch to launch: tensors, ints, floats.
-        constants: all constexprs, and options such as num_warps.
+    Attributes:
+        ready: what a launch with them passes, by all else that it depends on; None: Triton's binder
+            has this kind.
     """
+
+    def __init__(self, **constants: Any) -> None:
+        super().__init__(constants)
+        self.ready: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
+
+
+constants = functools.cache(Constants)
+"""The same object for the same names and values."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
+    """As `kernel[grid](*args, **constants)`; `args` are all that may change from launch to launch:
+    tensors, ints, floats."""
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*args, **constants)
         return
     active = driver.active
     device = active.get_current_device()
-    key = [id(kernel), device, *constants, *constants.values()]
+    key: list[Any] = [id(kernel), device]
+    add = key.append
     for value in args:
         if isinstance(value, torch.Tensor):
-            key += (value.dtype, value.data_ptr() & 15 == 0)
-        elif type(value) is int and value.bit_length() < 32:
-            key.append("one" if value == 1 else value & 15 == 0)
+            add(value.dtype)
+            if value.data_ptr() & 15:
+                add("unaligned")
+        elif type(value) is int and -(2**31) <= value < 2**31:
+            add("one" if value == 1 else value & 15 == 0)
         else:  # a float has one kind; of anything else each value is one
-            key.append(float if type(value) is float else (type(value), value))
+            add(float if type(value) is float else (type(value), value))
     kind = tuple(key)
-    ready = READY.get(kind)
+    ready = constants.ready.get(kind)
     if ready is None or hooked():
+        given = constants | early(kernel, active.get_current_target().arch)
         with BINDING:
-            compiled = kernel.run(*args, grid=grid, warmup=False, **constants)
-            if kind not in READY:
-                READY[kind] = prepared(compiled, kernel, grid, args, constants)
+            compiled = kernel.run(*args, grid=grid, warmup=False, **given)
+            if kind not in constants.ready:
+                constants.ready[kind] = prepared(compiled, kernel, grid, args, given)
         return
     run, function, packed, tail, _ = ready
     stream = active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
     run(x, y, z, stream, function, packed, None, None, None, *args, *tail)
+
+
+def early(kernel: Any, arch: int) -> dict[str, bool]:
+    """The options of a kernel that may be launched before the one ahead of it has ended: of one
+    with an argument EARLY, from compute capability 9.0 on."""
+    return {"EARLY": True, "launch_pdl": True} if "EARLY" in kernel.arg_names and arch >= 90 else {}
+
+
+@triton.jit
+def after_the_kernel_ahead(EARLY: tl.constexpr):
+    """Stands before all loads and stores of a kernel that may be launched early.
+
+    Every program waits until the kernel ahead has ended and its stores are seen, and only then lets
+    the next kernel start: so where a program is past this line, all earlier kernels have ended.
+
+    Source: the programmatic dependent launch of NVIDIA's CUDA C++ Programming Guide.
+    """
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
 
 
 def hooked() -> bool:
@@ -75,7 +113,7 @@ def prepared(
     """What `launch` needs besides the arguments; None where Triton would pass anything else."""
     if [p.is_constexpr for p in kernel.params] != sorted(p.is_constexpr for p in kernel.params):
         return None
-    tail = tuple(constants.get(name) for name in kernel.arg_names[len(args) :])
+    tail = tuple(constants.get(p.name, p.default) for p in kernel.params[len(args) :])
     run, shown = getattr(compiled, "_run", None), []
     if run is None or len(tail) != sum(p.is_constexpr for p in kernel.params):
         return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoengine.kernels.launch import after_the_kernel_ahead
 from nanoengine.kernels.triton_layers import gated
 
 
@@ -70,11 +71,12 @@ def gemm_kernel(
     out, x, weight, bias, num_rows,
     X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias, or gates: see `products`. Grid:
     [T / M, OUT / N], rounded up. Its first axis goes over rows: programs that run together then
     share their weights."""
+    after_the_kernel_ahead(EARLY)
     rows = tl.program_id(0) * M + tl.arange(0, M)
     columns = tl.program_id(1) * N + tl.arange(0, N)
     inside = (rows < num_rows)[:, None]

@@ -17,17 +17,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoengine.kernels.launch import after_the_kernel_ahead
+
 
 @triton.jit
 def rms_norm_kernel(
     out, x, residual, weight,
-    X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
+    X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr, OUT_ROW: tl.constexpr,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out [T, SIZE] = norm(x) * weight. Grid: [T]. WIDTH is SIZE rounded up to a power of two.
 
-    ADD: x + residual, rounded to x's dtype, is what is normed, and takes residual's place.
+    ADD: x + residual, rounded to x's dtype, is what is normed, and takes residual's place. `out`
+    may be x: a row is stored after all of it was read, which its sum waits for.
     """
+    after_the_kernel_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     mask = columns < SIZE
@@ -42,7 +47,7 @@ def rms_norm_kernel(
     # The weight's dtype says where to round: see `layers/kernels.py`.
     normed = normed.to(weight.dtype.element_ty).to(tl.float32)
     normed = normed * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + columns, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * OUT_ROW + columns, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -72,8 +77,10 @@ def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 def gate_kernel(
     out, gate_up,
     ROW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out [T, SIZE] = act(gate) * up of gate_up [T, 2 SIZE]. Grid: [T, SIZE / WIDTH rounded up]."""
+    after_the_kernel_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < SIZE

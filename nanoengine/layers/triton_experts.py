@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import triton
 
 from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import triton_experts, triton_routing
+from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
 from nanoengine.layers.kernels import LinearMethod, UnquantizedLinear
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.triton_linear import (
@@ -86,10 +86,12 @@ class TritonExperts:
         results = self._multiply(gated, self.down, self.down_bias, places, "", second)
         out = torch.empty_like(x)
         size, taken = x.shape[1], weights.shape[1]
-        width = min(ADDED_WIDTH, triton.next_power_of_2(size))
-        triton_experts.add_experts_kernel[(len(x), triton.cdiv(size, width))](
-            out, results, weights, SIZE=size, WIDTH=width, TAKEN=taken, num_warps=4
-        )
+        width = min(ADDED_WIDTH, next_power_of_2(size))
+        launch(
+            triton_experts.add_experts_kernel, (len(x), cdiv(size, width)),
+            constants(SIZE=size, WIDTH=width, TAKEN=taken, num_warps=4),
+            out, results, weights,
+        )  # fmt: skip
         return self.all_reduce(out)
 
     def _multiply(
@@ -107,14 +109,17 @@ class TritonExperts:
         out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
         assert x.stride(1) == 1, "rows must be contiguous"
         tiles = min(pairs, pairs // config.rows + experts)
-        triton_experts.expert_gemm_kernel[(tiles * triton.cdiv(outputs, config.columns),)](
+        launch(
+            triton_experts.expert_gemm_kernel, (tiles * cdiv(outputs, config.columns),),
+            constants(
+                X_ROW=x.stride(0), IN=in_features, OUT=outputs,
+                EXPERTS=experts, WIDTH=next_power_of_2(experts),
+                TAKEN=pairs // len(x), SORTED=not activation,
+                M=config.rows, N=config.columns, K=config.inputs,
+                BIAS=bias is not None, ACTIVATION=activation,
+                num_warps=config.warps, num_stages=config.stages,
+            ),
             out, x, weight, weight if bias is None else bias, *places,
-            X_ROW=x.stride(0), IN=in_features, OUT=outputs,
-            EXPERTS=experts, WIDTH=triton.next_power_of_2(experts),
-            TAKEN=pairs // len(x), SORTED=not activation,
-            M=config.rows, N=config.columns, K=config.inputs,
-            BIAS=bias is not None, ACTIVATION=activation,
-            num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         return out
 
@@ -125,27 +130,31 @@ def route(
     """Weights [T, k] and experts [T, k] of tokens by their logits [T, E], and where their rows are
     in tiles of so many `rows`."""
     tokens, taken, experts = len(logits), moe.num_experts_per_tok, moe.num_experts
-    steps = triton.cdiv(tokens, ROUTED_TOKENS * MOST_BLOCKS)
-    blocks = triton.cdiv(tokens, ROUTED_TOKENS * steps)
+    steps = cdiv(tokens, ROUTED_TOKENS * MOST_BLOCKS)
+    blocks = cdiv(tokens, ROUTED_TOKENS * steps)
     new = functools.partial(torch.empty, dtype=torch.int32, device=logits.device)
     weights, ids = logits.new_empty((tokens, taken)), new((tokens, taken))
     counts, order = new((blocks, experts)), new(tokens * taken)
     starts, tiles = new(experts + 1), new(experts)
     sizes = {
-        "EXPERTS": experts, "WIDTH": triton.next_power_of_2(experts), "TAKEN": taken,
+        "EXPERTS": experts, "WIDTH": next_power_of_2(experts), "TAKEN": taken,
         "ROWS": ROUTED_TOKENS, "num_warps": 4,
     }  # fmt: skip
-    triton_routing.route_kernel[(blocks,)](
+    launch(
+        triton_routing.route_kernel, (blocks,),
+        constants(
+            CHOICES=next_power_of_2(taken),
+            SIGMOID=moe.score == "sigmoid", CORRECTED=correction is not None,
+            GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
+            KEPT=moe.groups_per_token, NORMALIZED=moe.norm_topk_prob, EPSILON=moe.norm_epsilon,
+            FACTOR=moe.scaling_factor, **sizes,
+        ),
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,
-        CHOICES=triton.next_power_of_2(taken),
-        SIGMOID=moe.score == "sigmoid", CORRECTED=correction is not None,
-        GROUPS=moe.num_groups, GROUP_WIDTH=triton.next_power_of_2(moe.num_groups),
-        KEPT=moe.groups_per_token, NORMALIZED=moe.norm_topk_prob, EPSILON=moe.norm_epsilon,
-        FACTOR=moe.scaling_factor, **sizes,
     )  # fmt: skip
-    triton_routing.align_kernel[(blocks,)](
-        order, starts, tiles, ids, counts, tokens, steps, blocks, M=rows, **sizes
-    )
+    launch(
+        triton_routing.align_kernel, (blocks,), constants(M=rows, **sizes),
+        order, starts, tiles, ids, counts, tokens, steps, blocks,
+    )  # fmt: skip
     return weights, ids, (order, starts, tiles)
 
 

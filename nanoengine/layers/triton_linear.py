@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from nanoengine.kernels import triton_gemm
-from nanoengine.kernels.launch import cdiv, launch
+from nanoengine.kernels.launch import Constants, cdiv, launch
 from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -112,13 +112,23 @@ def multiply(
     grid = (cdiv(len(rows), config.rows), cdiv(out_features, config.columns))
     launch(
         triton_gemm.gemm_kernel, grid,
+        gemm_constants(
+            rows.stride(0), in_features, out_features, bias is not None, activation, config
+        ),
         out, rows, weight, weight if bias is None else bias, len(rows),
-        X_ROW=rows.stride(0), IN=in_features, OUT=out_features,
-        M=config.rows, N=config.columns, K=config.inputs,
-        BIAS=bias is not None, ACTIVATION=activation,
-        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out.view(*x.shape[:-1], out_features)
+
+
+@functools.cache
+def gemm_constants(
+    row: int, inputs: int, outputs: int, biased: bool, activation: str, config: GemmConfig
+) -> Constants:
+    """Of `gemm_kernel`."""
+    return Constants(
+        X_ROW=row, IN=inputs, OUT=outputs, M=config.rows, N=config.columns, K=config.inputs,
+        BIAS=biased, ACTIVATION=activation, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
 
 
 @functools.cache

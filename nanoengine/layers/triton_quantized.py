@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-import triton
 
 from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
 from nanoengine.kernels import triton_quantized
+from nanoengine.kernels.launch import cdiv, constants, launch
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of
@@ -76,14 +76,17 @@ class TritonQuantizedLinear(QuantizedLinear):
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
         rows, columns, warps = tile_of(num_rows, num_outputs, x.dtype, self.form)
-        grid = triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, columns)
-        triton_quantized.quantized_gemm_kernel[grid](
+        grid = cdiv(num_rows, rows), cdiv(num_outputs, columns)
+        launch(
+            triton_quantized.quantized_gemm_kernel, grid,
+            constants(
+                X_ROW=x.stride(0), IN=num_inputs, OUT=num_outputs, GROUP=self.group_size,
+                M=rows, N=columns, K=self.tile,
+                FORM=self.form, ZEROS=self.zeros is not None, BIAS=bias is not None,
+                num_warps=warps, num_stages=3,
+            ),
             out, x, self.weight, self.scales, self.scales if self.zeros is None else self.zeros,
             self.scales if bias is None else bias, num_rows,
-            X_ROW=x.stride(0), IN=num_inputs, OUT=num_outputs, GROUP=self.group_size,
-            M=rows, N=columns, K=self.tile,
-            FORM=self.form, ZEROS=self.zeros is not None, BIAS=bias is not None,
-            num_warps=warps, num_stages=3,
         )  # fmt: skip
         return out
 

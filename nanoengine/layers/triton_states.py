@@ -10,11 +10,11 @@ It has run in Triton's interpreter; it has not run on a GPU yet.
 from __future__ import annotations
 
 import torch
-import triton
 
 from nanoengine.attention.batch import StateWave
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.kernels import triton_states as kernels
+from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import CHUNK, DeltaSpans, DeltaTokens
 
@@ -31,7 +31,7 @@ twice as many a program takes all 255 registers of a thread."""
 
 def width_of(size: int, most: int) -> int:
     """How many of `size` numbers a program takes; products have 16 at least."""
-    return min(most, max(16, triton.next_power_of_2(size)))
+    return min(most, max(16, next_power_of_2(size)))
 
 
 def delta_gates(
@@ -42,9 +42,10 @@ def delta_gates(
     assert ba.stride(1) == 1, "rows must be contiguous"
     beta = torch.empty((count, heads), dtype=a_log.dtype, device=ba.device)
     decay = torch.empty_like(beta)
-    kernels.gates_kernel[(count,)](
+    launch(
+        kernels.gates_kernel, (count,),
+        constants(ROW=ba.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), num_warps=1),
         beta, decay, ba, a_log, dt_bias,
-        ROW=ba.stride(0), HEADS=heads, WIDTH=triton.next_power_of_2(heads), num_warps=1,
     )  # fmt: skip
     return beta, decay
 
@@ -56,10 +57,13 @@ def gate_norm(
     count, heads, size = x.shape
     assert x.is_contiguous() and gate.stride()[1:] == (size, 1), "rows must be contiguous"
     out = torch.empty(x.shape, dtype=gate.dtype, device=gate.device)
-    kernels.gate_norm_kernel[(count, heads)](
+    launch(
+        kernels.gate_norm_kernel, (count, heads),
+        constants(
+            GATE_ROW=gate.stride(0), HEADS=heads, SIZE=size, WIDTH=next_power_of_2(size),
+            EPS=eps, num_warps=1,
+        ),
         out, x, gate, weight,
-        GATE_ROW=gate.stride(0), HEADS=heads, SIZE=size, WIDTH=triton.next_power_of_2(size),
-        EPS=eps, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -75,9 +79,11 @@ class TritonConv:
         assert reads.stride() == writes.stride() == (1,), "slots must be contiguous"
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         width = width_of(x.shape[1], CONV_WIDTH)
-        kernels.conv_step_kernel[(len(x), triton.cdiv(x.shape[1], width))](
-            out, x, *self._weights(), reads, writes, **self._sizes(x), WIDTH=width, num_warps=4
-        )
+        launch(
+            kernels.conv_step_kernel, (len(x), cdiv(x.shape[1], width)),
+            constants(**self._sizes(x), WIDTH=width, num_warps=4),
+            out, x, *self._weights(), reads, writes,
+        )  # fmt: skip
         return out
 
     def scan(self, x: torch.Tensor, wave: StateWave, out: torch.Tensor) -> None:
@@ -86,13 +92,17 @@ class TritonConv:
         pieces, firsts = wave.pieces
         channels, sizes = x.shape[1], self._sizes(x)
         width = width_of(channels, TILE_WIDTH)
-        kernels.conv_scan_kernel[(len(pieces), triton.cdiv(channels, width))](
-            out, x, *self._weights(), pieces, **sizes, P=CHUNK, WIDTH=width, num_warps=4
-        )
+        launch(
+            kernels.conv_scan_kernel, (len(pieces), cdiv(channels, width)),
+            constants(**sizes, P=CHUNK, WIDTH=width, num_warps=4),
+            out, x, *self._weights(), pieces,
+        )  # fmt: skip
         width = width_of(channels, CONV_WIDTH)
-        kernels.conv_keep_kernel[(len(firsts) - 1, triton.cdiv(channels, width))](
-            x, self.conv.states, pieces, firsts, **sizes, WIDTH=width, num_warps=4
-        )
+        launch(
+            kernels.conv_keep_kernel, (len(firsts) - 1, cdiv(channels, width)),
+            constants(**sizes, WIDTH=width, num_warps=4),
+            x, self.conv.states, pieces, firsts,
+        )  # fmt: skip
 
     def _weights(self) -> tuple[torch.Tensor, ...]:
         conv = self.conv
@@ -124,13 +134,15 @@ class TritonDelta:
         plan, mixed = self.plan, self.conv.step(qkv, reads, writes)
         shape = (len(qkv), plan.num_value_heads, plan.value_dim)
         out = torch.empty(shape, dtype=states.dtype, device=states.device)
-        width = min(STEP_WIDTH, triton.next_power_of_2(plan.value_dim))
-        grid = (*shape[:2], triton.cdiv(plan.value_dim, width))
-        kernels.delta_step_kernel[grid](
+        width = min(STEP_WIDTH, next_power_of_2(plan.value_dim))
+        launch(
+            kernels.delta_step_kernel, (*shape[:2], cdiv(plan.value_dim, width)),
+            constants(
+                STATE_ROW=states.stride(0), KEY_HEADS=plan.num_key_heads,
+                VALUE_HEADS=plan.num_value_heads, KEY=plan.key_dim, VALUE=plan.value_dim,
+                KEYS=next_power_of_2(plan.key_dim), WIDTH=width, num_warps=4,
+            ),
             out, mixed, decay, beta, states, reads, writes,
-            STATE_ROW=states.stride(0), KEY_HEADS=plan.num_key_heads,
-            VALUE_HEADS=plan.num_value_heads, KEY=plan.key_dim, VALUE=plan.value_dim,
-            KEYS=triton.next_power_of_2(plan.key_dim), WIDTH=width, num_warps=4,
         )  # fmt: skip
         return out
 
@@ -151,14 +163,20 @@ class TritonDelta:
             room(len(qkv), heads, size) for size in (key, key, key, value, CHUNK)
         )
         parts = read, recalls, write, values, attended, room(len(pieces), heads)
-        kernels.delta_chunks_kernel[(len(pieces), heads)](
+        launch(
+            kernels.delta_chunks_kernel, (len(pieces), heads),
+            constants(
+                KEY_HEADS=plan.num_key_heads, VALUE_HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
+                K=SCAN_KEYS, num_warps=4, num_stages=1,
+            ),
             *parts, mixed, decay, beta, pieces,
-            KEY_HEADS=plan.num_key_heads, VALUE_HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
-            K=SCAN_KEYS, num_warps=4, num_stages=1,
         )  # fmt: skip
         width = width_of(value, SCAN_WIDTH)
-        kernels.delta_scan_kernel[(len(firsts) - 1, heads, triton.cdiv(value, width))](
+        launch(
+            kernels.delta_scan_kernel, (len(firsts) - 1, heads, cdiv(value, width)),
+            constants(
+                STATE_ROW=states.stride(0), HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
+                K=SCAN_KEYS, WIDTH=width, num_warps=4, num_stages=1,
+            ),
             out, states, *parts, pieces, firsts,
-            STATE_ROW=states.stride(0), HEADS=heads, KEY=key, VALUE=value, P=CHUNK, K=SCAN_KEYS,
-            WIDTH=width, num_warps=4, num_stages=1,
         )  # fmt: skip

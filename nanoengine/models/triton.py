@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 
 from nanoengine.kernels import triton_layers as kernels
-from nanoengine.kernels.launch import cdiv, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.triton_linear import DTYPES, GatedLinear, TritonLinear
 
 GATE_WIDTH = 1024
@@ -72,31 +72,24 @@ class TritonKernels(Kernels):
     def _norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """The norm of x, or of x + residual, which then takes residual's place."""
+        """The norm of x, or in x's place that of x + residual, which takes residual's place."""
         num_tokens, size = x.shape
-        out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-        added = x if residual is None else residual
-        assert x.stride(1) == added.stride(1) == 1, "rows must be contiguous"
+        out, added, add = x, residual, True
+        if added is None:
+            out, added, add = x.new_empty(num_tokens, size), x, False
+        strides = x.stride(), added.stride(), out.stride()
         launch(
-            kernels.rms_norm_kernel, (num_tokens,),
+            kernels.rms_norm_kernel, (num_tokens,), norm_constants(size, *strides, eps, add),
             out, x, added, weight,
-            X_ROW=x.stride(0), RESIDUAL_ROW=added.stride(0), SIZE=size,
-            WIDTH=next_power_of_2(size), EPS=eps, ADD=residual is not None,
-            num_warps=norm_warps(size),
         )  # fmt: skip
         return out
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         assert activation in GATES, activation
-        assert gate_up.stride(1) == 1, "rows must be contiguous"
-        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-        width = min(GATE_WIDTH, next_power_of_2(size))
-        launch(
-            kernels.gate_kernel, (num_tokens, cdiv(size, width)),
-            out, gate_up,
-            ROW=gate_up.stride(0), SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4,
-        )  # fmt: skip
+        num_tokens, both = gate_up.shape
+        programs, constants = gate_constants(both // 2, gate_up.stride(), activation)
+        out = gate_up.new_empty(num_tokens, both // 2)
+        launch(kernels.gate_kernel, (num_tokens, programs), constants, out, gate_up)
         return out
 
     def hold_stored(self, stored: StoredQuantization) -> None:
@@ -130,6 +123,32 @@ class TritonKernels(Kernels):
                     kernel = triton_states.TritonConv(mixer.conv)
                 mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan
                 mixer.graph_safe = True
+
+
+Strides = tuple[int, ...]
+
+
+@functools.cache
+def norm_constants(
+    size: int, x: Strides, residual: Strides, out: Strides, eps: float, add: bool
+) -> Constants:
+    """Of `rms_norm_kernel`, by the strides of its rows."""
+    assert x[1] == residual[1] == out[1] == 1, "rows must be contiguous"
+    return Constants(
+        X_ROW=x[0], RESIDUAL_ROW=residual[0], OUT_ROW=out[0], SIZE=size,
+        WIDTH=next_power_of_2(size), EPS=eps, ADD=add, num_warps=norm_warps(size),
+    )  # fmt: skip
+
+
+@functools.cache
+def gate_constants(size: int, gate_up: Strides, activation: str) -> tuple[int, Constants]:
+    """Programs a row of `gate_kernel`, and its constants."""
+    assert gate_up[1] == 1, "rows must be contiguous"
+    width = min(GATE_WIDTH, next_power_of_2(size))
+    constants = Constants(
+        ROW=gate_up[0], SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4
+    )
+    return cdiv(size, width), constants
 
 
 def norm_warps(size: int) -> int:

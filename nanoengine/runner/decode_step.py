@@ -163,7 +163,7 @@ class DecodeStep:
             batch.state_waves = (decode_wave(batch.positions, *states),)
         batch.attention = self._backend.prepare(batch)
         # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
-        return (self._logits_out[:size].copy_(self._model.logits(self._model(batch))),)
+        return (self._model.lm_head.into(self._model(batch), self._logits_out[:size]),)
 
     def sample(self, size: int, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens from the logits of `forward`, [size] int64, and whether they are valid, [size]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from nanoengine.kernels import triton_rows as kernels
-from nanoengine.kernels.launch import cdiv, launch
+from nanoengine.kernels.launch import cdiv, constants, launch
 from nanoengine.runner.device_rows import DeviceRows
 
 WIDTH = 512
@@ -37,16 +37,18 @@ class TritonRows(DeviceRows):
         }
         launch(
             kernels.gather_kernel, (size, num_groups),
+            constants(
+                LINES=with_padding, NUM_BLOCKS=num_blocks, BLOCK_SIZE=self.block_size,
+                WIDTH=WIDTH, num_warps=4,
+            ),
             *gathered.values(), self.draw_params,
             rows, self.pool, self.lengths, self.tables, self.columns, self.seeds,
-            LINES=with_padding, NUM_BLOCKS=num_blocks, BLOCK_SIZE=self.block_size,
-            WIDTH=WIDTH, num_warps=4,
         )  # fmt: skip
         return gathered
 
     def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         launch(
             kernels.advance_kernel, (cdiv(len(rows), ADVANCED),),
+            constants(PADDING=len(self.pool) - 1, SIZE=ADVANCED, num_warps=4),
             self.pool, self.lengths, rows, token_ids, len(rows),
-            PADDING=len(self.pool) - 1, SIZE=ADVANCED, num_warps=4,
         )  # fmt: skip

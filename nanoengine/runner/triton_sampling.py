@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from nanoengine.kernels import triton_sampling as kernels
-from nanoengine.kernels.launch import cdiv, launch, next_power_of_2
+from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
 from nanoengine.runner.sampling_ops import FIRST_WIDTH
 
 BLOCK = 4096
@@ -45,14 +45,14 @@ def sample_lines(
     valid = torch.empty(num_lines, dtype=torch.bool, device=logits.device)
     shape = (num_lines if filters else 0, 2, ROOM)
     candidates = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    constants = kernels.Constants(
+    of_lines = kernels.Constants(
         line=logits.stride(0), size=size, block=BLOCK,
         tiles=next_power_of_2(cdiv(size, BLOCK)), stages=4,
         shift=ZERO_BITS[logits.dtype], width=WIDTH, room=ROOM,
     )  # fmt: skip
     launch(
         kernels.sample_kernel, (num_lines,),
+        constants(S=of_lines, DRAW=draws, FILTER=filters, num_warps=16 if filters else 8),
         ids, valid.view(torch.int8), candidates, logits, params, params.stride(0),
-        S=constants, DRAW=draws, FILTER=filters, num_warps=16 if filters else 8,
     )  # fmt: skip
     return ids, valid

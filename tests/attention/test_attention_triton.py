@@ -232,7 +232,10 @@ def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
     case = make_case((1, 20), (3, 40), num_kv_heads=3, head_dim=80)  # 240 values a token
     before = case.k_cache.clone(), case.v_cache.clone()
     slots = case.batch.slot_mapping[1]
-    module.store_kv(case.k, case.v, case.cache, case.batch)
+    backend = TritonBackend(
+        device=DEVICE, dtype=case.q.dtype, head_dim=80, block_size=case.k_cache.shape[1]
+    )
+    backend.store(case.k, case.v, case.cache, case.batch)
     for cache, old, new in zip((case.k_cache, case.v_cache), before, (case.k, case.v), strict=True):
         old.view(-1, 3, 80)[slots] = new
         assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))

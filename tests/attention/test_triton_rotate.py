@@ -24,12 +24,15 @@ LENGTHS = ((1, 18), (1, 40), (3, 35))
 
 
 def backend_for(case):
-    return TritonBackend(
+    """A backend, prepared for the case's batch."""
+    backend = TritonBackend(
         device=DEVICE,
         dtype=case.q.dtype,
         head_dim=case.spec.head_dim,
         block_size=case.k_cache.shape[1],
     )
+    case.batch.attention = backend.prepare(case.batch)
+    return backend
 
 
 def check(*lengths, norm=None, padding=0, **options):
@@ -93,7 +96,8 @@ def test_a_token_has_the_same_bits_alone_and_among_others():
     heads, norm = heads_of(case), norm_of(case, wide=False)
     many = backend.rotate_and_store(heads, rotation, norm, case.cache, case.batch)
     keys = case.k_cache.view(-1, 2, 64)[case.batch.slot_mapping[1, 1]].clone()
-    alone = replace(case.batch, slot_mapping=case.batch.slot_mapping[:, 1:2])
+    slots, step = case.batch.slot_mapping[:, 1:2], backend.prepare(case.batch)
+    alone = replace(case.batch, slot_mapping=slots, attention=step)
     one = backend.rotate_and_store(
         heads[1:2], tuple(x[1:2] for x in rotation), norm, case.cache, alone
     )  # fmt: skip

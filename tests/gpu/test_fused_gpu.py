@@ -55,6 +55,7 @@ def test_norm_rotation_and_store_equal_the_plain_steps(fp8, dtype):
         pytest.skip("fp8 needs compute capability 8.9")
     case = make_case((1, 30), (20, 90), num_kv_heads=8, group_size=2, dtype=dtype, fp8=fp8)
     backend, norm = deterministic(case), norm_of(case, wide=False)
+    case.batch.attention = backend.prepare(case.batch)
     arguments = heads_of(case), rotation_of(case, dtype), norm
     plain = case.copied_cache()
     expected = AttentionBackend.rotate_and_store(backend, *arguments, plain, case.batch)

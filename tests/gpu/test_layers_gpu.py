@@ -76,6 +76,7 @@ def test_rotation_and_store(norm, fp8):
         block_size=64,
         kv_dtype=FP8 if fp8 else None,
     )
+    case.batch.attention = backend.prepare(case.batch)
     angles = case.batch.positions[:, None].float() * 0.5 ** torch.arange(64, device=DEVICE)
     table = torch.cat((angles.cos(), angles.sin()), -1).bfloat16().unsqueeze(1)
     weights = HeadNormWeights(weight=1 + 0.3 * numbers(24, 128, seed=3), eps=EPS) if norm else None

@@ -30,6 +30,8 @@ OTHERS = ["80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention"]
 EXPERTS = [f"{arch},bfloat16,128,64,8,2,experts" for arch in (100, 120)]
 STORES = ("store_kernel", "rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
+EARLY = ("rotate_store_kernel", "varlen_kernel", "decode_kernel", "rms_norm_kernel", "gate_kernel")
+EARLY += ("uniform_kernel", "gemm_kernel", "gated_gemm_kernel")
 LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
 UNIFORM = ("uniform_kernel",)
 OF_EXPERTS = ("expert_gemm_kernel", "gated_expert_gemm_kernel")
@@ -160,6 +162,13 @@ def test_logits_arrive_by_wide_copies_while_others_are_weighed(reports, target, 
     assert figures["registers"] <= 128, "two lines of 256 threads at a time, or one of 512"
     assert figures["async_copies"] == figures["wide_copies"] > 0
     assert figures["in_flight"] >= 2
+
+
+def test_kernels_that_start_early_wait_before_they_read(reports):
+    """From Hopper on, once each; a GPU before it has no such instruction."""
+    for (target, kernel), figures in reports.items():
+        is_early = kernel in EARLY and not target.startswith("8")
+        assert figures["waits"] == is_early, (target, kernel)
 
 
 @pytest.mark.parametrize("target", MAIN + FP8)

@@ -113,7 +113,7 @@ class Model:
 
     def __init__(self, num_groups=1, num_slots=4096, device="cpu"):
         self.cache = torch.zeros(num_groups, num_slots, dtype=torch.int64, device=device)
-        self.prepared = []
+        self.prepared, self.lm_head = [], self
 
     def prepare(self, batch):
         self.prepared.append(batch)
@@ -127,6 +127,9 @@ class Model:
         assert batch.num_decodes == batch.num_tokens == batch.num_seqs
         first = batch.block_tables[0, :, 0]
         return torch.stack((batch.token_ids, batch.positions, batch.seq_lens - 1, first), 1)
+
+    def into(self, hidden, out):
+        return out.copy_(self.logits(hidden))
 
     def logits(self, hidden):
         tokens, positions, before, first = hidden.unbind(1)

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 from nanoengine.kernels import launch as module
-from nanoengine.kernels.launch import READY, launch
+from nanoengine.kernels.launch import after_the_kernel_ahead, constants, early, launch
 
 SEEN: list[tuple[str, tuple]] = []
 
@@ -72,6 +72,12 @@ def kernel(out, x, num, free, factor, SIZE: tl.constexpr, WIDE: tl.constexpr):
     tl.store(out + at, value.to(out.dtype.element_ty))
 
 
+@triton.jit
+def early_kernel(out, EARLY: tl.constexpr = False):
+    after_the_kernel_ahead(EARLY)
+    tl.store(out, 1.0)
+
+
 def cases():
     """Kinds of arguments, each with two lists of values that are of one kind."""
     x, half = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
@@ -87,40 +93,59 @@ def cases():
 
 
 def compare() -> None:
-    for lists, grid, constants in cases():
+    for lists, grid, names in cases():
         for args in [*lists, *lists]:
             SEEN.clear()
-            launch(kernel, grid, *args, **constants)
-            kernel[grid](*args, **constants)
+            launch(kernel, grid, constants(**names), *args)
+            kernel[grid](*args, **names)
             assert len(SEEN) == 2, "one launch each, whatever is only shown"
-            assert SEEN[0] == SEEN[1], (args, constants, SEEN)
+            assert SEEN[0] == SEEN[1], (args, names, SEEN)
+
+
+def ready() -> list:
+    """All that has been found of all kinds of launches; forgotten when asked for."""
+    found = []
+    for names in {id(made): made for made in (constants(**c) for _, _, c in cases())}.values():
+        found += names.ready.values()
+        names.ready.clear()
+    return found
 
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     compare()
     print("same")
-    assert len(READY) == 10 and None not in READY.values(), READY
+    found = ready()
+    assert len(found) == 10 and None not in found, found
     print("kinds")
+    compare()
 
     heard: list[object] = []
-    (args, *_), grid, constants = next(cases())
+    (args, *_), grid, names = next(cases())
     knobs.runtime.launch_enter_hook.add(heard.append)
-    launch(kernel, grid, *args, **constants)
+    launch(kernel, grid, constants(**names), *args)
     knobs.runtime.launch_enter_hook.remove(heard.append)
     knobs.runtime.launch_enter_hook.calls.clear()
     binder = kernel.run
     kernel.run = lambda *args, **options: heard.append(args)
-    launch(kernel, grid, *args, **constants)
+    launch(kernel, grid, constants(**names), *args)
     kernel.run = binder
     assert heard == [], "the second launch had no need of the binder, nor the stand-in of a hook"
     print("hooked")
 
-    READY.clear()  # a release that passes something else
+    for _ in range(2):
+        launch(early_kernel, (1,), constants(), torch.zeros(64))
+    ((*_, tail, compiled),) = constants().ready.values()
+    assert tail == (True,) and compiled.metadata.launch_pdl
+    assert compiled.asm["ptx"].count("griddepcontrol") == 2
+    assert early(early_kernel, 89) == early(kernel, 90) == {}
+    print("early")
+
+    ready()  # what follows is a release that passes something else
     module.operator.is_, kept = lambda a, b: False, module.operator.is_
     compare()
     module.operator.is_ = kept
-    assert set(READY.values()) == {None}
+    assert set(ready()) == {None}
     print("renamed")
 
 
