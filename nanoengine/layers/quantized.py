@@ -137,10 +137,15 @@ class QuantizedLinear(LinearMethod):
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
         if self.tied is not None:
             weight = self.tied[first : first + len(weight)].copy_(weight)
-        take = self.load_quantized if self.values is None else self.replace
+        take = self.replace if self.is_whole else self.load_quantized
         for start in range(0, len(weight), ROWS_AT_ONCE):
             part = quantize(weight[start : start + ROWS_AT_ONCE], self.bits, self.group_size)
             take(part, first + start)
+
+    @property
+    def is_whole(self) -> bool:
+        """All rows are there; others may come in their place."""
+        return self.values is not None
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
         """Takes rows from `first` on; with the last of them the whole is packed. Rows of another

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.quantization import StoredQuantization
+from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
 from nanoengine.layers.kernels import Kernels, UnquantizedLinear
 from nanoengine.layers.quantized_weight import QuantizedWeight, quantize
 from nanoengine.layers.triton_quantized import TritonQuantizedLinear, held_linears
@@ -45,6 +45,10 @@ def layer(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Triton
     method.create(tuple(weight.values.shape), dtype, DEVICE)
     method.load_quantized(weight)
     return method
+
+
+def as_stored(stored: StoredQuantization) -> Quantization:
+    return Quantization(bits=stored.bits, activations="float", stored=stored)
 
 
 FORMS = [
@@ -114,7 +118,7 @@ def check(directory: Path, floats: Path) -> None:
     stored = load_model_config(directory).quantization
     assert stored is not None
     kernels = Kernels(DenseAttention())
-    kernels.linear = held_linears(stored, UnquantizedLinear)
+    kernels.linear = held_linears(as_stored(stored), UnquantizedLinear)
     model = build(directory, torch.float32, kernels=kernels)
     held = [m for m in model.modules() if isinstance(m, TritonQuantizedLinear)]
     assert len(held) == 8 and all(m.tile and m.weight.element_size() == 1 for m in held)
@@ -126,7 +130,7 @@ def check(directory: Path, floats: Path) -> None:
 def test_the_kernel_set_of_a_gpu_holds_what_is_stored_but_experts() -> None:
     stored = StoredQuantization(format="awq", bits=4, group_size=128, skipped=("lm_head$",))
     kernels = TritonKernels(DenseAttention(), dtype=torch.bfloat16)
-    kernels.hold_stored(stored)
+    kernels.hold(as_stored(stored))
     name = "model.layers.0.mlp.down_proj"
     assert isinstance(kernels.linear(name), TritonQuantizedLinear)
     for other in ("model.layers.0.mlp.experts.3.down_proj", "lm_head", "model.layers.0.mlp.gate"):
@@ -134,7 +138,7 @@ def test_the_kernel_set_of_a_gpu_holds_what_is_stored_but_experts() -> None:
     backend = DenseAttention()
     backend.deterministic = True
     kernels = TritonKernels(backend, dtype=torch.bfloat16)
-    kernels.hold_stored(stored)
+    kernels.hold(as_stored(stored))
     assert isinstance(kernels.linear(name), UnquantizedLinear)
 
 
