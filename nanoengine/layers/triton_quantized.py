@@ -74,6 +74,8 @@ class TritonQuantizedLinear(QuantizedLinear):
     cut = False
 
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        if self.stored is not None and shape[1] % (self.group_size or 1):
+            self.group_size = None  # Why: a rank's part of stored groups may be of any size.
         super().create(shape, dtype, torch.device("cpu"))  # where the stored form is read
         self.dtype, self.device, self.tile = dtype, device, 0
         self.register_buffer("weight", None)
@@ -87,13 +89,14 @@ class TritonQuantizedLinear(QuantizedLinear):
 
     def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
         """That of a rank's part, which may cut through groups."""
-        if self.stored is None or len(matrix.part) < 2:
+        rows, columns = (*matrix.part, slice(None), slice(None))[:2]
+        start, stop, _ = columns.indices(matrix.shape[1])
+        if self.stored is None or (start, stop) == (0, matrix.shape[1]):
             return super().weight_slot(name, matrix)
-        rows, columns = matrix.part
         self.cut = True
 
         def load(weight: QuantizedWeight, first: int) -> None:
-            self.load_quantized(cut(weight, columns), first)
+            self.load_quantized(cut(weight, start, stop), first)
 
         pieces = self.stored.matrix_slots(name, matrix._replace(part=(rows,)), load)
         slot = LinearMethod.weight_slot(self, name, matrix)
@@ -192,13 +195,11 @@ def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def cut(weight: QuantizedWeight, columns: slice) -> QuantizedWeight:
+def cut(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
     """A rank's inputs of a weight. Where they cut through groups, these become smaller ones; where
     inputs are in another order, each has a scale of its own, for which the kernel has no tile."""
-    size, num_inputs = weight.group_size, weight.values.shape[1]
-    start, stop, _ = columns.indices(num_inputs)
-    if size < num_inputs and (start, stop) != (0, num_inputs):
-        order = weight.order
+    size, order = weight.group_size, weight.order
+    if size < weight.values.shape[1]:
         unit = 1 if order is not None else math.gcd(size, start, stop)
         places = slice(None) if order is None else torch.argsort(order)
 
@@ -211,7 +212,7 @@ def cut(weight: QuantizedWeight, columns: slice) -> QuantizedWeight:
             weight, values=weight.values[:, places], scales=each(weight.scales),
             zeros=each(weight.zeros), group_size=unit, order=None,
         )  # fmt: skip
-    return weight.part(slice(None), columns)
+    return weight.part(slice(None), slice(start, stop))
 
 
 def tile_inputs(weight: QuantizedWeight) -> int:
