@@ -137,13 +137,13 @@ class QuantizedLinear(LinearMethod):
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
         if self.tied is not None:
             weight = self.tied[first : first + len(weight)].copy_(weight)
-        take = self.replace if self.is_whole else self.load_quantized
+        take = self.replace if self.is_loaded else self.load_quantized
         for start in range(0, len(weight), ROWS_AT_ONCE):
             part = quantize(weight[start : start + ROWS_AT_ONCE], self.bits, self.group_size)
             take(part, first + start)
 
     @property
-    def is_whole(self) -> bool:
+    def is_loaded(self) -> bool:
         """All rows are there; others may come in their place."""
         return self.values is not None
 

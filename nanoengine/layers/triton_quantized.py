@@ -81,7 +81,7 @@ class TritonQuantizedLinear(QuantizedLinear):
         self.register_buffer("weight", None)
 
     @property
-    def is_whole(self) -> bool:
+    def is_loaded(self) -> bool:
         return self.weight is not None
 
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
@@ -203,14 +203,13 @@ def cut(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
         unit = 1 if order is not None else math.gcd(size, start, stop)
         places = slice(None) if order is None else torch.argsort(order)
 
-        def each(numbers: torch.Tensor | None) -> torch.Tensor | None:
-            return (
-                None if numbers is None else numbers.repeat_interleave(size // unit, 1)[:, places]
-            )
-
+        scales, zeros = (
+            None if numbers is None else numbers.repeat_interleave(size // unit, 1)[:, places]
+            for numbers in (weight.scales, weight.zeros)
+        )
         weight = replace(
-            weight, values=weight.values[:, places], scales=each(weight.scales),
-            zeros=each(weight.zeros), group_size=unit, order=None,
+            weight, values=weight.values[:, places], scales=scales, zeros=zeros, group_size=unit,
+            order=None,
         )  # fmt: skip
     return weight.part(slice(None), slice(start, stop))
 

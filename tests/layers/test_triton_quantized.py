@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
+from nanoengine.errors import ConfigError
 from nanoengine.layers import triton_quantized
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels, UnquantizedLinear
@@ -178,8 +179,8 @@ def rounded_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds to e4m3 as torch and GPUs do. Why: its own loses the carry of a fraction
-    that is rounded up, and digits below the least exponent."""
+    """The interpreter rounds to e4m3 as torch does. Why: it loses the carry of a fraction that it
+    rounds up, and digits below the least exponent."""
     convert = interpreter._convert_float
 
     def converted(data: Any, kind: Any, to: Any, mode: Any) -> Any:
@@ -395,3 +396,14 @@ def test_a_rank_with_a_part_of_the_inputs_takes_float_activations(tmp_path: Path
     mlp = part.model.layers[0].mlp
     forms = mlp.gate_up_proj.method.form, mlp.down_proj.method.form
     assert forms == ("e4m3 by e4m3", "e4m3")
+
+
+def test_what_a_gpu_does_not_quantize_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "dense", "llama")
+    make_checkpoint(tmp_path / "experts", "qwen3_moe")
+    for name, options, message in (
+        ("dense", {"attention_backend": "naive"}, "need kernels in Triton: .*'naive'"),
+        ("experts", {}, "do not cover mixtures of experts on device 'cuda'"),
+    ):
+        with EmulatedGPU(), pytest.raises(ConfigError, match=message):
+            make_engine(str(tmp_path / name), quantization="int4", **{**ON_GPU, **options})
