@@ -213,8 +213,8 @@ def resolve_quantization(
         return None
     else:
         bits, activations = stored.bits, "int8" if stored.activations == "int8" else "float"
-    # Why: whole numbers of 8 bits are no floats of 8 bits.
-    fixed = stored is not None and (bool(stored.schemes) or stored.kind == "fp8")
+    # Why: whole numbers of 8 bits are no floats of 8 bits, and a GPU takes activations in one way.
+    fixed = stored is not None and (device != "cpu" or bool(stored.schemes) or stored.kind == "fp8")
     if stored and (fixed or bits != stored.bits) and option is not None:
         other = f", or ask for 'int{stored.bits}' or 'int{stored.bits}_weight_only'"
         raise ConfigError(
@@ -222,11 +222,6 @@ def resolve_quantization(
             f" ({stored.format}): leave the option out{'' if fixed else other}"
         )
     if device != "cpu":
-        if stored is not None:
-            raise ConfigError(
-                f"quantization={option!r} chooses the activations of a checkpoint that is stored in"
-                f" {stored.kind}, which only a CPU can, got device={device!r}: leave the option out"
-            )
         activations = "float"
     return Quantization(bits=bits, activations=activations, stored=stored)
 
@@ -365,7 +360,6 @@ def _scheme(method: str, group: Json) -> StoredQuantization:
     elif inputs is not None:
         is_float = kind == "float" and inputs.get("type") == "float"
         _allow(method, "input_activations", None if is_float else inputs, None)
-    in_e4m3 = layout == "float-quantized" and inputs is not None and inputs.get("num_bits") == 8
     group_size, group_rows = weights.get("group_size"), 1 if strategy != "tensor" else None
     if strategy == "block":
         structure = weights.get("block_structure") or []
@@ -380,7 +374,7 @@ def _scheme(method: str, group: Json) -> StoredQuantization:
         group_size=_group_size(group_size),
         group_rows=group_rows,
         symmetric=symmetric,
-        activations="int8" if layout == "int-quantized" else "e4m3" if in_e4m3 else "float",
+        activations=ACTIVATIONS.get(layout, "float") if inputs else "float",
         targets=tuple(
             "" if name == "Linear" else _pattern(name, "targets")
             for name in group.get("targets") or ["Linear"]
@@ -399,6 +393,9 @@ def _mxfp4(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
             )
     return IN_MXFP4
 
+
+ACTIVATIONS: Any = {"int-quantized": "int8", "float-quantized": "e4m3"}
+"""Formats of compressed-tensors -> what activations are, where a checkpoint has them in 8 bits."""
 
 SCHEMES = ("dynamic", "static")
 """How a checkpoint of 8-bit floats was made to scale activations; here a token has its own scale,

@@ -99,7 +99,7 @@ class QuantizedLinear(LinearMethod):
         stored: the format of a checkpoint that holds this layer quantized already.
 
     Raises:
-        ConfigError: from `create`: the inputs are no multiple of the group size.
+        ConfigError: from `create`: the inputs are no multiple of the group size, or on a GPU.
     """
 
     def __init__(
@@ -120,7 +120,11 @@ class QuantizedLinear(LinearMethod):
             self.register_buffer(buffer, None)
 
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        assert device.type == "cpu", device
+        if device.type != "cpu":
+            raise ConfigError(
+                f"int{self.bits} weights on device {device.type!r} need kernels in Triton: leave"
+                " out attention_backend='naive', dtype='float64', or quantization"
+            )
         self.out_features, self.in_features = shape
         self.group_size = self.group_size or self.in_features
         if self.in_features % self.group_size:

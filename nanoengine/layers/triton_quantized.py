@@ -23,6 +23,7 @@ import triton
 
 from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
+from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_quantized
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
@@ -40,16 +41,25 @@ def held_linears(
     quantization: Quantization, other: Callable[[str], LinearMethod]
 ) -> Callable[[str], LinearMethod]:
     """What makes the method of a linear layer, given its full name: `other` does for layers that
-    are floats, or become floats."""
+    are floats, or become floats.
+
+    Raises:
+        ConfigError: from the function: an expert is to be quantized while it loads.
+    """
     stored = quantization.stored
     held = quantized_linears(quantization, other, TritonQuantizedLinear)
     by_e4m3 = quantized_linears(quantization, other, E4M3Linear)
 
     def method(name: str) -> LinearMethod:
+        if stored is None and ".experts." not in name:
+            return held(name)
+        if stored is None:
+            raise ConfigError(
+                f"int{quantization.bits} weights made while loading do not cover mixtures of"
+                " experts on a GPU: leave quantization out"
+            )
         if ".experts." in name:
             return other(name)
-        if stored is None:
-            return held(name)
         own = stored.of(name)
         if own is None or not is_held(own, name):
             return other(name)

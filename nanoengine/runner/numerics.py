@@ -61,7 +61,7 @@ def make_context(
     """What the layers of the model need.
 
     Raises:
-        ConfigError: the layers' sizes are odd; `deterministic` or a quantization can't be had.
+        ConfigError: the layers' sizes are odd, or `deterministic` can't be had.
     """
     config, model_config, quantization = options.config, options.model_config, options.quantization
     device, dtype = options.device, options.dtype
@@ -70,11 +70,6 @@ def make_context(
         raise ConfigError(
             f"deterministic=True does not cover {what}: their products depend on the number of"
             " tokens; leave it out"
-        )
-    if quantization is not None and device.type != "cpu" and model_config.moe is not None:
-        raise ConfigError(
-            f"int{quantization.bits} weights made while loading do not cover mixtures of experts on"
-            f" device {device.type!r}: leave quantization out"
         )
     kernels = make_kernels(backend, device=device, dtype=dtype, quantization=quantization)
     if quantization is None and model_config.quantization is not None:
@@ -109,9 +104,6 @@ def make_kernels(
     """The kernel set of a device: with the naive backend, or in a dtype for which there are no
     kernels, plain torch.
 
-    Raises:
-        ConfigError: a quantization, on a GPU without kernels in Triton.
-
     Why imported here: so that an engine on a GPU starts without numba, one on a CPU without Triton,
     and a naive one without either.
     """
@@ -126,12 +118,7 @@ def make_kernels(
         kernels: Kernels = TritonKernels(backend, dtype=dtype)
     else:
         kernels = Kernels(backend)
-    if quantization is not None and device.type != "cpu":
-        if type(kernels) is Kernels:
-            raise ConfigError(
-                f"int{quantization.bits} weights on device {device.type!r} need kernels in Triton:"
-                " leave out attention_backend='naive', dtype='float64', or quantization"
-            )
+    if quantization is not None and device.type == "cuda" and type(kernels) is not Kernels:
         kernels.hold(quantization)
     elif quantization is not None:
         from nanoengine.layers.quantized import quantized_linears
