@@ -61,7 +61,8 @@ class StoredQuantization:
         symmetric: there are no zero points. GPTQ and AWQ store them in any case.
         zero_offset: what to add to stored zero points.
         scattered: GPTQ: the inputs of a group lie anywhere, so a matrix must say of each its group.
-        activations: what the checkpoint was made for; "int8" are quantized token by token.
+        activations: what the checkpoint was made for; "int8" are quantized token by token, "e4m3"
+            are floats of 8 bits.
         skipped: regular expressions of the names of linear layers that are stored as floats.
         types: gguf: the name of a matrix -> its type.
         targets: those of the names that are stored so, where they are not skipped.
@@ -79,7 +80,7 @@ class StoredQuantization:
     symmetric: bool = False
     zero_offset: int = 0
     scattered: bool = False
-    activations: Literal["int8", "float"] = "float"
+    activations: Literal["int8", "e4m3", "float"] = "float"
     skipped: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
     targets: tuple[str, ...] = ("",)
@@ -110,10 +111,8 @@ class StoredQuantization:
         """
         if self.format == "mxfp4":
             return self if ".experts." in name else None
-        beside, _, last = name.rpartition(".")
-        names = [f"{beside}.{part}" for part in FUSED[last]] if last in FUSED else [name]
+        names = self.matrices(name)
         if self.format == "gguf":
-            names = [f"{beside}.{part}" for part in STATES[last]] if last in STATES else names
             # Why all: of those that are multiplied as one, a float can't be made blocks.
             held = name in self.types or all(part in self.types for part in names)
             return self if held else None
@@ -124,6 +123,12 @@ class StoredQuantization:
                 " multiplied as one, or not all in one way; supported: all or none of them"
             )
         return found[0]
+
+    def matrices(self, name: str) -> list[str]:
+        """The names of the checkpoint's matrices that the linear layer of this name multiplies."""
+        beside, _, last = name.rpartition(".")
+        parts = FUSED.get(last) or (STATES.get(last) if self.format == "gguf" else None)
+        return [f"{beside}.{part}" for part in parts] if parts else [name]
 
     def _of_matrix(self, name: str) -> StoredQuantization | None:
         if any(re.match(skipped, name) for skipped in self.skipped):
@@ -176,9 +181,9 @@ def resolve_quantization(
     """What `EngineConfig.quantization` means for this checkpoint; None: the model is held as plain
     floats, and what is stored quantized becomes floats while it loads.
 
-    On a CPU, a checkpoint that is stored quantized is run as it was made; an option of the same
-    number of bits may still choose how activations are taken, and one that names its format changes
-    nothing.
+    On a CPU, a checkpoint that is stored quantized is run as it was made, but with activations of
+    e4m3 as floats; an option of the same number of bits may still choose how activations are taken,
+    and one that names its format changes nothing. A GPU takes activations as floats for any option.
 
     Raises:
         ConfigError: the option contradicts the checkpoint or can't be obeyed on this device.
@@ -207,9 +212,9 @@ def resolve_quantization(
     elif stored is None or device != "cpu":
         return None
     else:
-        bits, activations = stored.bits, stored.activations
-    # Why: whole numbers of 8 bits are no floats of 8 bits.
-    fixed = stored is not None and (bool(stored.schemes) or stored.kind == "fp8")
+        bits, activations = stored.bits, "int8" if stored.activations == "int8" else "float"
+    # Why: whole numbers of 8 bits are no floats of 8 bits, and a GPU takes activations in one way.
+    fixed = stored is not None and (device != "cpu" or bool(stored.schemes) or stored.kind == "fp8")
     if stored and (fixed or bits != stored.bits) and option is not None:
         other = f", or ask for 'int{stored.bits}' or 'int{stored.bits}_weight_only'"
         raise ConfigError(
@@ -217,10 +222,7 @@ def resolve_quantization(
             f" ({stored.format}): leave the option out{'' if fixed else other}"
         )
     if device != "cpu":
-        raise ConfigError(
-            f"quantization={option!r} runs on the CPU only, got device={device!r}: use"
-            " device='cpu', or leave the option out"
-        )
+        activations = "float"
     return Quantization(bits=bits, activations=activations, stored=stored)
 
 
@@ -286,8 +288,7 @@ def _awq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
 
 
 def _fp8(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
-    """Blocks, or whole matrices, of e4m3 floats share a scale. Activations, which vendors run in 8
-    bits too, stay floats. A head is not converted.
+    """Blocks, or whole matrices, of e4m3 floats share a scale. A head is not converted.
 
     Source: transformers' `FineGrainedFP8Config` and `should_convert_module`; AutoFP8 and vLLM's
     `Fp8Config` for whole matrices.
@@ -309,6 +310,7 @@ def _fp8(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
         group_size=group_size,
         group_rows=group_rows,
         symmetric=True,
+        activations="e4m3",
         skipped=(*skipped, "lm_head$", *([kept] if names else [])),
     )
 
@@ -330,7 +332,7 @@ def _compressed_tensors(raw: Json, skipped: tuple[str, ...]) -> StoredQuantizati
         replace(_scheme(method, _checked({"format": raw.get("format"), **group})), skipped=skipped)
         for group in map(_checked, groups)
     )
-    if not schemes or len({scheme.activations for scheme in schemes}) > 1:
+    if not schemes or len({scheme.activations == "int8" for scheme in schemes}) > 1:
         raise UnsupportedModelError(
             f"quantization_config has {len(groups)} config_groups; supported: one or more, with"
             " activations in 8-bit integers for all or none"
@@ -372,7 +374,7 @@ def _scheme(method: str, group: Json) -> StoredQuantization:
         group_size=_group_size(group_size),
         group_rows=group_rows,
         symmetric=symmetric,
-        activations="int8" if layout == "int-quantized" else "float",
+        activations=ACTIVATIONS.get(layout, "float") if inputs else "float",
         targets=tuple(
             "" if name == "Linear" else _pattern(name, "targets")
             for name in group.get("targets") or ["Linear"]
@@ -392,8 +394,12 @@ def _mxfp4(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     return IN_MXFP4
 
 
+ACTIVATIONS: Any = {"int-quantized": "int8", "float-quantized": "e4m3"}
+"""Formats of compressed-tensors -> what activations are, where a checkpoint has them in 8 bits."""
+
 SCHEMES = ("dynamic", "static")
-"""How a checkpoint of 8-bit floats was made to scale activations, which are not scaled here."""
+"""How a checkpoint of 8-bit floats was made to scale activations; here a token has its own scale,
+where they are scaled."""
 
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 """The scheme of compressed-tensors whose scales are those of an fp8 cache."""

@@ -1,11 +1,12 @@
-"""A matrix multiplication in Triton by weights of 4 and 8 bits, which are widened in registers.
+"""A matrix multiplication in Triton by weights of 4 and 8 bits, which are widened in registers; and
+rows of activations as fp8, for products of fp8 by fp8.
 
 Called by `layers/triton_quantized.py` alone. A weight is (code - zero) * scale in float32, rounded
 to the dtype of the rows: the number that `QuantizedWeight.dequantized` gives, so that the products
 differ from those by floats in the order of a sum at most.
 
-The kernel has run in Triton's interpreter and been compiled to machine code ahead of time; it has
-not run on a GPU yet.
+The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
+have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -74,3 +75,21 @@ def quantized_gemm_kernel(
         acc += tl.load(bias + columns, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
     target = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, acc.to(dtype), mask=inside & (columns < OUT)[None, :])
+
+
+@triton.jit
+def e4m3_rows_kernel(
+    codes, scales, x, X_ROW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """x [T, SIZE] is about codes * scales: codes [T, SIZE] e4m3, scales [T] float32. Grid: [T].
+
+    The largest magnitude of a row becomes 448, the largest number of e4m3. A row that holds NaN or
+    infinity gets NaN.
+    """
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = columns < SIZE
+    numbers = tl.load(x + row * X_ROW + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(numbers), 0) / 448
+    tl.store(scales + row, scale)
+    rounded = (numbers / tl.where(scale == 0, 1.0, scale)).to(tl.float8e4nv)
+    tl.store(codes + row * SIZE + columns, rounded, mask=inside)

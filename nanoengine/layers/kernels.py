@@ -28,7 +28,7 @@ from torch import nn
 
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.quantization import StoredQuantization
+from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.collectives import Shard
 
@@ -84,9 +84,9 @@ class Kernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return GATES[activation](gate, up)
 
-    def hold_stored(self, stored: StoredQuantization) -> None:
-        """Called before a model is made whose weights are stored quantized, and become floats; a
-        set may change `linear` to hold those that it multiplies as they are."""
+    def hold(self, quantization: Quantization) -> None:
+        """Called on a GPU before a model is made whose weights are stored quantized, or to be
+        quantized; a set may change `linear` to hold those that it multiplies so."""
 
     def place(self, model: nn.Module) -> None:
         """Called once when the model is made; a set may move its parameters, not loaded yet."""

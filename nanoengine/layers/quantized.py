@@ -99,7 +99,7 @@ class QuantizedLinear(LinearMethod):
         stored: the format of a checkpoint that holds this layer quantized already.
 
     Raises:
-        ConfigError: from `create`: the inputs are no multiple of the group size.
+        ConfigError: from `create`: the inputs are no multiple of the group size, or on a GPU.
     """
 
     def __init__(
@@ -120,7 +120,11 @@ class QuantizedLinear(LinearMethod):
             self.register_buffer(buffer, None)
 
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        assert device.type == "cpu", device
+        if device.type != "cpu":
+            raise ConfigError(
+                f"int{self.bits} weights on device {device.type!r} need kernels in Triton: leave"
+                " out attention_backend='naive', dtype='float64', or quantization"
+            )
         self.out_features, self.in_features = shape
         self.group_size = self.group_size or self.in_features
         if self.in_features % self.group_size:
@@ -137,10 +141,15 @@ class QuantizedLinear(LinearMethod):
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
         if self.tied is not None:
             weight = self.tied[first : first + len(weight)].copy_(weight)
-        take = self.load_quantized if self.values is None else self.replace
+        take = self.replace if self.is_loaded else self.load_quantized
         for start in range(0, len(weight), ROWS_AT_ONCE):
             part = quantize(weight[start : start + ROWS_AT_ONCE], self.bits, self.group_size)
             take(part, first + start)
+
+    @property
+    def is_loaded(self) -> bool:
+        """All rows are there; others may come in their place."""
+        return self.values is not None
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
         """Takes rows from `first` on; with the last of them the whole is packed. Rows of another

@@ -1,73 +1,144 @@
-"""Linear layers whose weights stay in 4 or 8 bits on a GPU, multiplied by float activations.
+"""Linear layers whose weights have 4 or 8 bits on a GPU, as the checkpoint stores them or quantized
+while they load.
 
-Loaded by `TritonKernels` for a checkpoint that is stored quantized. Not held so are experts, layers
-of other formats, and matrices whose groups the kernel's tiles don't divide: they are floats.
+    TritonQuantizedLinear   multiplied by float activations, in Triton
+    E4M3Linear              fp8 by fp8, on GPUs that can: activations are quantized token by token
 
-The product has run in Triton's interpreter and been compiled ahead of time; it has not run on a GPU
-yet.
+Loaded by `TritonKernels` for a model that has such weights. Not held so are experts, layers of
+other formats, and matrices whose groups the kernel's tiles don't divide: they are floats.
+
+The kernels have run in Triton's interpreter and been compiled ahead of time; they have not run on a
+GPU yet.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
+from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_quantized
 from nanoengine.kernels.launch import cdiv, constants, launch
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of
+from nanoengine.layers.triton_linear import arch_of
 
 HELD = ("gptq", "awq", "pack-quantized", "int-quantized", "fp8", "float-quantized")
 """Formats whose weights the kernel multiplies."""
 
+TYPES = ("Q4_0", "Q8_0")
+"""Those of GGUF's types."""
+
 
 def held_linears(
-    stored: StoredQuantization, other: Callable[[str], LinearMethod]
+    quantization: Quantization, other: Callable[[str], LinearMethod]
 ) -> Callable[[str], LinearMethod]:
     """What makes the method of a linear layer, given its full name: `other` does for layers that
-    are floats, or become floats."""
-    quantization = Quantization(bits=stored.bits, activations="float", stored=stored)
+    are floats, or become floats.
+
+    Raises:
+        ConfigError: from the function: an expert is to be quantized while it loads.
+    """
+    stored = quantization.stored
     held = quantized_linears(quantization, other, TritonQuantizedLinear)
+    by_e4m3 = quantized_linears(quantization, other, E4M3Linear)
 
     def method(name: str) -> LinearMethod:
+        if stored is None and ".experts." not in name:
+            return held(name)
+        if stored is None:
+            raise ConfigError(
+                f"int{quantization.bits} weights made while loading do not cover mixtures of"
+                " experts on a GPU: leave quantization out"
+            )
+        if ".experts." in name:
+            return other(name)
         own = stored.of(name)
-        is_held = own is not None and own.format in HELD and ".experts." not in name
-        return (held if is_held else other)(name)
+        if own is None or not is_held(own, name):
+            return other(name)
+        return (by_e4m3 if own.activations == "e4m3" else held)(name)
 
     return method
+
+
+def is_held(stored: StoredQuantization, name: str) -> bool:
+    """Whether the kernel multiplies by a layer that is stored so."""
+    if stored.format != "gguf":
+        return stored.format in HELD
+    # Why one type: what has several is several matrices.
+    types = {stored.types.get(matrix, "") for matrix in stored.matrices(name)}
+    return len(types) == 1 and types <= set(TYPES)
 
 
 class TritonQuantizedLinear(QuantizedLinear):
     """A weight in 4 or 8 bits and float32 scales, or in floats if the kernel has no tile for it."""
 
+    zeros: torch.Tensor | None
+    cut = False
+
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        if self.stored is not None and shape[1] % (self.group_size or 1):
+            self.group_size = None  # Why: a rank's part of stored groups may be of any size.
         super().create(shape, dtype, torch.device("cpu"))  # where the stored form is read
         self.dtype, self.device, self.tile = dtype, device, 0
         self.register_buffer("weight", None)
 
+    @property
+    def is_loaded(self) -> bool:
+        return self.weight is not None
+
+    def load(self, weight: torch.Tensor, first: int = 0) -> None:
+        super().load(weight.to(self.device), first)  # which quantizes faster than a CPU
+
+    def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
+        """That of a rank's part, which may cut through groups."""
+        rows, columns = (*matrix.part, slice(None), slice(None))[:2]
+        start, stop, _ = columns.indices(matrix.shape[1])
+        if self.stored is None or (start, stop) == (0, matrix.shape[1]):
+            return super().weight_slot(name, matrix)
+        self.cut = True
+
+        def load(weight: QuantizedWeight, first: int) -> None:
+            self.load_quantized(cut(weight, start, stop), first)
+
+        pieces = self.stored.matrix_slots(name, matrix._replace(part=(rows,)), load)
+        slot = LinearMethod.weight_slot(self, name, matrix)
+        return replace(slot, pieces=pieces, pieces_only=True)
+
     def pack(self, weight: QuantizedWeight) -> None:
         assert weight.form[2:] == (None, (), weight.floats, False, False, False), weight.form
-        device, num_inputs = self.device, weight.values.shape[1]
         if self.order is not None:
-            self.order = self.order.to(device)
+            self.order = self.order.to(self.device)
         self.form = "e4m3" if weight.floats else f"int{weight.bits}"
-        width = num_inputs // 2 if weight.bits == 4 else num_inputs
-        sizes = (64, 32, 16)
-        fits = [k for k in sizes if not (width % k or weight.group_size % k)]
-        if not fits:
-            self.weight = weight.dequantized().to(device, self.dtype)
+        self.tile, self.group_size = tile_inputs(weight), weight.group_size
+        if not self.tile:
+            self.weight = weight.dequantized().to(self.device, self.dtype)
             return
-        self.tile, self.group_size, codes = fits[0], weight.group_size, weight.values
-        if weight.bits == 4:
-            low, high = codes_of(weight).chunk(2, 1)
-            codes = low | (high << 4)
-        self.weight = codes.contiguous().to(device)
-        self.scales = weight.scales.T.contiguous().to(device)
-        self.zeros = None if weight.zeros is None else weight.zeros.T.contiguous().to(device)
+        self.weight = self.codes(weight).to(self.device)
+        self.scales = weight.scales.T.contiguous().to(self.device)
+        self.zeros = None if weight.zeros is None else weight.zeros.T.contiguous().to(self.device)
+
+    def codes(self, weight: QuantizedWeight) -> torch.Tensor:
+        """The values as the kernel reads them."""
+        if weight.bits == 8:
+            return weight.values.contiguous()
+        low, high = codes_of(weight).chunk(2, 1)
+        return low | (high << 4)
+
+    def replace(self, weight: QuantizedWeight, first: int) -> None:
+        rows = slice(first, first + len(weight.values))
+        if not self.tile:
+            self.weight[rows].copy_(weight.dequantized())
+            return
+        self.weight[rows].copy_(self.codes(weight))
+        self.scales[:, rows].copy_(weight.scales.T)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not self.tile:
@@ -89,6 +160,78 @@ class TritonQuantizedLinear(QuantizedLinear):
             self.scales if bias is None else bias, num_rows,
         )  # fmt: skip
         return out
+
+
+class E4M3Linear(TritonQuantizedLinear):
+    """A weight in e4m3, a scale for each output, by activations in e4m3, a scale for each token.
+
+    Only bfloat16 on a GPU that multiplies fp8, sm_89 and later, and only matrices that no rank has
+    a part of the inputs of: with a scale of its part results would follow from the number of ranks.
+    Other layers are multiplied by float activations.
+
+    Source: torch's ScaledBlas.cpp: sizes in 16s, and row-wise scales on all of these GPUs. Scales
+    of blocks it has on sm_90 alone, in a layout that differs between its two functions.
+    """
+
+    def pack(self, weight: QuantizedWeight) -> None:
+        super().pack(weight)
+        outputs, inputs = weight.values.shape
+        by_row = weight.floats and weight.group_size == inputs and not self.cut
+        can = self.dtype == torch.bfloat16 and arch_of(self.device) >= 89
+        if by_row and can and not (outputs % 16 or inputs % 16):
+            self.form, self.weight = "e4m3 by e4m3", self.weight.view(torch.float8_e4m3fn)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.form != "e4m3 by e4m3":
+            return super().multiply(x, bias)
+        codes, scales = e4m3_rows(x)
+        return torch._scaled_mm(
+            codes, self.weight.t(), scales, self.scales, bias=bias, out_dtype=x.dtype
+        )
+
+
+def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations [T, K] -> (codes e4m3 [T, K], scales float32 [T, 1]); x is about codes * scales.
+
+    Each row has its own scale, its largest magnitude / 448: a token's result does not depend on its
+    neighbours in the batch.
+    """
+    num_rows, size = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(size)
+    triton_quantized.e4m3_rows_kernel[(num_rows,)](
+        codes, scales, x, X_ROW=x.stride(0), SIZE=size, WIDTH=width,
+        num_warps=min(max(width // 512, 1), 16),
+    )  # fmt: skip
+    return codes, scales
+
+
+def cut(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
+    """A rank's inputs of a weight. Where they cut through groups, these become smaller ones; where
+    inputs are in another order, each has a scale of its own, for which the kernel has no tile."""
+    size, order = weight.group_size, weight.order
+    if size < weight.values.shape[1]:
+        unit = 1 if order is not None else math.gcd(size, start, stop)
+        places = slice(None) if order is None else torch.argsort(order)
+
+        scales, zeros = (
+            None if numbers is None else numbers.repeat_interleave(size // unit, 1)[:, places]
+            for numbers in (weight.scales, weight.zeros)
+        )
+        weight = replace(
+            weight, values=weight.values[:, places], scales=scales, zeros=zeros, group_size=unit,
+            order=None,
+        )  # fmt: skip
+    return weight.part(slice(None), slice(start, stop))
+
+
+def tile_inputs(weight: QuantizedWeight) -> int:
+    """Inputs that the kernel takes at a time; 0: no number of them divides a group and a row."""
+    width = weight.values.shape[1] // (2 if weight.bits == 4 else 1)
+    fits = [k for k in (64, 32, 16) if not (width % k or weight.group_size % k)]
+    return fits[0] if fits else 0
 
 
 def tile_of(num_rows: int, num_outputs: int, dtype: torch.dtype, form: str) -> tuple[int, int, int]:

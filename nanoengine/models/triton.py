@@ -19,7 +19,7 @@ import functools
 import torch
 
 from nanoengine.attention.base import AttentionBackend
-from nanoengine.checkpoint.quantization import StoredQuantization
+from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
 from nanoengine.models.decoder import CausalLM
@@ -92,12 +92,12 @@ class TritonKernels(Kernels):
         launch(kernels.gate_kernel, (num_tokens, programs), constants, out, gate_up)
         return out
 
-    def hold_stored(self, stored: StoredQuantization) -> None:
-        """Weights of 4 and 8 bits stay so, but with a deterministic backend."""
+    def hold(self, quantization: Quantization) -> None:
+        """Weights are of 4 and 8 bits, but with a deterministic backend."""
         if not self.deterministic:
             from nanoengine.layers.triton_quantized import held_linears
 
-            self.linear = held_linears(stored, self.linear)
+            self.linear = held_linears(quantization, self.linear)
 
     def fuse(self, model: CausalLM) -> None:
         """A mixture of experts becomes three launches; layers that keep states run by kernels of

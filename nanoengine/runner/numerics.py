@@ -75,9 +75,9 @@ def make_context(
     if quantization is None and model_config.quantization is not None:
         from nanoengine.layers.expanded import expanded_linears
 
-        kernels.linear = expanded_linears(model_config.quantization, kernels.linear)
-        if not ranks.group:  # Why: a rank's part may cut through a group, which floats may.
-            kernels.hold_stored(model_config.quantization)
+        stored = model_config.quantization
+        kernels.linear = expanded_linears(stored, kernels.linear)
+        kernels.hold(Quantization(bits=stored.bits, activations="float", stored=stored))
     if quantization is not None and quantization.holds_embedding:
         kernels.embedding = kernels.linear
     activation_dtype, weight_dtype = kernels.dtypes(model_config, dtype, ranks.shard)
@@ -118,7 +118,9 @@ def make_kernels(
         kernels: Kernels = TritonKernels(backend, dtype=dtype)
     else:
         kernels = Kernels(backend)
-    if quantization is not None:
+    if quantization is not None and device.type == "cuda" and type(kernels) is not Kernels:
+        kernels.hold(quantization)
+    elif quantization is not None:
         from nanoengine.layers.quantized import quantized_linears
 
         kernels.linear = quantized_linears(quantization, kernels.linear)

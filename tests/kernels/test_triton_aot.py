@@ -1,5 +1,5 @@
 """The Triton kernels become good machine code for sm_80, sm_89 and sm_90, without a GPU; those of
-states and of experts for sm_100 and sm_120 too.
+states, of experts and of quantized weights for sm_100 and sm_120 too.
 
 What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
 instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The
@@ -47,13 +47,17 @@ PIECES = ("delta_chunks_kernel", "delta_scan_kernel")
 STATES = ("conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel", *PIECES)
 STATES += ("gates_kernel", "gate_norm_kernel")
 BLACKWELL = [f"{arch},bfloat16,128,64,8,2,states" for arch in (100, 120)]
-QUANTIZED = tuple(f"{form}_gemm_{m}" for form in ("int4", "int8", "e4m3") for m in (16, 64, 128))
+STORED = tuple(f"{form}_gemm_{m}" for form in ("int4", "int4_in_32s", "int8", "e4m3")
+               for m in (16, 64, 128))  # fmt: skip
+OF_STORED = [f"{arch},bfloat16,128,64,8,2,quantized" for arch in (100, 120)]
+ROUNDED = "e4m3_rows_kernel"  # not on sm_80
 KERNELS = {
     "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + ROUTING + (FILTERED,) + ROWS + STATES,
     "experts": OF_EXPERTS + WIDE + NARROW + ROUTING + ("add_experts_kernel",),
     "fp8": STORES + ATTENTION + UNIFORM,
     "attention": STORES + ATTENTION,
     "states": STATES,
+    "quantized": (*STORED, ROUNDED),
 }
 SPILLED_BYTES = 16
 """A few values may make room for a loop that does not use them: Triton 3.6 puts away 8 bytes of the
@@ -97,7 +101,7 @@ def compile_all(folder):
     environment["TRITON_CACHE_DIR"] = str(folder)
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.aot_compile",
-         *MAIN, *FP8, *EXPERTS, *OTHERS, *BLACKWELL],
+         *MAIN, *FP8, *EXPERTS, *OTHERS, *BLACKWELL, *OF_STORED],
         cwd=ROOT,
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -106,10 +110,11 @@ def compile_all(folder):
 
 
 def test_every_kernel_compiles_for_every_target(reports):
-    targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL
+    targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL + OF_STORED
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
-    of_main = (DRAWN, *WIDE, *NARROW, *QUANTIZED)
-    assert set(reports) == expected | {(t, k) for t in MAIN for k in of_main}
+    of_main = (DRAWN, *WIDE, *NARROW, *STORED)
+    expected |= {(t, k) for t in MAIN for k in of_main} | {(t, ROUNDED) for t in MAIN[1:]}
+    assert set(reports) == expected
 
 
 def test_no_kernel_of_the_package_is_missing(reports):
@@ -208,14 +213,24 @@ def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_cop
         assert figures["wgmma"] > 0
 
 
-@pytest.mark.parametrize("target", MAIN)
-@pytest.mark.parametrize("kernel", QUANTIZED)
+@pytest.mark.parametrize("target", MAIN + OF_STORED)
+@pytest.mark.parametrize("kernel", STORED)
 def test_stored_weights_are_multiplied_on_tensor_cores_while_others_arrive(reports, target, kernel):
     figures = reports[target, kernel]
-    assert figures["mma"] > 0
-    assert figures["wide_copies"] > 0
+    if not target.startswith("100"):  # it has instructions of its own
+        assert figures["mma"] > 0
+    # Groups of 32 have tiles of 32 inputs, of which a decode's thread copies 8 bytes.
+    assert figures["wide_copies"] > 0 or kernel == "int4_in_32s_gemm_16"
     assert figures["in_flight"] >= 2
     assert figures["registers"] <= (56 if kernel.endswith("_16") else 255)
+
+
+@pytest.mark.parametrize("target", MAIN[1:] + OF_STORED)
+def test_activations_become_fp8_by_the_instruction_for_two(reports, target):
+    figures = reports[target, ROUNDED]
+    assert figures["rounded_pairs"] == 32  # 32,768 numbers in two, of 512 threads
+    assert figures["wide_loads"] > 0
+    assert figures["registers"] <= 128
 
 
 @pytest.mark.parametrize("target", FP8)

@@ -378,12 +378,14 @@ def test_an_option_may_name_the_format_that_the_checkpoint_has() -> None:
             resolve(option, other)
 
 
-def test_a_gpu_holds_what_is_stored_as_floats_and_refuses_options() -> None:
+def test_a_gpu_takes_activations_as_floats_and_stored_weights_without_an_option() -> None:
     assert resolve_quantization(None, STORED, device="cuda") is None
     assert resolve_quantization("awq", STORED, device="cuda") is None
-    for option, stored in (("int8", None), ("int4", STORED)):
-        with pytest.raises(ConfigError, match="runs on the CPU only, got device='cuda'"):
-            resolve_quantization(option, stored, device="cuda")
+    for option in OPTIONS:
+        found = resolve_quantization(option, None, device="cuda")
+        assert found == Quantization(bits=int(option[3]), activations="float")
+    with pytest.raises(ConfigError, match=r"contradicts the checkpoint, .*: leave the option out$"):
+        resolve_quantization("int4", STORED, device="cuda")
 
 
 @pytest.mark.parametrize("option", ["int8", "int4", "int8_weight_only"])

@@ -471,7 +471,11 @@ def test_each_layer_has_one_scheme() -> None:
 def test_a_scheme_of_the_cache_is_read() -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "observer": "minmax"}
     raw = {**compressed(group({"strategy": "channel"})), "kv_cache_scheme": scheme}
-    expected = StoredQuantization(format="float-quantized", bits=8, group_size=None, symmetric=True)
+    expected = StoredQuantization(
+        format="float-quantized", bits=8, group_size=None, symmetric=True, activations="e4m3"
+    )
+    floats = compressed({**group({"strategy": "channel"}), "input_activations": None})
+    assert parse_quantization(floats, tied=False).activations == "float"
     assert parse_quantization(raw, tied=True).of("model.layers.0.mlp.down_proj") is not None
     assert parse_quantization({**raw, "ignore": []}, tied=False) == expected
 

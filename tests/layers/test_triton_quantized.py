@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
+from triton.runtime import interpreter
 
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.quantization import StoredQuantization
+from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
+from nanoengine.errors import ConfigError
+from nanoengine.layers import triton_quantized
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels, UnquantizedLinear
+from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
 from nanoengine.layers.quantized_weight import QuantizedWeight, quantize
-from nanoengine.layers.triton_quantized import TritonQuantizedLinear, held_linears
+from nanoengine.layers.triton_quantized import (
+    E4M3Linear,
+    TritonQuantizedLinear,
+    e4m3_rows,
+    held_linears,
+)
 from nanoengine.models.triton import TritonKernels
 from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
 from tests.layers.test_small_floats import write
 from tests.support.attention_cases import DEVICE
+from tests.support.checkpoints import make_checkpoint
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.engines import greedy, make_engine, run, tokens
+from tests.support.gguf_files import make_gguf
 from tests.support.model_helpers import DenseAttention, all_logits, build, random_prompts
 from tests.support.quantized_checkpoints import write_quantized
 
@@ -45,6 +60,10 @@ def layer(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Triton
     method.create(tuple(weight.values.shape), dtype, DEVICE)
     method.load_quantized(weight)
     return method
+
+
+def as_stored(stored: StoredQuantization) -> Quantization:
+    return Quantization(bits=stored.bits, activations="float", stored=stored)
 
 
 FORMS = [
@@ -114,7 +133,7 @@ def check(directory: Path, floats: Path) -> None:
     stored = load_model_config(directory).quantization
     assert stored is not None
     kernels = Kernels(DenseAttention())
-    kernels.linear = held_linears(stored, UnquantizedLinear)
+    kernels.linear = held_linears(as_stored(stored), UnquantizedLinear)
     model = build(directory, torch.float32, kernels=kernels)
     held = [m for m in model.modules() if isinstance(m, TritonQuantizedLinear)]
     assert len(held) == 8 and all(m.tile and m.weight.element_size() == 1 for m in held)
@@ -126,7 +145,7 @@ def check(directory: Path, floats: Path) -> None:
 def test_the_kernel_set_of_a_gpu_holds_what_is_stored_but_experts() -> None:
     stored = StoredQuantization(format="awq", bits=4, group_size=128, skipped=("lm_head$",))
     kernels = TritonKernels(DenseAttention(), dtype=torch.bfloat16)
-    kernels.hold_stored(stored)
+    kernels.hold(as_stored(stored))
     name = "model.layers.0.mlp.down_proj"
     assert isinstance(kernels.linear(name), TritonQuantizedLinear)
     for other in ("model.layers.0.mlp.experts.3.down_proj", "lm_head", "model.layers.0.mlp.gate"):
@@ -134,7 +153,7 @@ def test_the_kernel_set_of_a_gpu_holds_what_is_stored_but_experts() -> None:
     backend = DenseAttention()
     backend.deterministic = True
     kernels = TritonKernels(backend, dtype=torch.bfloat16)
-    kernels.hold_stored(stored)
+    kernels.hold(as_stored(stored))
     assert isinstance(kernels.linear(name), UnquantizedLinear)
 
 
@@ -145,12 +164,246 @@ def test_tokens_on_an_emulated_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
     directory, prompts = str(tmp_path / "quantized"), random_prompts(9, 3)
     cpu = make_engine(directory, dtype="float32", device="cpu")
     expected = tokens(run(cpu, prompts, greedy(5)))
-    on_gpu = {"device": "cuda", "attention_backend": "triton", "max_num_seqs": 2}
+    assert tokens_on_gpu(directory, prompts) == expected
+
+
+# --- fp8 by fp8 -----------------------------------------------------------------------------------
+
+
+def rounded_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`e4m3_rows` in plain torch."""
+    scales = x.float().abs().amax(1, keepdim=True) / 448
+    divisors = torch.where(scales == 0, 1.0, scales)
+    return (x.float() / divisors).to(torch.float8_e4m3fn), scales
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter rounds to e4m3 as torch does. Why: it loses the carry of a fraction that it
+    rounds up, and digits below the least exponent."""
+    convert = interpreter._convert_float
+
+    def converted(data: Any, kind: Any, to: Any, mode: Any) -> Any:
+        if kind != tl.float32 or to != tl.float8e4nv:
+            return convert(data, kind, to, mode)
+        codes = torch.from_numpy(data.view(np.float32)).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_become_the_nearest_floats_of_8_bits(dtype: torch.dtype) -> None:
+    x = torch.randn(40, 150, generator=torch.Generator().manual_seed(1)) * 3
+    x[:, 7] *= torch.logspace(-6, 6, 40)
+    x[3], x[4, 5], x[5, 6] = 0, torch.nan, torch.inf
+    x = x.to(DEVICE, dtype)[:, :140]
+    codes, scales = e4m3_rows(x)
+    expected, expected_scales = rounded_rows(x)
+    sound = [row for row in range(40) if row not in (4, 5)]
+    assert torch.equal(scales[sound], expected_scales[sound])
+    assert torch.equal(codes.view(torch.uint8)[sound], expected.view(torch.uint8)[sound])
+    wrong = codes[4:6].float() * scales[4:6]
+    assert wrong.isnan().any(1).all()
+
+
+def e4m3_layer(weight: QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> E4M3Linear:
+    method = E4M3Linear("layer", bits=8, group_size=None, activations="float")
+    method.create(tuple(weight.values.shape), dtype, DEVICE)
+    method.load_quantized(weight)
+    return method
+
+
+@pytest.mark.usefixtures("rounding")
+def test_fp8_is_multiplied_by_fp8() -> None:
+    """Beside the numbers that the codes stand for, in float64."""
+    weight = drawn("e4m3", 48, 160, 160, False)
+    method, bias = e4m3_layer(weight), torch.linspace(-9, 9, 48).to(DEVICE, torch.bfloat16)
+    assert method.form == "e4m3 by e4m3" and method.weight.dtype == torch.float8_e4m3fn
+    for num_rows in (1, 19):
+        x = torch.randn(num_rows, 160, generator=torch.Generator().manual_seed(2))
+        x = x.to(DEVICE, torch.bfloat16)
+        codes, scales = rounded_rows(x)
+        left, right = codes.double() * scales, weight.dequantized().to(DEVICE).double()
+        for added in (None, bias):
+            expected = left @ right.T + (0 if added is None else added.double())
+            found = method.apply(x, added)
+            assert found.dtype == torch.bfloat16
+            error = (found.double() - expected).abs()
+            assert (error < 2**-8 * expected.abs() + 1e-4).all()
+            assert error.max() < (found.double() - x.double() @ right.T).abs().max()
+
+
+def test_what_a_gpu_does_not_multiply_in_fp8_takes_float_activations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_row, by_block = drawn("e4m3", 48, 160, 160, False), drawn("e4m3", 48, 256, 128, False)
+    assert e4m3_layer(by_block).form == "e4m3"
+    assert e4m3_layer(by_row, torch.float16).form == "e4m3"
+    assert e4m3_layer(drawn("e4m3", 40, 160, 160, False)).form == "e4m3", "40 outputs"
+    monkeypatch.setattr(triton_quantized, "arch_of", lambda device: 80)
+    assert e4m3_layer(by_row).form == "e4m3"
+
+
+class Emulated(QuantizedLinear):
+    """A weight by activations rounded to e4m3, both as floats: what fp8 by fp8 is."""
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        codes, scales = rounded_rows(x)
+        out = (codes.double() * scales) @ self.unpacked().dequantized().double().T
+        return out.to(x.dtype)
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("case", ["channel", "fp8-matrix"])
+def test_a_model_in_fp8_computes_what_its_form_says(case: str, tmp_path: Path) -> None:
+    """Logits are nearer to those of rounded activations than to those of floats."""
+    write(tmp_path, case, head_dim=32)
+    stored = load_model_config(tmp_path / "stored").quantization
+    assert stored is not None and stored.activations == "e4m3"
+
+    def logits(make: Any) -> torch.Tensor:
+        kernels = Kernels(DenseAttention())
+        kernels.linear = make
+        model = build(tmp_path / "stored", torch.bfloat16, kernels=kernels)
+        held = [m.form for m in model.modules() if isinstance(m, E4M3Linear)]
+        assert held in ([], ["e4m3 by e4m3"] * 8)
+        return all_logits(model, random_prompts(9, 20)).float()
+
+    found = logits(held_linears(as_stored(stored), UnquantizedLinear))
+    rounded, plain = (
+        logits(quantized_linears(as_stored(stored), UnquantizedLinear, kind))
+        for kind in (Emulated, QuantizedLinear)
+    )
+    near, far = ((one - found).abs().mean() for one in (rounded, plain))
+    assert near < 0.5 * far, (near, far)
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+ON_GPU = {"device": "cuda", "attention_backend": "triton", "dtype": "float32", "max_num_seqs": 2}
+
+
+def tokens_on_gpu(directory: str, prompts: list[list[int]], **options: Any) -> list[list[int]]:
     with EmulatedGPU() as gpu:
-        engine = make_engine(directory, dtype="float32", num_kv_blocks=32, **on_gpu)
+        engine = make_engine(directory, num_kv_blocks=32, **ON_GPU, **options)
         gpu.kernels.clear()
-        assert tokens(run(engine, prompts, greedy(5))) == expected
+        found = tokens(run(engine, prompts, greedy(5)))
         assert gpu.kernels["quantized_gemm_kernel"] > 0 and gpu.num_replayed > 0
         engine.close()
         assert not gpu.disorder
         assert gpu.num_allocated == 0
+    return found
+
+
+@pytest.mark.parametrize("option", ["int4", "int8_weight_only"])
+def test_weights_are_quantized_while_they_load(option: str, tmp_path: Path) -> None:
+    """Tokens are those of the same weights on a CPU, by float activations."""
+    make_checkpoint(tmp_path, "llama", tie_word_embeddings=option == "int4")
+    prompts, kind = random_prompts(9, 3), option.removesuffix("_weight_only")
+    cpu = make_engine(
+        str(tmp_path), dtype="float32", device="cpu", quantization=f"{kind}_weight_only"
+    )
+    expected = tokens(run(cpu, prompts, greedy(5)))
+    assert tokens_on_gpu(str(tmp_path), prompts, quantization=option) == expected
+
+
+def test_new_rows_come_in_the_place_of_old_ones() -> None:
+    weights = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    for bits, group_size in ((4, 32), (8, 64)):
+        both = []
+        for _ in range(2):
+            method = TritonQuantizedLinear(
+                "layer", bits=bits, group_size=group_size, activations="float"
+            )
+            method.create((24, 64), torch.float32, DEVICE)
+            method.load(weights[0])
+            both.append(method)
+        method, fresh = both
+        place = method.weight.data_ptr(), method.scales.data_ptr()
+        method.load(weights[1, 8:], 8)
+        assert place == (method.weight.data_ptr(), method.scales.data_ptr())
+        fresh.weight = None
+        fresh.load(torch.cat([weights[0, :8], weights[1, 8:]]))
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+        assert torch.equal(method.apply(x, None), fresh.apply(x, None))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_blocks_of_gguf_files_stay_as_they_are(kind: str, tmp_path: Path) -> None:
+    file, sizes = tmp_path / "m.gguf", {"head_dim": 32, "intermediate_size": 128}
+    make_gguf(file, "llama", types=lambda name: kind, **sizes)
+    prompts = random_prompts(9, 3)
+    cpu = make_engine(str(file), dtype="float32", device="cpu", quantization="gguf_weight_only")
+    expected = tokens(run(cpu, prompts, greedy(5)))
+    assert tokens_on_gpu(str(file), prompts) == expected
+
+
+def test_of_a_gguf_file_layers_of_one_known_type_are_held() -> None:
+    names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
+    stored = StoredQuantization(
+        format="gguf", bits=4, group_size=None,
+        types=dict(zip(names, ("Q4_0", "Q4_0", "Q8_0", "Q4_K"), strict=True))
+        | {"model.layers.1.self_attn.o_proj": "Q8_0"},
+    )  # fmt: skip
+    make = held_linears(as_stored(stored), UnquantizedLinear)
+    for name in ("0.self_attn.qkv_proj", "0.self_attn.o_proj"):
+        assert isinstance(make(f"model.layers.{name}"), UnquantizedLinear)
+    assert isinstance(make("model.layers.1.self_attn.o_proj"), TritonQuantizedLinear)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "tile"), [
+    ("gptq-desc-act", 0), ("awq", 16), ("int-quantized", 32), ("fp8", 32), ("channel", 32),
+])  # fmt: skip
+def test_a_rank_holds_its_part_of_what_is_stored(case: str, tile: int, tmp_path: Path) -> None:
+    """Whether or not the part cuts through groups, or inputs are in another order."""
+    if case in WHOLE_NUMBERS:
+        config, pack, options = WHOLE_NUMBERS[case]
+        if case == "awq":
+            config, options = {**config, "group_size": 64}, {"group_size": 64}
+        floats = write_quantized(tmp_path, "llama", config, pack, intermediate_size=192, **options)
+    else:
+        floats = write(tmp_path, case)
+    directory = next(path for path in tmp_path.iterdir() if path != floats)
+    whole = build(floats, torch.float32).model.layers[0].mlp.down_proj.method.weight
+    stored = load_model_config(directory).quantization
+    assert stored is not None
+    kernels, generator = Kernels(DenseAttention()), torch.Generator().manual_seed(7)
+    kernels.linear = held_linears(as_stored(stored), UnquantizedLinear)
+    for rank in (0, 1):
+        part = build(directory, torch.float32, kernels=kernels, shard=Shard(rank, 2))
+        layer = part.model.layers[0]
+        down = layer.mlp.down_proj.method
+        assert isinstance(down, TritonQuantizedLinear) and down.tile == tile
+        assert down.cut and not layer.mlp.gate_up_proj.method.cut
+        rows = torch.randn(3, 96, generator=generator)
+        expected = rows @ whole[:, 96 * rank : 96 * rank + 96].T
+        torch.testing.assert_close(down.apply(rows, None), expected, rtol=0, atol=2e-5)
+
+
+def test_a_rank_with_a_part_of_the_inputs_takes_float_activations(tmp_path: Path) -> None:
+    """Why: a token's scale would be that of its part."""
+    write(tmp_path, "channel")
+    stored, kernels = load_model_config(tmp_path / "stored").quantization, Kernels(DenseAttention())
+    assert stored is not None
+    kernels.linear = held_linears(as_stored(stored), UnquantizedLinear)
+    shard = Shard(1, 2)
+    part = build(tmp_path / "stored", torch.bfloat16, kernels=kernels, shard=shard)
+    mlp = part.model.layers[0].mlp
+    forms = mlp.gate_up_proj.method.form, mlp.down_proj.method.form
+    assert forms == ("e4m3 by e4m3", "e4m3")
+
+
+def test_what_a_gpu_does_not_quantize_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "dense", "llama")
+    make_checkpoint(tmp_path / "experts", "qwen3_moe")
+    for name, options, message in (
+        ("dense", {"attention_backend": "naive"}, "need kernels in Triton: .*'naive'"),
+        ("experts", {}, "do not cover mixtures of experts on a GPU"),
+    ):
+        with EmulatedGPU(), pytest.raises(ConfigError, match=message):
+            make_engine(str(tmp_path / name), quantization="int4", **{**ON_GPU, **options})

@@ -6,8 +6,8 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, states, experts, attention, or fp8: attention over an fp8 cache. The last two have
-sinks.
+`what` is all, states, experts, quantized, attention, or fp8: attention over an fp8 cache. The last
+two have sinks.
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
             run_experts(dtype)
         return caught
+    if what == "quantized":
+        with caught_launches() as caught:
+            run_quantized(dtype, arch)
+        return caught
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
         head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
@@ -123,7 +127,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
             run_linear(dtype)
             if dtype != torch.float32:
-                run_quantized(dtype)
+                run_quantized(dtype, arch)
             run_experts(dtype)
             run_sampling(dtype)
             run_rows(block_size)
@@ -160,20 +164,23 @@ def run_linear(dtype, hidden=4096, inner=12288):
         assert gates == triton_linear.gemm_config(90, inner, True, dtype)
 
 
-def run_quantized(dtype, hidden=4096, outputs=6144):
-    """Each form of a weight for one row, and for a prompt; int4 with zero points."""
-    for form in ("int4", "int8", "e4m3"):
+def run_quantized(dtype, arch, hidden=4096, outputs=6144):
+    """Each form of a weight for one row, and for a prompt; int4 with zero points, and once in
+    groups of 32 without; the widest rows of a model as fp8."""
+    if arch >= 89:
+        triton_quantized.e4m3_rows(torch.zeros(2, 28672, dtype=dtype))
+    for form, group in (("int4", 128), ("int4", 32), ("int8", 128), ("e4m3", 128)):
         method = triton_quantized.TritonQuantizedLinear(
-            "layer", bits=4 if form == "int4" else 8, group_size=128,
+            "layer", bits=4 if form == "int4" else 8, group_size=group,
             activations="float",
         )  # fmt: skip
         method.create((outputs, hidden), dtype, torch.device("cpu"))
-        method.form, method.tile, is_int4 = form, 64, form == "int4"
+        method.form, method.tile, is_int4 = form, min(group, 64), form == "int4"
         method.weight = torch.zeros(
             outputs, hidden // (1 + is_int4), dtype=torch.uint8 if is_int4 else torch.int8
         )
-        method.scales = torch.zeros(hidden // 128, outputs)
-        method.zeros = torch.zeros(hidden // 128, outputs) if is_int4 else None
+        method.scales = torch.zeros(hidden // group, outputs)
+        method.zeros = torch.zeros(hidden // 128, outputs) if is_int4 and group == 128 else None
         for num_rows in (1, 64, 512):
             method.multiply(torch.zeros(num_rows, hidden, dtype=dtype), None)
 
@@ -293,6 +300,7 @@ def report(kernel, compiled):
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
         "counted": counted(ptx),
         "waits": waits(ptx),
+        "rounded_pairs": ptx.count("cvt.rn.satfinite.e4m3x2.f32"),
         "atomics": len(re.findall(r"\batom\.", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
         **loop,
@@ -326,7 +334,8 @@ def name_of(kernel, options):
     if name in ("route_kernel", "align_kernel"):
         return f"{name}_{options['EXPERTS']}"
     if name == "quantized_gemm_kernel":
-        return f"{options['FORM']}_gemm_{options['M']}"
+        groups = "_in_32s" if options["GROUP"] == 32 else ""
+        return f"{options['FORM']}{groups}_gemm_{options['M']}"
     if name == "sample_kernel":
         return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"
     return name
