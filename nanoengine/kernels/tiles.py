@@ -89,32 +89,26 @@ class FloatTile(Emit):
         self.kind = kind
         self.inputs = 1 if kind in ("float32", "pairs") else 2  # of a row, each turn
 
-    def weights(self, line) -> list:
-        """The vectors of one line for each input of a turn."""
-        vectors = PANEL // self.width
+    def weights(self, line, k: int) -> list:
+        """The vectors of one line for input k of a turn. Why not of both: where sums fill the
+        registers, there is room for those of one."""
+        of_a_word = PANEL // self.width
         if self.kind == "float16":
             halves = ir.VectorType(I16, self.width)
             return [
-                [
-                    self.widen_halves(self.get(halves, line, (k * vectors + v) * self.width * 2))
-                    for v in range(vectors)
-                ]
-                for k in range(2)
+                self.widen_halves(self.get(halves, line, (k * of_a_word + v) * self.width * 2))
+                for v in range(of_a_word)
             ]
-        step = self.width * 4
         if self.kind == "float32":
-            return [[self.get(self.vector, line, v * step) for v in range(vectors)]]
-        pairs = [self.get(self.words, line, v * step) for v in range(vectors)]
-        if self.kind == "pairs":
-            return [pairs]
-        return [*zip(*map(self.halves, pairs), strict=True)]
+            return [self.get(self.vector, line, v * self.width * 4) for v in range(of_a_word)]
+        pairs = [self.get(self.words, line, v * self.width * 4) for v in range(of_a_word)]
+        return pairs if self.kind == "pairs" else [self.halves(pair)[k] for pair in pairs]
 
-    def values(self, row, turn) -> list:
-        """The inputs of a row for a turn, each in all lanes."""
+    def value(self, row, turn, k: int):
+        """Input k of a row for a turn, in all lanes."""
         if self.kind == "pairs":
-            return [self.splat(self.get(I32, self.at(row, turn)), self.words)]
-        first = self.builder.mul(turn, I64(self.inputs))
-        return [self.broadcast(self.at(row, first, I64(k))) for k in range(self.inputs)]
+            return self.splat(self.get(I32, self.at(row, turn)), self.words)
+        return self.broadcast(self.at(row, self.builder.mul(turn, I64(self.inputs)), I64(k)))
 
 
 POINTERS = {f"{name}*": kind.as_pointer() for name, kind in {
@@ -220,18 +214,29 @@ def float_tile(builder, isa: ISA, of, kind: str, rows: int, panels: int):
         for line in tile.rows(of.start, of.start_stride, rows)
     ]
 
+    pairs = kind == "bfloat16" and isa.vector_bits < 512
+
+    def weights_of_inputs(lines):
+        for k in range(tile.inputs):
+            if k and pairs and rows > 1:
+                # Why: the same words at another place, for all that LLVM knows. It would keep those
+                # of the first inputs in a register that is not there.
+                same = ir.FunctionType(lines[0].type, [lines[0].type])
+                lines = [builder.asm(same, "", "=r,0", [line], False) for line in lines]
+            yield [vector for line in lines for vector in tile.weights(line, k)]
+
     def step(turn):
         # Why not for one row: it reads in order at the speed of memory, and asking takes a tenth of
         # that. Halves made floats take two steps of the chain a line, which leaves time to ask.
         if rows > 1 or tile.inputs == 2:
             for line in tile.rows(tile.moved(asked, of.ahead_stride), of.w_stride, panels):
                 tile.prefetch(line, level=2 if rows > 1 else 0)
-        lines = tile.rows(tile.moved(place, I64(LINE)), of.w_stride, panels)
-        of_panels = [tile.weights(line) for line in lines]
-        for row, cells in zip(inputs, sums, strict=True):
-            for k, value in enumerate(tile.values(row, turn)):
-                vectors = [vector for of_panel in of_panels for vector in of_panel[k]]
-                for weight, cell in zip(vectors, cells, strict=True):
+        of_inputs = weights_of_inputs(tile.rows(tile.moved(place, I64(LINE)), of.w_stride, panels))
+        # Why: one row would wait for each vector; many have no registers for those of two inputs.
+        for k, weights in enumerate(list(of_inputs) if pairs and rows == 1 else of_inputs):
+            for row, cells in zip(inputs, sums, strict=True):
+                value = tile.value(row, turn, k)
+                for weight, cell in zip(weights, cells, strict=True):
                     builder.store(tile.add_product(builder.load(cell), weight, value), cell)
 
     tile.loop(of.turns, step, unroll=unrolled(isa, kind, rows, panels))

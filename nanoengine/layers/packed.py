@@ -21,11 +21,12 @@ SCREENED_BYTES = 2**24
 smaller one stays in the cache, where reading it costs little."""
 
 NO_MASKS = np.empty((0, 0), np.int32)
-MOST_ROWS = 64
-"""Rows up to which the screen is the shorter way, and its estimates fit the cache.
+MOST_ROWS, MOST_OF_PAIRS = 256, 8
+"""Rows up to which the screen is the shorter way: any usual number, but few where a CPU multiplies
+pairs of bfloat16 as fast as the screen's whole numbers.
 
-Perf: 22 against 7 ms for one row of 1,024 times 151,936 outputs, 22 against 13 for eight, 73
-against 49 for 32 (two Zen 3 cores); 132 against 80 for 64 (one Zen 5 core)."""
+Perf: one row of 1,024 times 151,936 outputs, 22 against 7 ms (two Zen 3 cores); 256 rows of 640
+times 32,000, 32 against 18 ms of two Zen 5 cores, 16 rows of pairs 1.6 against 2.0."""
 
 
 PANEL_DTYPES = {
@@ -121,7 +122,7 @@ class PackedLinear(UnquantizedLinear):
 
 
 class ScreenedHead(PackedLinear):
-    """A packed weight with an int8 copy, and `argmax` by way of it, for few rows."""
+    """A packed weight with an int8 copy, and `argmax` by way of it, where that is shorter."""
 
     def __init__(self, name: str, *, rounds_inputs: bool = False) -> None:
         super().__init__(name, rounds_inputs=rounds_inputs)
@@ -146,7 +147,8 @@ class ScreenedHead(PackedLinear):
     def argmax(
         self, x: torch.Tensor, softcap: float | None = None, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self.values is None or len(x) > MOST_ROWS:
+        of_pairs = self.rounds_inputs and kernels.DOTS
+        if self.values is None or len(x) > (MOST_OF_PAIRS if of_pairs else MOST_ROWS):
             return None
         bits = NO_MASKS if masks is None else masks()
         if bits is None:

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.kernels.cpu_linear import PANEL
+from nanoengine.kernels.cpu_linear import DOTS, PANEL
 from nanoengine.kernels.cpu_screen import LEAST_SLACK, MOST_SUM, SMALLEST, largest_of
 from nanoengine.layers import packed
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
-from nanoengine.layers.packed import MOST_ROWS, PackedLinear, ScreenedHead
+from nanoengine.layers.packed import MOST_OF_PAIRS, MOST_ROWS, PackedLinear, ScreenedHead
 from nanoengine.layers.placement import place_buffers
 from nanoengine.runner.sampling_ops import argmax
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -66,6 +66,14 @@ def test_the_largest_output_has_the_index_and_bits_of_all(outputs: int, inputs: 
     assert all(found) or (outputs, inputs) != (4096, 64), "too many panels were left"
     assert any(found[1:])
     assert method.argmax(normal(MOST_ROWS + 1, inputs)) is None
+
+
+def test_pairs_that_are_multiplied_as_fast_are_screened_for_few_rows_alone() -> None:
+    method = ScreenedHead("lm_head", rounds_inputs=True)
+    method.create((4096, 64), torch.bfloat16, CPU)
+    method.load(normal(4096, 64).bfloat16())
+    assert check(method, normal(MOST_OF_PAIRS, 64).bfloat16().float())
+    assert (method.argmax(normal(MOST_OF_PAIRS + 1, 64)) is None) == DOTS
 
 
 @settings(max_examples=60, deadline=None)
