@@ -24,7 +24,7 @@ from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_quantized
-from nanoengine.kernels.launch import cdiv, constants, launch
+from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of
@@ -200,10 +200,13 @@ def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
-    width = triton.next_power_of_2(size)
-    triton_quantized.e4m3_rows_kernel[(num_rows,)](
-        codes, scales, x, X_ROW=x.stride(0), SIZE=size, WIDTH=width,
-        num_warps=min(max(width // 512, 1), 16),
+    width = next_power_of_2(size)
+    launch(
+        triton_quantized.e4m3_rows_kernel, (num_rows,),
+        constants(
+            X_ROW=x.stride(0), SIZE=size, WIDTH=width, num_warps=min(max(width // 512, 1), 16)
+        ),
+        codes, scales, x,
     )  # fmt: skip
     return codes, scales
 
