@@ -19,13 +19,12 @@ from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import cpu_grouped as grouped
 from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
-from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.gguf_blocks import read_scales, stored_codes
 from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
 from nanoengine.layers.kernels import Masks
-from nanoengine.layers.packed import NO_MASKS
+from nanoengine.layers.packed import NO_MASKS, largest_of_all
 from nanoengine.layers.placement import room_for
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import GGUF
@@ -85,9 +84,7 @@ class PanelLinear(QuantizedLinear):
         bits = NO_MASKS if masks is None else masks()
         if softcap is not None or bits is None:
             return None
-        ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)
-        cpu_screen.largest_of(self.apply(x, None).numpy(), bits, ids, largest, num_workers())
-        return torch.from_numpy(ids), torch.from_numpy(largest)
+        return largest_of_all(self.apply(x, None), bits)
 
 
 class CPUQuantizedLinear(PanelLinear):

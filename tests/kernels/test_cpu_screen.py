@@ -65,15 +65,19 @@ def test_the_largest_output_has_the_index_and_bits_of_all(outputs: int, inputs: 
     found = [check(method, normal(rows, inputs, seed=rows)) for rows in (*range(10), MOST_ROWS)]
     assert all(found) or (outputs, inputs) != (4096, 64), "too many panels were left"
     assert any(found[1:])
-    assert method.argmax(normal(MOST_ROWS + 1, inputs)) is None
 
 
-def test_pairs_that_are_multiplied_as_fast_are_screened_for_few_rows_alone() -> None:
-    method = ScreenedHead("lm_head", rounds_inputs=True)
+@pytest.mark.parametrize("rounds", [False, True])
+def test_more_rows_are_searched_among_all_outputs(rounds: bool, monkeypatch) -> None:
+    method = ScreenedHead("lm_head", rounds_inputs=rounds)
     method.create((4096, 64), torch.bfloat16, CPU)
     method.load(normal(4096, 64).bfloat16())
-    assert check(method, normal(MOST_OF_PAIRS, 64).bfloat16().float())
-    assert (method.argmax(normal(MOST_OF_PAIRS + 1, 64)) is None) == DOTS
+    screened = []
+    monkeypatch.setattr(packed.cpu_screen, "largest_outputs", lambda *given: screened.append(given))
+    most = MOST_OF_PAIRS if rounds and DOTS else MOST_ROWS
+    assert method.argmax(normal(most, 64)) is None and len(screened) == 1
+    assert check(method, normal(most + 1, 64)) and len(screened) == 1
+    assert method.argmax(normal(most + 1, 64), 30.0) is None, "which may make two outputs equal"
 
 
 @settings(max_examples=60, deadline=None)
