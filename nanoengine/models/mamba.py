@@ -46,7 +46,8 @@ class MambaMixer(StateLayer):
         if context.device.type != "cpu":
             raise ConfigError(
                 f"Mamba, which {len(whole.layers)} of this model's {config.num_hidden_layers}"
-                f" layers have, is not implemented on device {context.device.type!r}: set device='cpu'"
+                f" layers have, is not implemented on device {context.device.type!r}: set"
+                " device='cpu'"
             )
         groups, heads = whole.num_key_heads, whole.num_value_heads // whole.num_key_heads
         plan = self.plan = replace(
