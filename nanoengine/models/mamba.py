@@ -45,8 +45,9 @@ class MambaMixer(StateLayer):
         assert whole is not None
         if context.device.type != "cpu":
             raise ConfigError(
-                f"this model's Mamba layers ({len(whole.layers)} of {config.num_hidden_layers})"
-                f" are not implemented on device {context.device.type!r}: set device='cpu'"
+                f"Mamba, which {len(whole.layers)} of this model's {config.num_hidden_layers}"
+                f" layers have, is not implemented on device {context.device.type!r}: set"
+                " device='cpu'"
             )
         groups, heads = whole.num_key_heads, whole.num_value_heads // whole.num_key_heads
         plan = self.plan = replace(

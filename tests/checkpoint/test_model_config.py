@@ -503,7 +503,7 @@ def test_every_key_that_transformers_has_is_read_refused_or_harmless(
     raw = make_config(family).to_dict()  # what the class has, not only what this model sets
     names = IMAGE_MODELS if family.endswith("_vision") else CAUSAL_MODELS
     raw["architectures"] = [names[raw["model_type"]]]
-    if raw.keys() & {"layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"}:
+    if raw.keys() & {"layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}:
         raw.pop("rms_norm_eps")  # the tests' own: the class has none
     caplog.clear()
     parse_model_config(raw)
