@@ -61,7 +61,7 @@ class NaiveBackend(AttentionBackend):
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache
-        out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
+        out = q.new_empty(*q.shape[:2], spec.value_dim or q.shape[-1])
         for table, (start, end, seq_len) in zip(
             batch.block_tables[spec.group], batch.attention, strict=True
         ):

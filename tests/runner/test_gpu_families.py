@@ -28,6 +28,9 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
+WAITING = ("phimoe",)
+"""Families whose experts run one by one, because no kernel routes as they do."""
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,5 +53,6 @@ def test_every_family_starts_and_runs_on_a_gpu_in_bfloat16(tmp_path):
     rows = [row for row in rows if "error" not in row]
     for row in rows:
         assert row["launches"] > 100, row
-        assert not (row["waits"] or row["disorder"] or row["left"]), row
+        assert not (row["disorder"] or row["left"]), row
+        assert not row["waits"] or row["family"] in WAITING, row
     assert sum(row["compiled"] for row in rows) > 50
