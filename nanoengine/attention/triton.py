@@ -196,6 +196,19 @@ def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
     return q if spec.sinks is None else spec.sinks
 
 
+def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+    """Writes k, v [T, K, D] to the step's slots of a cache [B, P, K, D], in one launch."""
+    k_cache, v_cache, spec = cache
+    num_tokens, num_kv_heads, head_dim = k.shape
+    of_cache = cache_constants(k_cache, v_cache)
+    launch(
+        store_kernels.store_kernel, (num_tokens,),
+        store_constants(num_kv_heads, head_dim, k.stride(), v.stride(), of_cache),
+        k, v, k_cache, v_cache, batch.slot_mapping[spec.group],
+        1.0 / spec.k_scale, 1.0 / spec.v_scale,
+    )  # fmt: skip
+
+
 def rotate_rows(num_heads: int, head_dim: int) -> int:
     """Heads that one program of `rotate_store_kernel` norms and turns.
 
@@ -296,15 +309,7 @@ class TritonBackend(AttentionBackend):
         return Splits(grid, max_splits, part_out, part_lse)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        k_cache, v_cache, spec = cache
-        num_tokens, num_kv_heads, head_dim = k.shape
-        of_cache = cache_constants(k_cache, v_cache)
-        launch(
-            store_kernels.store_kernel, (num_tokens,),
-            store_constants(num_kv_heads, head_dim, k.stride(), v.stride(), of_cache),
-            k, v, k_cache, v_cache, batch.slot_mapping[spec.group],
-            1.0 / spec.k_scale, 1.0 / spec.v_scale,
-        )  # fmt: skip
+        store_kv(k, v, cache, batch)
 
     def rotate_and_store(
         self,

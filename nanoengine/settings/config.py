@@ -68,8 +68,8 @@ class EngineConfig:
     ) = None  # fmt: skip
     """int8, int4: quantize linear layers while loading, and their activations while running; with
     _weight_only, and on a GPU, activations stay floats. None: as the checkpoint stores them. gptq,
-    awq, fp8, compressed-tensors, mxfp4, gguf: the same, but refused if the checkpoint has another
-    format. gguf_weight_only: a GGUF file's quantized layers with activations that stay floats."""
+    awq, fp8, compressed-tensors, mxfp4, gguf: the same, but refused if the checkpoint has another.
+    gguf_weight_only: a GGUF file's quantized layers with activations that stay floats."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
     tensor_parallel_size: int = 1

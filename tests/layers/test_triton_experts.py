@@ -157,8 +157,8 @@ def test_of_equal_scores_those_of_the_lowest_indices_are_taken(few_blocks, form)
     none = np.zeros(0, np.float32)
     cpu_experts.route(
         logits.numpy(), none if correction is None else correction.cpu().numpy(),
-        moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.norm_topk_prob,
-        np.float32(moe.scaling_factor), expected, weights,
+        moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.best_of_group,
+        moe.norm_topk_prob, np.float32(moe.scaling_factor), expected, weights,
     )  # fmt: skip
     assert ids.tolist() == expected.tolist()
     assert ids[7].tolist() == list(range(moe.num_experts_per_tok))

@@ -297,7 +297,13 @@ def tokens_on_gpu(directory: str, prompts: list[list[int]], **options: Any) -> l
     return found
 
 
-@pytest.mark.parametrize("option", ["int4", "int8_weight_only"])
+RARELY = pytest.mark.guards(
+    "nanoengine/kernels/triton_quantized.py", "nanoengine/layers/*quantized*.py",
+    "nanoengine/checkpoint/quantization.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["int4", pytest.param("int8_weight_only", marks=RARELY)])
 def test_weights_are_quantized_while_they_load(option: str, tmp_path: Path) -> None:
     """Tokens are those of the same weights on a CPU, by float activations."""
     make_checkpoint(tmp_path, "llama", tie_word_embeddings=option == "int4")
@@ -330,6 +336,7 @@ def test_new_rows_come_in_the_place_of_old_ones() -> None:
         assert torch.equal(method.apply(x, None), fresh.apply(x, None))
 
 
+@RARELY
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_blocks_of_gguf_files_stay_as_they_are(kind: str, tmp_path: Path) -> None:
     file, sizes = tmp_path / "m.gguf", {"head_dim": 32, "intermediate_size": 128}
