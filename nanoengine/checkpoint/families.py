@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from nanoengine.checkpoint import readers
 from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
-from nanoengine.checkpoint.readers import Reader, all_but_every, experts, key, plan, size, windows
+from nanoengine.checkpoint.readers import Reader, all_but_every, key, plan, size, windows
 
 PLAIN, INNER_SIZE = plan(), size("intermediate_size")
-# Why: where all layers have experts, configs need name no other MLP.
-EXPERT_SIZE = size("intermediate_size", "moe_intermediate_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,6 @@ LLAMA = {"mlp_bias": key("mlp_bias"), **ATTENTION_BIAS}
 QWEN3 = plan(head_norm="head", **ATTENTION_BIAS)
 OLMO2 = plan(norms="behind", norm="wide", head_norm="width", **ATTENTION_BIAS)
 GLM = {"qkv_bias": key("attention_bias"), "merged_gate": True, "interleaved": True}
-LFM2 = plan(only={"tie_embedding": (True,)}, head_norm="head")
 COHERE = plan(
     norms="parallel", norm="layer", interleaved=True, logit_scale=key("logit_scale"),
     **ATTENTION_BIAS,
@@ -93,29 +90,9 @@ GRANITE_KEYS = {
     "logit_scale": key("logits_scaling", lambda scaling: 1 / scaling),
 }
 GRANITE = plan(**GRANITE_KEYS, **LLAMA)
-QWEN_NEXT = plan(
-    only={"attn_output_gate": (True,)}, norm="centered", head_norm="head", output_gate="behind",
-    **ATTENTION_BIAS,
-)
 
 # --- experts and windows --------------------------------------------------------------------------
 
-NORM_TOPK = {"norm_topk_prob": key("norm_topk_prob")}
-QWEN = {"layers": readers.sparse_layers, **NORM_TOPK}
-QWEN_SHARED = experts(
-    shared_size=size("shared_expert_intermediate_size"), shared_gate=True, **QWEN,
-)
-SCALED = {"score": "sigmoid", "scaling_factor": key("routed_scaling_factor"), **NORM_TOPK}
-DEEPSEEK_KEYS = {
-    "count": "n_routed_experts", "correction_bias": True, "num_groups": key("n_group"),
-    "groups_per_token": key("topk_group"), "shared_size": readers.shared_size(),
-    "layers": readers.layers_from("first_k_dense_replace"), **SCALED,
-}
-DEEPSEEK = experts(**DEEPSEEK_KEYS)
-DEEPSEEK_PLAN = plan(
-    only={"topk_method": ("noaux_tc",)}, latent=readers.latent, **ATTENTION_BIAS,
-    interleaved=key("rope_interleave"),
-)
 WINDOW = windows(readers.every_layer, named=False)
 QWEN_WINDOWS = windows(readers.from_max_window_layers, asked=True)
 
@@ -134,8 +111,6 @@ GLM_DEFAULTS = {
     "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7,
     "partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338],
 }
-LFM2_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
-NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
 HUNYUAN_DEFAULTS = {"rms_norm_eps": 1e-5}
 # Why without effect: a config that has an alpha has these too, and nobody reads them.
 HUNYUAN_ROPE = dict.fromkeys(
@@ -152,19 +127,6 @@ GEMMA_NAMES = {
     "mlp_output_norm": "post_feedforward_layernorm",
 }
 HUNYUAN_NAMES = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
-NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-LFM2_NAMES = {
-    "model.norm": "model.embedding_norm",
-    "input_layernorm": "operator_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "q_norm": "q_layernorm",
-    "k_norm": "k_layernorm",
-    "o_proj": "out_proj",
-    "mlp": "feed_forward",
-    **NUMBERED,
-}
-SHARED_NAMES = {"shared_experts": "shared_expert"}
-DRAFTS = r"mtp\."
 
 # --- the table ------------------------------------------------------------------------------------
 
@@ -181,33 +143,6 @@ FAMILIES: dict[str, Family] = {
         "cohere2", plan=COHERE, windows=all_but_every(), turned=readers.only_with_window,
         defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
         eps="layer_norm_eps",
-    ),
-    "DeepseekV2ForCausalLM": Family(
-        "deepseek_v2",
-        plan=plan(
-            only={
-                "topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,),
-            },
-            latent=readers.latent, interleaved=True, mlp_bias=key("mlp_bias"), **ATTENTION_BIAS,
-        ),
-        moe=experts(
-            count="n_routed_experts", norm_topk_prob=False, shared_size=readers.shared_size(),
-            scaling_factor=key("routed_scaling_factor"),
-            layers=readers.layers_from("first_k_dense_replace"),
-            num_groups=readers.limited("n_group"), groups_per_token=readers.limited("topk_group"),
-            best_of_group=1,
-        ),
-        defaults={
-            "head_dim": 64, "n_shared_experts": 2, "q_lora_rank": 1536, "topk_method": "greedy",
-        },
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3", plan=DEEPSEEK_PLAN, moe=DEEPSEEK,
-        defaults={
-            "head_dim": 64, "norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8,
-            "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "num_key_value_heads": 128,
-        },
     ),
     "Ernie4_5ForCausalLM": Family(
         "ernie4_5",
@@ -256,23 +191,10 @@ FAMILIES: dict[str, Family] = {
             "mlp_output_norm": "post_mlp_layernorm",
         },
     ),
-    "Glm4MoeLiteForCausalLM": Family(
-        "glm4_moe_lite", plan=DEEPSEEK_PLAN,
-        moe=experts(**{**DEEPSEEK_KEYS, "layers": readers.named_sparse_layers}),
-        defaults={
-            "head_dim": 64, "norm_topk_prob": True, "n_shared_experts": 1, "rms_norm_eps": 1e-5,
-            "first_k_dense_replace": 1, "routed_scaling_factor": 1.8,
-            "num_nextn_predict_layers": 1, "q_lora_rank": 768, "num_key_value_heads": 20,
-        },
-    ),
     "GraniteForCausalLM": Family("granite", plan=GRANITE, defaults={"attention_multiplier": 1.0}),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
         defaults=HUNYUAN_DEFAULTS, rope_extra=HUNYUAN_ROPE, names=HUNYUAN_NAMES,
-    ),
-    "Lfm2ForCausalLM": Family(
-        "lfm2", plan=LFM2, states=readers.conv_states, defaults=LFM2_DEFAULTS, names=LFM2_NAMES,
-        inner=readers.lfm2_inner_size, eps="norm_eps",
     ),
     "LlamaForCausalLM": Family("llama", plan=plan(**LLAMA)),
     "Ministral3ForCausalLM": Family(
@@ -316,19 +238,6 @@ FAMILIES: dict[str, Family] = {
         "qwen3", plan=QWEN3, windows=QWEN_WINDOWS,
         defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
         rope_extra=M_ROPE,
-    ),
-    "Qwen3NextForCausalLM": Family(
-        "qwen3_next", plan=QWEN_NEXT, states=readers.delta_states(merged=True), moe=QWEN_SHARED,
-        defaults=NEXT_DEFAULTS | {"norm_topk_prob": True}, names=SHARED_NAMES, left_out=DRAFTS,
-    ),
-    "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text", plan=QWEN_NEXT, states=readers.delta_states(merged=False),
-        defaults=NEXT_DEFAULTS | {"num_key_value_heads": 4}, rope_extra=M_ROPE, left_out=DRAFTS,
-    ),
-    "Qwen3_5MoeForCausalLM": Family(
-        "qwen3_5_moe_text", plan=QWEN_NEXT, states=readers.delta_states(merged=False),
-        moe=QWEN_SHARED, defaults=NEXT_DEFAULTS | {"norm_topk_prob": True},
-        rope_extra=M_ROPE, names=SHARED_NAMES, left_out=DRAFTS, inner=EXPERT_SIZE,
     ),
     "SmolLM3ForCausalLM": Family(
         "smollm3", plan=plan(**LLAMA), windows=windows(readers.not_turned, asked=True),

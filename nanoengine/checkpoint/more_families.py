@@ -1,4 +1,4 @@
-"""The second half of the families' table: models with experts, and others that fewer people run.
+"""The second half of the families' table: experts, states, latents, and what fewer people run.
 
 Loaded where a config names none of the first half, so that a plain prompt loads no rows but those.
 """
@@ -11,10 +11,6 @@ from dataclasses import replace
 from nanoengine.checkpoint import mamba, more_readers, readers
 from nanoengine.checkpoint.families import (
     ATTENTION_BIAS,
-    DEEPSEEK,
-    DEEPSEEK_KEYS,
-    DRAFTS,
-    EXPERT_SIZE,
     FAMILIES,
     GELU,
     GEMMA_2,
@@ -25,28 +21,59 @@ from nanoengine.checkpoint.families import (
     HUNYUAN_DEFAULTS,
     HUNYUAN_NAMES,
     HUNYUAN_ROPE,
-    LFM2,
-    LFM2_DEFAULTS,
-    LFM2_NAMES,
     LLAMA,
-    NORM_TOPK,
-    NUMBERED,
+    M_ROPE,
     OLMO2,
-    QWEN,
     QWEN3,
-    QWEN_SHARED,
-    SCALED,
-    SHARED_NAMES,
     WINDOW,
     Family,
 )
-from nanoengine.checkpoint.readers import all_but_every, experts, key, plan, size, windows
+from nanoengine.checkpoint.more_readers import experts, layers_from, limited, shared_size
+from nanoengine.checkpoint.readers import all_but_every, key, plan, size, windows
 
 # fmt: off
+# Why: where all layers have experts, configs need name no other MLP.
+EXPERT_SIZE = size("intermediate_size", "moe_intermediate_size")
+LFM2 = plan(only={"tie_embedding": (True,)}, head_norm="head")
+QWEN_NEXT = plan(
+    only={"attn_output_gate": (True,)}, norm="centered", head_norm="head", output_gate="behind",
+    **ATTENTION_BIAS,
+)
+NORM_TOPK = {"norm_topk_prob": key("norm_topk_prob")}
+QWEN = {"layers": more_readers.sparse_layers, **NORM_TOPK}
+QWEN_SHARED = experts(
+    shared_size=size("shared_expert_intermediate_size"), shared_gate=True, **QWEN,
+)
+SCALED = {"score": "sigmoid", "scaling_factor": key("routed_scaling_factor"), **NORM_TOPK}
+DEEPSEEK_KEYS = {
+    "count": "n_routed_experts", "correction_bias": True, "num_groups": key("n_group"),
+    "groups_per_token": key("topk_group"), "shared_size": shared_size(),
+    "layers": layers_from("first_k_dense_replace"), **SCALED,
+}
+DEEPSEEK = experts(**DEEPSEEK_KEYS)
+DEEPSEEK_PLAN = plan(
+    only={"topk_method": ("noaux_tc",)}, latent=more_readers.latent, **ATTENTION_BIAS,
+    interleaved=key("rope_interleave"),
+)
+LFM2_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
+NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
+NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+LFM2_NAMES = {
+    "model.norm": "model.embedding_norm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "o_proj": "out_proj",
+    "mlp": "feed_forward",
+    **NUMBERED,
+}
+SHARED_NAMES = {"shared_experts": "shared_expert"}
+DRAFTS = r"mtp\."
 # Why no key of norms: a softmax over the experts taken is one over all, divided by their sum.
 MIXTRAL = {"count": "num_local_experts", "inner": "intermediate_size"}
 # Why another key: these families name experts so that all take.
-SHARED = {"correction_bias": True, "shared_size": readers.shared_size("num_shared_experts")}
+SHARED = {"correction_bias": True, "shared_size": shared_size("num_shared_experts")}
 GRANITE_NAMES = {
     "mlp.gate": "block_sparse_moe.router.layer",
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
@@ -107,7 +134,7 @@ MORE_FAMILIES: dict[str, Family] = {
         windows=all_but_every("global_attn_every_n_layers"), turned=readers.only_with_window,
         moe=experts(
             score="sigmoid", scaling_factor=key("route_scale"),
-            layers=readers.layers_from("num_dense_layers"), **SHARED,
+            layers=layers_from("num_dense_layers"), **SHARED,
         ),
         defaults={
             "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024, "num_dense_layers": 1,
@@ -155,6 +182,33 @@ MORE_FAMILIES: dict[str, Family] = {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         },
     ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        plan=plan(
+            only={
+                "topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,),
+            },
+            latent=more_readers.latent, interleaved=True, **LLAMA,
+        ),
+        moe=experts(
+            count="n_routed_experts", norm_topk_prob=False, shared_size=shared_size(),
+            scaling_factor=key("routed_scaling_factor"),
+            layers=layers_from("first_k_dense_replace"),
+            num_groups=limited("n_group"), groups_per_token=limited("topk_group"),
+            best_of_group=1,
+        ),
+        defaults={
+            "head_dim": 64, "n_shared_experts": 2, "q_lora_rank": 1536, "topk_method": "greedy",
+        },
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3", plan=DEEPSEEK_PLAN, moe=DEEPSEEK,
+        defaults={
+            "head_dim": 64, "norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8,
+            "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "num_key_value_heads": 128,
+        },
+    ),
     "Dots1ForCausalLM": Family(
         "dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers), moe=DEEPSEEK,
         defaults={
@@ -167,7 +221,7 @@ MORE_FAMILIES: dict[str, Family] = {
         plan=plan(only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, interleaved=True),
         moe=experts(
             count="moe_num_experts", taken="moe_k", correction_bias="row", norm_epsilon=1e-12,
-            shared_size=readers.shared_size("moe_num_shared_experts"),
+            shared_size=shared_size("moe_num_shared_experts"),
             layers=more_readers.ernie_layers,
         ),
         defaults={
@@ -181,7 +235,7 @@ MORE_FAMILIES: dict[str, Family] = {
         "exaone_moe", plan=plan(head_norm="head"), windows=all_but_every(),
         turned=readers.exaone_turned,
         moe=experts(**{**DEEPSEEK_KEYS, "count": "num_experts", **SHARED,
-                       "layers": readers.named_sparse_layers}),
+                       "layers": more_readers.named_sparse_layers}),
         defaults={
             "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
             "sliding_window_pattern": 4, "first_k_dense_replace": 1, "num_shared_experts": 1,
@@ -228,6 +282,15 @@ MORE_FAMILIES: dict[str, Family] = {
             "num_nextn_predict_layers": 1,
         },
     ),
+    "Glm4MoeLiteForCausalLM": Family(
+        "glm4_moe_lite", plan=DEEPSEEK_PLAN,
+        moe=experts(**{**DEEPSEEK_KEYS, "layers": more_readers.named_sparse_layers}),
+        defaults={
+            "head_dim": 64, "norm_topk_prob": True, "n_shared_experts": 1, "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.8,
+            "num_nextn_predict_layers": 1, "q_lora_rank": 768, "num_key_value_heads": 20,
+        },
+    ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         plan=plan(
@@ -255,7 +318,7 @@ MORE_FAMILIES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": Family(
         "granitemoehybrid", plan=plan(merged_gate=True, **GRANITE_KEYS, **ATTENTION_BIAS),
         states=mamba.mamba_states, turned=readers.if_named_rope,
-        moe=readers.where_any(
+        moe=more_readers.where_any(
             key("num_local_experts"),
             experts(**MIXTRAL, shared_size=size("shared_intermediate_size")),
         ),
@@ -305,7 +368,7 @@ MORE_FAMILIES: dict[str, Family] = {
         "hy_v3", plan=plan(head_norm="head", **LLAMA),
         moe=experts(
             score="sigmoid", scaling_factor=key("router_scaling_factor"),
-            layers=readers.named_sparse_layers, **SHARED,
+            layers=more_readers.named_sparse_layers, **SHARED,
         ),
         defaults={
             "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
@@ -325,11 +388,15 @@ MORE_FAMILIES: dict[str, Family] = {
         ),
         defaults={"attention_bias": True, "mlp_bias": True}, eps="layer_norm_eps",
     ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2", plan=LFM2, states=more_readers.conv_states, defaults=LFM2_DEFAULTS,
+        names=LFM2_NAMES, inner=more_readers.lfm2_inner_size, eps="norm_eps",
+    ),
     "Lfm2MoeForCausalLM": Family(
-        "lfm2_moe", plan=LFM2, states=readers.conv_states,
+        "lfm2_moe", plan=LFM2, states=more_readers.conv_states,
         moe=experts(
             correction_bias=key("use_expert_bias"), norm_epsilon=1e-6,
-            layers=readers.layers_from("num_dense_layers"), **SCALED,
+            layers=layers_from("num_dense_layers"), **SCALED,
         ),
         defaults=LFM2_DEFAULTS | {"norm_topk_prob": True},
         names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
@@ -338,7 +405,7 @@ MORE_FAMILIES: dict[str, Family] = {
     "MellumForCausalLM": Family(
         "mellum", plan=QWEN3, windows=windows(readers.no_layer),
         bases=("rope_theta", "rope_local_base_freq"),
-        moe=experts(layers=readers.named_sparse_layers, **NORM_TOPK),
+        moe=experts(layers=more_readers.named_sparse_layers, **NORM_TOPK),
         defaults={
             "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024, "rope_theta": 5e5,
             "norm_topk_prob": True,
@@ -348,8 +415,8 @@ MORE_FAMILIES: dict[str, Family] = {
     "MiniCPM3ForCausalLM": Family(
         "minicpm3",
         plan=plan(
-            latent=readers.minicpm_latent, embedding_scale=key("scale_emb"),
-            residual_scale=readers.depth_scale, logit_scale=readers.width_scale, **LLAMA,
+            latent=more_readers.minicpm_latent, embedding_scale=key("scale_emb"),
+            residual_scale=more_readers.depth_scale, logit_scale=more_readers.width_scale, **LLAMA,
         ),
         defaults={
             "head_dim": 32, "num_key_value_heads": 40, "rms_norm_eps": 1e-5, "kv_lora_rank": 256,
@@ -393,7 +460,7 @@ MORE_FAMILIES: dict[str, Family] = {
             mlp_bias=key("mlp_bias"),
         ),
         states=mamba.nemotron_states, turned=readers.nowhere,
-        moe=readers.where_any(mamba.nemotron_experts, experts(**{
+        moe=more_readers.where_any(mamba.nemotron_experts, experts(**{
             **DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
             "layers": mamba.nemotron_experts, "gated": False,
         })),
@@ -436,9 +503,23 @@ MORE_FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 16, "sliding_window": 4096, "qkv_bias": True},
         names=SHARED_NAMES,
     ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5_text", plan=QWEN_NEXT, states=more_readers.delta_states(merged=False),
+        defaults=NEXT_DEFAULTS | {"num_key_value_heads": 4}, rope_extra=M_ROPE, left_out=DRAFTS,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe_text", plan=QWEN_NEXT, states=more_readers.delta_states(merged=False),
+        moe=QWEN_SHARED, defaults=NEXT_DEFAULTS | {"norm_topk_prob": True},
+        rope_extra=M_ROPE, names=SHARED_NAMES, left_out=DRAFTS, inner=EXPERT_SIZE,
+    ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", plan=QWEN3, windows=windows(readers.every_layer, asked=True, named=False),
         moe=experts(**QWEN), defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next", plan=QWEN_NEXT, states=more_readers.delta_states(merged=True),
+        moe=QWEN_SHARED, defaults=NEXT_DEFAULTS | {"norm_topk_prob": True},
+        names=SHARED_NAMES, left_out=DRAFTS,
     ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
@@ -483,7 +564,7 @@ MORE_FAMILIES: dict[str, Family] = {
     ),
     "YoutuForCausalLM": Family(
         "youtu",
-        plan=plan(latent=readers.latent, interleaved=key("rope_interleave"), **ATTENTION_BIAS),
+        plan=plan(latent=more_readers.latent, interleaved=key("rope_interleave"), **ATTENTION_BIAS),
         defaults={
             "head_dim": 64, "num_key_value_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512,
             "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,

@@ -1,12 +1,15 @@
-"""Readers of the families in `more_families.py`, as those of `readers.py`."""
+"""Readers of the families in `more_families.py`, as those of `readers.py`: plans of latents and of
+layers that differ, which layers keep a state, and mixtures of experts, which are fields of
+`MoEConfig`."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from nanoengine.checkpoint.keys import Keys
-from nanoengine.checkpoint.plan import MoEConfig
-from nanoengine.checkpoint.readers import FULL, SLIDING, experts
+from nanoengine.checkpoint.plan import LatentPlan, MoEConfig, StatePlan
+from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING, Reader, made, size, those
 from nanoengine.checkpoint.varied_plan import VariedPlan
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
@@ -81,3 +84,180 @@ def ernie_layers(keys: Keys) -> tuple[int, ...]:
     first, last = keys.get("moe_layer_start_index"), keys.get("moe_layer_end_index")
     end = layers if last == -1 else min(last + 1, layers)
     return tuple(layer for layer in range(first, end) if (layer + 1) % every == 0)
+
+
+def latent(keys: Keys, value_dim: int | None = None) -> LatentPlan:
+    """DeepSeek-V2's sizes of attention."""
+    rope_dim = keys.require("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise UnsupportedModelError(f"qk_rope_head_dim={rope_dim} must be even")
+    return LatentPlan(
+        rank=keys.require("kv_lora_rank"),
+        query_rank=keys.get("q_lora_rank"),
+        nope_dim=keys.require("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=value_dim or keys.require("v_head_dim"),
+    )
+
+
+def minicpm_latent(keys: Keys) -> LatentPlan:
+    """The same where values may have the size that plain heads would have."""
+    plain = keys.require("hidden_size") // keys.require("num_attention_heads")
+    return latent(keys, keys.get("v_head_dim") or plain)
+
+
+def depth_scale(keys: Keys) -> float:
+    """MiniCPM's factor on what a layer adds."""
+    layers: int = keys.require("num_hidden_layers")
+    depth: float | None = keys.get("scale_depth")
+    return 1.0 if depth is None else depth / layers**0.5
+
+
+def width_scale(keys: Keys) -> float:
+    """MiniCPM's factor on logits."""
+    return keys.require("dim_model_base") / keys.require("hidden_size")
+
+
+def lfm2_inner_size(keys: Keys) -> int:
+    """Two thirds of what the config names, rounded up, unless it says that this is the size."""
+    found = size("block_ff_dim", "intermediate_size")(keys)
+    if keys.get("block_auto_adjust_ff_dim"):
+        found = int(keys.get("block_ffn_dim_multiplier") * int(2 * found / 3))
+        multiple = keys.get("block_multiple_of")
+        found = multiple * -(-found // multiple)
+    return found
+
+
+def delta_states(*, merged: bool) -> Reader[StatePlan]:
+    """Qwen3-Next: every layer but each `full_attention_interval`-th."""
+
+    def states(keys: Keys) -> StatePlan:
+        key_heads, key_dim = keys.get("linear_num_key_heads"), keys.get("linear_key_head_dim")
+        heads, value_dim = keys.get("linear_num_value_heads"), keys.get("linear_value_head_dim")
+        if heads % key_heads:
+            raise UnsupportedModelError(
+                f"linear_num_value_heads={heads} must be a multiple of"
+                f" linear_num_key_heads={key_heads}"
+            )
+        every = keys.get("full_attention_interval")
+        kinds = keys.get("layer_types") or [
+            FULL if (n + 1) % every == 0 else LINEAR
+            for n in range(keys.require("num_hidden_layers"))
+        ]
+        return StatePlan(
+            kind="delta",
+            layers=those(kinds, LINEAR),
+            kernel=keys.get("linear_conv_kernel_dim"),
+            channels=2 * key_heads * key_dim + heads * value_dim,
+            num_key_heads=key_heads,
+            num_value_heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            merged=merged,
+        )
+
+    return states
+
+
+def conv_states(keys: Keys) -> StatePlan:
+    """LFM2: as `layer_types` says, else all but `full_attn_idxs`."""
+    every, full = range(keys.require("num_hidden_layers")), keys.get("full_attn_idxs")
+    kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
+    return StatePlan(
+        kind="conv",
+        layers=those(kinds, CONV),
+        kernel=keys.get("conv_L_cache"),
+        channels=keys.require("hidden_size"),
+        bias=keys.get("conv_bias"),
+    )
+
+
+def limited(name: str) -> Reader[int]:
+    """DeepSeek-V2: what this key says, in the large one; the others have no groups of experts."""
+    return lambda keys: (
+        keys.require(name) if keys.get("topk_method") == "group_limited_greedy" else 1
+    )
+
+
+def sparse_layers(keys: Keys) -> tuple[int, ...]:
+    """Qwen: every `decoder_sparse_step`-th layer has experts, `mlp_only_layers` never."""
+    step, dense = keys.get("decoder_sparse_step"), keys.get("mlp_only_layers") or ()
+    layers = range(keys.require("num_hidden_layers"))
+    return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
+
+
+def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
+    """As `mlp_layer_types` says, else as `layers_from`."""
+    layers, kinds = keys.require("num_hidden_layers"), keys.get("mlp_layer_types")
+    if not kinds:
+        return layers_from("first_k_dense_replace")(keys)
+    keys.get("first_k_dense_replace")  # the older name of the same
+    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+        raise UnsupportedModelError(
+            f"mlp_layer_types={shown(kinds)} must be 'dense' or 'sparse' for each of"
+            f" num_hidden_layers={layers}"
+        )
+    return those(kinds, "sparse")
+
+
+def experts(
+    *,
+    count: str = "num_experts",
+    taken: str = "num_experts_per_tok",
+    inner: str = "moe_intermediate_size",
+    score: str = "softmax",
+    **fields: Any,
+) -> Reader[MoEConfig]:
+    """A mixture of experts, by the keys that say how many there are, how many of them a token takes
+    and of which inner size they are."""
+
+    def read(keys: Keys) -> MoEConfig:
+        if score == "sigmoid":
+            keys.allow("scoring_func", score)
+        usual = {
+            # Why a second: some writers of Qwen3-MoE call them so.
+            "num_experts": size(count, "num_local_experts"),
+            "num_experts_per_tok": size(taken, "num_experts_per_tok"),
+            "intermediate_size": size(inner),
+            "layers": tuple(range(keys.require("num_hidden_layers"))),
+        }
+        moe = made(MoEConfig, {**usual, "score": score, **fields}, keys)
+        if moe.num_experts_per_tok > moe.num_experts:
+            raise UnsupportedModelError(
+                f"{taken}={moe.num_experts_per_tok} must be at most {count}={moe.num_experts}"
+            )
+        if moe.score == "sparsemixer" and moe.num_experts_per_tok != 2:
+            raise UnsupportedModelError(
+                f"{taken}={moe.num_experts_per_tok} is not implemented; supported: 2"
+            )
+        groups, kept = moe.num_groups, moe.groups_per_token
+        small = groups > 1 and moe.num_experts < moe.best_of_group * groups
+        if not 1 <= kept <= groups or moe.num_experts % groups or small:
+            raise UnsupportedModelError(
+                f"n_group={groups} and topk_group={kept} must make equal groups of two and more of"
+                f" {count}={moe.num_experts}"
+            )
+        return moe
+
+    return read
+
+
+def where_any(some: Reader[Any], moe: Reader[MoEConfig]) -> Reader[MoEConfig | None]:
+    """A mixture of experts where there are `some`."""
+    return lambda keys: moe(keys) if some(keys) else None
+
+
+def layers_from(name: str) -> Reader[tuple[int, ...]]:
+    """The first layers, as many as this key says, are dense."""
+    return lambda keys: tuple(range(keys.get(name), keys.require("num_hidden_layers")))
+
+
+def shared_size(name: str = "n_shared_experts") -> Reader[int]:
+    """DeepSeek-V3: as many shared experts of an expert's size as this key says."""
+
+    def read(keys: Keys) -> int:
+        count = keys.get(name)
+        count = keys.require(name) if count is None else count
+        return count * keys.require("moe_intermediate_size")
+
+    return read

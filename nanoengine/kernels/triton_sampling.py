@@ -46,7 +46,7 @@ REACH = tl.constexpr(24.0)
 exp(-x) * SCALE is, and roundings are far smaller than what 24 has above that."""
 
 
-class Constants(NamedTuple):
+class SamplingConstants(NamedTuple):
     """What the compiler knows of a launch; the kernels' S.
 
     Attributes:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
-from nanoengine.layers.kernels import Masks, UnquantizedLinear
+from nanoengine.layers.kernels import Masks
 from nanoengine.layers.layer import Layer, ModelContext
 
 NAME = "model.embed_tokens"
@@ -89,14 +89,6 @@ class OutputHead(Layer):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.all_gather(self.method.apply(hidden, None))
-
-    def into(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The logits in `out`, which is returned: where nothing else is to be done with a plain
-        product, it writes them there itself."""
-        plain = type(self.method).apply is UnquantizedLinear.apply
-        if type(self) is OutputHead and self.ranks == 1 and plain and out.dtype == hidden.dtype:
-            return torch.mm(hidden, self.method.weight.T, out=out)
-        return out.copy_(self(hidden))
 
     def argmax(
         self, hidden: torch.Tensor, masks: Masks | None = None

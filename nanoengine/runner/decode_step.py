@@ -24,6 +24,8 @@ import torch
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.attention.batch import Batch
 from nanoengine.core.plan import StepPlan
+from nanoengine.layers.embedding import OutputHead
+from nanoengine.layers.kernels import UnquantizedLinear
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.device_rows import DeviceRows
 from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
@@ -163,7 +165,7 @@ class DecodeStep:
             batch.state_waves = (decode_wave(batch.positions, *states),)
         batch.attention = self._backend.prepare(batch)
         # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
-        return (self._model.lm_head.into(self._model(batch), self._logits_out[:size]),)
+        return (logits_into(self._model, self._model(batch), self._logits_out[:size]),)
 
     def sample(self, size: int, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens from the logits of `forward`, [size] int64, and whether they are valid, [size]
@@ -172,3 +174,13 @@ class DecodeStep:
         token_ids, valid = sample_on_device(self._logits_out[:size], params, kind)
         self.held.advance(self.batch_rows[:size], token_ids)
         return token_ids, valid
+
+
+def logits_into(model: CausalLM, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The logits in `out`, which is returned: where nothing else is to be done with a plain
+    product, it writes them there itself."""
+    head = model.lm_head
+    plain = type(head.method).apply is UnquantizedLinear.apply
+    if type(head) is OutputHead and head.ranks == 1 and plain and out.dtype == hidden.dtype:
+        return torch.mm(hidden, head.method.weight.T, out=out)
+    return out.copy_(model.logits(hidden))

@@ -27,9 +27,8 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import BlockCopy
-from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
-from nanoengine.runner.memory import GIB, blocks_between_snapshots, kv_groups
+from nanoengine.runner.memory import GIB, kv_groups
 from nanoengine.runner.transfers import ship
 
 if TYPE_CHECKING:
@@ -75,44 +74,14 @@ def state_bytes(layers: Iterable[StatePlan], dtype: torch.dtype) -> int:
 def make_groups(
     config: ModelConfig, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> tuple[KVGroup, ...]:
-    """The KV groups of a model of `dtype`. Snapshots are as far apart on any number of ranks.
-
-    Raises:
-        ConfigError: a cache of bytes for layers whose rows are parts of one another.
-    """
-    states, varied = config.states, config.plan.varied
-    if kv_dtype.itemsize == 1 and (varied is not None or config.plan.latent is not None):
-        raise ConfigError(
-            f"kv_cache_dtype of 8 bits is not implemented for {config.architecture}, whose keys and"
-            " values share their place in the KV cache: set kv_cache_dtype='auto' or 'bfloat16'"
-        )
-    if varied is not None:
-        from nanoengine.core.groups.rules import make_kv_groups
-
-        firsts = {numbers[0] for numbers in varied.slices(config.sliding_windows)}
-        others = [n for n in range(config.num_hidden_layers) if n not in firsts]
-        groups = make_kv_groups(config.sliding_windows, others)
-        return groups[:-1] if others else groups
-    if states is None and not any(config.sliding_windows):
+    """The KV groups of a model of `dtype`: one, where all layers keep the same of a token."""
+    plan = config.plan
+    others = config.states, plan.varied, plan.latent, *config.sliding_windows
+    if not any(others):
         return (KVGroup(layers=tuple(range(config.num_hidden_layers))),)
-    from nanoengine.core.groups.rules import make_kv_groups
+    from nanoengine.runner.groups import other_groups
 
-    if states is None:
-        return make_kv_groups(config.sliding_windows)
-    attending = config.attending
-    *groups, _ = make_kv_groups(config.sliding_windows, states.layers, attending=attending)
-    every = blocks_between_snapshots(
-        state_bytes([states] * len(states.layers), dtype),
-        block_bytes(
-            block_size=block_size,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            num_layers=max(len(group.layers) for group in groups),
-            dtype=kv_dtype,
-        ),
-        block_size,
-    )
-    return make_kv_groups(config.sliding_windows, states.layers, every, attending)
+    return other_groups(config, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def in_a_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:

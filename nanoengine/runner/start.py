@@ -80,8 +80,8 @@ class RunnerParts:
         self.groups = kv_cache.make_groups(
             self.model_config, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv_dtype
         )
-        self.num_parameters = 0
-        self.extra_block_bytes = 0  # of a block, for what else is kept of its tokens
+        # The latter of a block, for what else is kept of its tokens.
+        self.num_parameters = self.extra_block_bytes = 0
         self.tier_storage: dict[str, TierStorage] = {}
 
     # --- start --------------------------------------------------------------------------------

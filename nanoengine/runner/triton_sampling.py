@@ -45,7 +45,7 @@ def sample_lines(
     valid = torch.empty(num_lines, dtype=torch.bool, device=logits.device)
     shape = (num_lines if filters else 0, 2, ROOM)
     candidates = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    of_lines = kernels.Constants(
+    of_lines = kernels.SamplingConstants(
         line=logits.stride(0), size=size, block=BLOCK,
         tiles=next_power_of_2(cdiv(size, BLOCK)), stages=4,
         shift=ZERO_BITS[logits.dtype], width=WIDTH, room=ROOM,

@@ -142,7 +142,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "per_layer_config={'3': {'head_dim': 32}} is not implemented": {
         "per_layer_config": {"3": {"head_dim": 32}}
     },
-    "layers of 2 KV heads of 16 and of 2 of 24": {"global_head_dim": 24, "per_layer_config": None},
+    "layers of 2 KV heads of 16 and of 2 of 24": {
+        "per_layer_config": {"3": {"head_dim": 24}, "6": {"head_dim": 24}}
+    },
     "num_kv_shared_layers=6 of 7": {"num_kv_shared_layers": 6},
     "vocab_size_per_layer_input=99": {"vocab_size_per_layer_input": 99},
     "layer_types ends with 'sliding_attention'": {

@@ -1,0 +1,52 @@
+"""The KV groups of models whose layers don't all keep the same of a token: windows, states, shapes.
+
+Called by `kv_cache.make_groups`, which has the one group of all other models.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.core.groups.rules import make_kv_groups
+from nanoengine.core.layout import KVGroup
+from nanoengine.errors import ConfigError
+from nanoengine.runner.kv_cache import block_bytes, state_bytes
+from nanoengine.runner.memory import blocks_between_snapshots
+
+
+def other_groups(
+    config: ModelConfig, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> tuple[KVGroup, ...]:
+    """See `make_groups`. Snapshots are as far apart on any number of ranks.
+
+    Raises:
+        ConfigError: a cache of bytes for layers whose rows are parts of one another.
+    """
+    windows, states, varied = config.sliding_windows, config.states, config.plan.varied
+    if kv_dtype.itemsize == 1 and (varied is not None or config.plan.latent is not None):
+        raise ConfigError(
+            f"kv_cache_dtype of 8 bits is not implemented for {config.architecture}, whose keys and"
+            " values share their place in the KV cache: set kv_cache_dtype='auto' or 'bfloat16'"
+        )
+    if varied is not None:
+        firsts = {numbers[0] for numbers in varied.slices(windows)}
+        others = [n for n in range(config.num_hidden_layers) if n not in firsts]
+        groups = make_kv_groups(windows, others)
+        return groups[:-1] if others else groups
+    if states is None:
+        return make_kv_groups(windows)
+    attending = config.attending
+    *groups, _ = make_kv_groups(windows, states.layers, attending=attending)
+    every = blocks_between_snapshots(
+        state_bytes([states] * len(states.layers), dtype),
+        block_bytes(
+            block_size=block_size,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            num_layers=max(len(group.layers) for group in groups),
+            dtype=kv_dtype,
+        ),
+        block_size,
+    )
+    return make_kv_groups(windows, states.layers, every, attending)
