@@ -65,7 +65,10 @@ def tried(model_type: str, architecture: str) -> str:
             expected = torch.cat(
                 [reference(input_ids=torch.tensor([ids])).logits[0] for ids in prompts]
             )
-        found = all_logits(build(Path(directory), torch.float64), prompts)
+        try:
+            found = all_logits(build(Path(directory), torch.float64), prompts)
+        except NanoEngineError as error:
+            return "refused: " + str(error).partition("; missing: ")[0]
     return "equal" if torch.equal(found.argmax(-1), expected.argmax(-1)) else "NOT EQUAL"
 
 

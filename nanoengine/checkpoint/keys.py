@@ -193,7 +193,6 @@ KEYS: dict[str, Key] = {
     "moe_shared_expert_intermediate_size": Key(int, 1, 2**22),
     "layer_norm_epsilon": Key(float, 0, 1, 1e-5),
     "position_embedding_type": Key(str, unread="harmless"),
-    "shared_intermediate_size": Key(int, 1, 2**22),
 }
 """Key that is obeyed, or would change the maths -> what it may be."""
 

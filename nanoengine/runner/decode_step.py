@@ -180,7 +180,7 @@ def logits_into(model: CausalLM, hidden: torch.Tensor, out: torch.Tensor) -> tor
     """The logits in `out`, which is returned: where nothing else is to be done with a plain
     product, it writes them there itself."""
     head = model.lm_head
-    plain = type(head.method).apply is UnquantizedLinear.apply
-    if type(head) is OutputHead and head.ranks == 1 and plain and out.dtype == hidden.dtype:
+    alone = type(head) is OutputHead and head.ranks == 1 and out.dtype == hidden.dtype
+    if alone and type(head.method).apply is UnquantizedLinear.apply:
         return torch.mm(hidden, head.method.weight.T, out=out)
     return out.copy_(model.logits(hidden))

@@ -5,20 +5,27 @@ Called by `kv_cache.make_groups`, which has the one group of all other models.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.core.groups.rules import make_kv_groups
 from nanoengine.core.layout import KVGroup
 from nanoengine.errors import ConfigError
-from nanoengine.runner.kv_cache import block_bytes, state_bytes
 from nanoengine.runner.memory import blocks_between_snapshots
 
 
 def other_groups(
-    config: ModelConfig, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+    config: ModelConfig,
+    *,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    block_bytes: Callable[..., int],
+    state_dtype: torch.dtype,
 ) -> tuple[KVGroup, ...]:
-    """See `make_groups`. Snapshots are as far apart on any number of ranks.
+    """See `make_groups`, and for `block_bytes` too. Snapshots are as far apart on any number of
+    ranks.
 
     Raises:
         ConfigError: a cache of bytes for layers whose rows are parts of one another.
@@ -39,7 +46,7 @@ def other_groups(
     attending = config.attending
     *groups, _ = make_kv_groups(windows, states.layers, attending=attending)
     every = blocks_between_snapshots(
-        state_bytes([states] * len(states.layers), dtype),
+        states.size * len(states.layers) * state_dtype.itemsize,
         block_bytes(
             block_size=block_size,
             num_kv_heads=config.num_key_value_heads,

@@ -81,7 +81,8 @@ def make_groups(
         return (KVGroup(layers=tuple(range(config.num_hidden_layers))),)
     from nanoengine.runner.groups import other_groups
 
-    return other_groups(config, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype)
+    sizes = {"block_size": block_size, "kv_dtype": kv_dtype, "block_bytes": block_bytes}
+    return other_groups(config, state_dtype=state_dtype_for(dtype), **sizes)
 
 
 def in_a_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:

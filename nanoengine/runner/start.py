@@ -62,9 +62,8 @@ class RunnerParts:
     def __init__(self, options: RunnerOptions, ranks: Collectives | None = None) -> None:
         self.options, self.config, self.model_config = options, options.config, options.model_config
         use_isa(self.config)
-        self.ranks = ranks or Collectives()
         self.device, self.dtype = options.device, options.dtype
-        self.as_current = current_device(self.device)
+        self.ranks, self.as_current = ranks or Collectives(), current_device(self.device)
         default = backend_class(options.backend).default_block_size
         self.block_size = self.config.block_size or default
         self.kv_dtype = kv_cache.stored_dtype(self.config.kv_cache_dtype, self.dtype)

@@ -128,9 +128,6 @@ class Model:
         first = batch.block_tables[0, :, 0]
         return torch.stack((batch.token_ids, batch.positions, batch.seq_lens - 1, first), 1)
 
-    def into(self, hidden, out):
-        return out.copy_(self.logits(hidden))
-
     def logits(self, hidden):
         tokens, positions, before, first = hidden.unbind(1)
         best = (tokens + positions + first) % VOCAB
