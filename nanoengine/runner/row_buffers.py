@@ -57,6 +57,8 @@ class RowBuffers:
         num_groups: G, the state group included.
         device: of the batches' tensors and of the pool.
         first_state: the id of the first state; None: there is no state group.
+        in_a_slice: how many layers share a slice of the cache, in each group: so many blocks of a
+            layer lie in one of the pool. Empty: one in all.
 
     Attributes:
         pool: [R + 1] int64 on the device, the token that each row has sampled last; the last
@@ -76,15 +78,14 @@ class RowBuffers:
         first_state: int | None = None,
         in_a_slice: list[int] | None = None,
     ) -> None:
-        self.block_size, self.first_state, self.in_a_slice = block_size, first_state, in_a_slice
-        self.num_kv_groups = num_groups - (first_state is not None)
+        self.block_size, self.first_state, self._device = block_size, first_state, device
+        self.num_kv_groups, self.in_a_slice = num_groups - (first_state is not None), in_a_slice
         # Why zeros, not empty: the system gives memory only where it is first written.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         max_blocks = -(-max_model_len // block_size) + 1
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
         self.pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        self.pool_positions = np.full(max_num_seqs, -1)
-        self.seq_ids, self._device = np.full(max_num_seqs, -1), device
+        self.pool_positions, self.seq_ids = np.full((2, max_num_seqs), -1)
 
     def update(self, plan: StepPlan) -> None:
         """Carries out the plan's changes of rows, in its order."""

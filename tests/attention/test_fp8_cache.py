@@ -250,7 +250,6 @@ def test_a_cache_of_int8_quarters_the_blocks_and_the_cpu_backend_reads_what_naiv
 FEATURES = {
     "windows": ("gemma3", {}),
     "sinks": ("gpt_oss", {}),
-    "latent": ("deepseek_v3", {}),
     "states": ("qwen3_next", {}),
     "drafts": ("qwen3", {"speculative": "ngram:k=3"}),
 }
@@ -270,6 +269,16 @@ def test_int8_gives_the_same_tokens_on_cpu_and_naive(family, options):
         found.append(tokens(run(engine, prompts, greedy(12))))
         engine.close()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_rows_that_share_a_place_are_not_kept_in_8_bits(family, kv_cache_dtype):
+    with pytest.raises(ConfigError, match="kv_cache_dtype of 8 bits is not implemented for"):
+        make_engine(
+            checkpoint(family), dtype="float32", attention_backend="naive",
+            kv_cache_dtype=kv_cache_dtype,
+        )  # fmt: skip
 
 
 def test_backends_without_int8_refuse_it():

@@ -72,6 +72,7 @@ def test_an_exception_ends_its_row_and_no_other() -> None:
     texts = dict(zip(map(tuple, prompts), map(forced_text, prompts, [40] * 3), strict=True))
     texts[tuple(prompts[1])] = []  # asked for its first token, it has none
     engine = make_engine(checkpoint("qwen3"), logits_processors=[Foretold(texts, right=False)])
+    draft_always(engine)
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts, greedy(NUM_TOKENS)))
     requests = [engine.add_request(f"{i}", p, greedy(NUM_TOKENS)) for i, p in enumerate(prompts)]
     while engine.has_unfinished():

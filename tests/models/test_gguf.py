@@ -281,7 +281,6 @@ def test_what_changes_the_maths_is_refused(
             {"rope__dimension_sections": [4, 4]},
             r"qwen3next\.rope\.dimension_sections",
         ),
-        ("granitemoe", {"expert_shared_feed_forward_length": 9}, "expert_shared_feed_forward"),
     ],
 )
 def test_what_changes_the_maths_of_a_family_is_refused(
