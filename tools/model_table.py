@@ -57,7 +57,7 @@ def tried(model_type: str, architecture: str) -> str:
         raw |= {"architectures": [architecture]}
         parse_model_config(json.loads(json.dumps(raw, default=str)))
     except NanoEngineError as error:
-        return "refused: " + str(error).partition("; supported: ")[0]
+        return "refused: " + str(error).partition("; supported: ")[0].partition("; only ")[0]
     with tempfile.TemporaryDirectory() as directory:
         try:
             reference = checkpoints.make_checkpoint(directory, name).to(torch.float64)
@@ -81,7 +81,7 @@ def table(rows: dict[str, tuple[str, str]]) -> str:
     types: dict[str, list[str]] = {"equal": []}
     for kind, (architecture, result) in rows.items():
         name = f"`{kind}` {architecture}" if result == "equal" else f"`{kind}`"
-        types.setdefault(result.removesuffix(f" '{architecture}'"), []).append(name)
+        types.setdefault(result.replace(f" '{architecture}'", ""), []).append(name)
     lines = [f"| {result} | {', '.join(names)} |" for result, names in types.items()]
     return "\n".join(["| result | model types |", "|---|---|", *lines])
 

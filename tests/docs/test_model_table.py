@@ -9,7 +9,7 @@ from nanoengine.checkpoint.families import TEXT_PARTS
 from nanoengine.checkpoint.more_families import every_family
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-LINE = re.compile(r"^\| (equal|refused: .*|not written.*) \| (`.*) \|$", re.MULTILINE)
+LINE = re.compile(r"^\| (equal|refused: .*|not (?:written|computed).*) \| (`.*) \|$", re.MULTILINE)
 TYPE = re.compile(r"`([\w-]+)`(?: (\w+))?")
 
 
