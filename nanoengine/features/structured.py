@@ -45,6 +45,10 @@ MOST_GRAMMARS = 1024
 COMPILE_S = 10.0
 """Longest time that a grammar may take. A schema takes milliseconds."""
 
+LOOK_S = 0.1
+"""Time after which who waits looks around. Why: a Ctrl-C that comes when the wait is about to begin
+does not end it, and would be heard at its end."""
+
 SOON_S = 0.01
 """A grammar that is there within this time is waited for while other rows run."""
 
@@ -221,7 +225,7 @@ class Structured:
                 raise RequestError(
                     f"structured_outputs can't be compiled: it takes longer than {COMPILE_S:g} s"
                 )
-            found.wait(found.left())
+            found.wait(min(found.left(), LOOK_S))
         if found.grammar is None:
             assert found.error is not None
             raise found.error.with_traceback(None)  # Why: of each time it is raised it kept one.

@@ -225,6 +225,25 @@ def test_ctrl_c_is_heard_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatc
     stage.check(form("a"))
 
 
+def test_ctrl_c_is_heard_though_it_comes_before_the_wait_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system has then told nobody who waits: who looks around hears it."""
+    library, heard = Slow(), []
+    stage = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
+
+    def wait(compiled: structured.Compiled, seconds: float) -> None:
+        heard.append(seconds)
+        if len(heard) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(structured.Compiled, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        stage.check(form("slow"))
+    library.may_end.set()
+    assert max(heard) <= structured.LOOK_S
+
+
 # --- what is complete is valid --------------------------------------------------------------------
 
 NAMES = ["a", "b", "name", "the", "x y", 'q"', "é"]
