@@ -28,7 +28,7 @@ ROOMS = {
     "checkpoint": 3665,
     "cli": 1158,
     "core": 2886,
-    "features": 2453,
+    "features": 2454,
     "jobs": 2581,
     "kernels": 5747,
     "layers": 3325,
