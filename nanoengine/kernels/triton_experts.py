@@ -20,15 +20,17 @@ import triton
 import triton.language as tl
 
 from nanoengine.kernels.triton_gemm import products
+from nanoengine.kernels.triton_quantized import quantized_products
 
 
 @triton.jit(do_not_specialize_on_alignment=["order", "starts", "tiles"])
 def expert_gemm_kernel(
-    out, x, weight, bias, order, starts, tiles,
+    out, x, weight, scales, zeros, bias, order, starts, tiles,
     X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, SORTED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """out [R, OUT] = each row of x times weight [E, OUT, IN] of its expert, + bias [E, OUT]. Grid:
     [tiles * (OUT / N rounded up)]; programs that run together share rows of x.
@@ -36,7 +38,8 @@ def expert_gemm_kernel(
     order [R], starts [E + 1], tiles [E]: see `align_kernel`. SORTED: x has the sorted rows, and
     results go to their pairs' places. Else x has the tokens' rows, and results stay sorted.
     ACTIVATION, if not "": weight is [E, 2 OUT, IN], gate first, bias [E, 2 OUT], and out is that
-    gate. WIDTH: E rounded up to a power of two.
+    gate. WIDTH: E rounded up to a power of two. FORM, if not "": weight, scales and zeros are as in
+    `quantized_products`, those of an expert after another.
     """
     across: tl.constexpr = (OUT + N - 1) // N
     tile, experts = tl.program_id(0) // across, tl.arange(0, WIDTH)
@@ -54,12 +57,22 @@ def expert_gemm_kernel(
             sources, places = pairs // TAKEN, rows
         inside = (rows < last)[:, None]
         parts = 1 if ACTIVATION == "" else 2
-        own = weight + expert.to(tl.int64) * (parts * OUT * IN)
         x_rows = x + sources.to(tl.int64)[:, None] * X_ROW
-        result = products(
-            out, x_rows, inside, own, bias + expert * (parts * OUT), columns,
-            IN, OUT, M, N, K, BIAS, ACTIVATION,
-        )  # fmt: skip
+        number = expert.to(tl.int64)
+        own_bias = bias + number * (parts * OUT)
+        if FORM == "":
+            result = products(
+                out, x_rows, inside, weight + number * (parts * OUT * IN), own_bias, columns,
+                IN, OUT, M, N, K, BIAS, ACTIVATION,
+            )  # fmt: skip
+        else:
+            stored: tl.constexpr = IN // 2 if FORM == "int4" or FORM == "e2m1" else IN
+            groups = number * (parts * OUT * (IN // GROUP))
+            result = quantized_products(
+                out, x_rows, inside, weight + number * (parts * OUT * stored), scales + groups,
+                zeros + groups, own_bias, columns,
+                IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS, ACTIVATION,
+            )  # fmt: skip
         place = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
         tl.store(place, result, mask=inside & (columns < OUT)[None, :])
 

@@ -53,6 +53,15 @@ def products(
         if ACTIVATION != "":
             up = load_weight(weight + OUT * IN, columns, inputs, IN, OUT, IN % K == 0)
             up_acc = tl.dot(left, tl.trans(up), up_acc, input_precision="ieee")
+    return ended(acc, up_acc, out, bias, columns, OUT, BIAS, ACTIVATION)
+
+
+@triton.jit
+def ended(
+    acc, up_acc, out, bias, columns, OUT: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """What `products` gives, of sums [M, N]."""
     if BIAS:
         added = tl.load(bias + columns, mask=columns < OUT, other=0.0)
         acc += added.to(tl.float32)[None, :]

@@ -1,7 +1,7 @@
 """A matrix multiplication in Triton by weights of 4 and 8 bits, which are widened in registers; and
 rows of activations as fp8, for products of fp8 by fp8.
 
-Called by `layers/triton_quantized.py` alone. A weight is (code - zero) * scale in float32, rounded
+Called by `layers/triton_quantized.py`, and for products of experts by `triton_experts.py`. A weight is (code - zero) * scale in float32, rounded
 to the dtype of the rows: the number that `QuantizedWeight.dequantized` gives, so that the products
 differ from those by floats in the order of a sum at most.
 
@@ -14,18 +14,86 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoengine.kernels.triton_gemm import ended
+
 
 @triton.jit
 def widened(
-    codes, scales, zeros, columns, start,
-    OUT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr,
+    stored, scales, zeros, columns, start,
+    OUT: tl.constexpr, ALL: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
+    HIGH: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """codes [N, K] as floats, whose inputs begin at `start` and share one group: [N, K]."""
-    place = start // GROUP * OUT + columns
+    """Stored bytes [N, K] as floats, whose inputs begin at `start` and share one group: [N, K].
+
+    HIGH: of forms of 4 bits the high halves. ALL: outputs that a row of scales has.
+    """
+    codes = stored
+    if FORM == "int4" or FORM == "e2m1":
+        codes = stored >> 4 if HIGH else stored & 15
+    # The same sign, exponent and fraction in float16 are the number over a power of two, exactly.
+    # Why not a cast: GPUs before sm_89 have none.
+    if FORM == "int4":
+        numbers = codes.to(tl.float32) - 8
+    elif FORM == "e2m1":
+        bits = codes.to(tl.int16)
+        bits = ((bits & 8) << 12) | ((bits & 7) << 9)
+        numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768
+    elif FORM == "e4m3":
+        bits = codes.to(tl.int16)
+        bits = (bits & -32768) | ((bits & 127) << 7)
+        numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256
+    else:
+        numbers = codes.to(tl.float32)
+    place = start // GROUP * ALL + columns
     if ZEROS:
-        codes -= tl.load(zeros + place, mask=columns < OUT, other=0.0)[:, None]
+        numbers -= tl.load(zeros + place, mask=columns < OUT, other=0.0)[:, None]
     scale = tl.load(scales + place, mask=columns < OUT, other=0.0)
-    return (codes * scale[:, None]).to(dtype)
+    return (numbers * scale[:, None]).to(dtype)
+
+
+@triton.jit
+def quantized_products(
+    out, x_rows, inside, weight, scales, zeros, bias, columns,
+    IN: tl.constexpr, OUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    GROUP: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """`products` of triton_gemm.py by a weight in one of these forms, whose rows are bytes.
+
+    FORM "int4" or "e2m1": [OUT, IN / 2] uint8, whose low halves are the first half of the inputs
+    and whose high halves the second: plus 8, or the bits of floats of which a weight has twice the
+    number. Why: a load then gives two tiles of inputs, and no value moves between threads. "int8":
+    [OUT, IN] int8. "e4m3": [OUT, IN] int8, the bits of floats. scales, zeros: [IN / GROUP, OUT]
+    float32. K divides GROUP, and IN (of 4 bits its half). With an ACTIVATION all have 2 OUT.
+    """
+    HALVES: tl.constexpr = 2 if FORM == "int4" or FORM == "e2m1" else 1
+    ALL: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
+    WIDTH: tl.constexpr = IN // HALVES
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    there = (columns < OUT)[:, None]
+    acc = tl.full([M, N], 0, tl.float32)
+    up_acc = tl.full([M, N], 0, tl.float32)
+    for start in range(0, WIDTH, K):
+        inputs = start + tl.arange(0, K)
+        place = weight + columns.to(tl.int64)[:, None] * WIDTH + inputs[None, :]
+        stored = tl.load(place, mask=there, other=0)
+        up = stored
+        if ACTIVATION != "":
+            up = tl.load(place + OUT * WIDTH, mask=there, other=0)
+        for half in tl.static_range(HALVES):
+            first = start + half * WIDTH
+            left = tl.load(x_rows + half * WIDTH + inputs[None, :], mask=inside, other=0.0)
+            right = widened(
+                stored, scales, zeros, columns, first, OUT, ALL, GROUP, FORM, half, ZEROS, dtype
+            )
+            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+            if ACTIVATION != "":
+                right = widened(
+                    up, scales + OUT, zeros + OUT, columns, first,
+                    OUT, ALL, GROUP, FORM, half, ZEROS, dtype,
+                )  # fmt: skip
+                up_acc = tl.dot(left, tl.trans(right), up_acc, input_precision="ieee")
+    return ended(acc, up_acc, out, bias, columns, OUT, BIAS, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -35,46 +103,18 @@ def quantized_gemm_kernel(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     FORM: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, OUT] = x [T, IN] @ weight.T + bias. Grid: [T / M, OUT / N], rounded up.
-
-    FORM "int4": weight [OUT, IN / 2] uint8, whose low halves are the first half of the inputs and
-    whose high halves the second, both plus 8. Why: a load then gives two tiles of inputs, and no
-    value moves between threads. "int8": [OUT, IN] int8. "e4m3": [OUT, IN] int8, the bits of floats.
-    scales, zeros: [IN / GROUP, OUT] float32. K divides GROUP, and IN (of int4 its half).
-    """
+    """out [T, OUT] = x [T, IN] @ weight.T + bias: see `quantized_products`. Grid:
+    [T / M, OUT / N], rounded up."""
     rows = tl.program_id(0) * M + tl.arange(0, M)
     columns = tl.program_id(1) * N + tl.arange(0, N)
     inside = (rows < num_rows)[:, None]
-    dtype: tl.constexpr = x.dtype.element_ty
-    WIDTH: tl.constexpr = IN // 2 if FORM == "int4" else IN
-    acc = tl.full([M, N], 0, tl.float32)
-    for start in range(0, WIDTH, K):
-        inputs = start + tl.arange(0, K)
-        x_place = x + rows.to(tl.int64)[:, None] * X_ROW + inputs[None, :]
-        place = weight + columns.to(tl.int64)[:, None] * WIDTH + inputs[None, :]
-        stored = tl.load(place, mask=(columns < OUT)[:, None], other=0)
-        left = tl.load(x_place, mask=inside, other=0.0)
-        if FORM == "int4":
-            codes = (stored & 15).to(tl.float32) - 8
-        elif FORM == "e4m3":
-            # The same sign, exponent and fraction in float16 are the number over 2 ** 8, exactly.
-            # Why not a cast: GPUs before sm_89 have none.
-            bits = stored.to(tl.int16)
-            bits = (bits & -32768) | ((bits & 127) << 7)
-            codes = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256
-        else:
-            codes = stored.to(tl.float32)
-        right = widened(codes, scales, zeros, columns, start, OUT, GROUP, ZEROS, dtype)
-        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-        if FORM == "int4":
-            left = tl.load(x_place + WIDTH, mask=inside, other=0.0)
-            codes = (stored >> 4).to(tl.float32) - 8
-            right = widened(codes, scales, zeros, columns, start + WIDTH, OUT, GROUP, ZEROS, dtype)
-            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-    if BIAS:
-        acc += tl.load(bias + columns, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
+    x_rows = x + rows.to(tl.int64)[:, None] * X_ROW
+    result = quantized_products(
+        out, x_rows, inside, weight, scales, zeros, bias, columns,
+        IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS, "",
+    )  # fmt: skip
     target = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
-    tl.store(target, acc.to(dtype), mask=inside & (columns < OUT)[None, :])
+    tl.store(target, result, mask=inside & (columns < OUT)[None, :])
 
 
 @triton.jit

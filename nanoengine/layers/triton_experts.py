@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import triton_experts, triton_routing
 from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
-from nanoengine.layers.kernels import LinearMethod, UnquantizedLinear
+from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.triton_linear import (
     DTYPES,
@@ -30,6 +30,7 @@ from nanoengine.layers.triton_linear import (
     arch_of,
     gemm_config,
 )
+from nanoengine.layers.triton_quantized import tile_of
 
 ADDED_WIDTH = 1024
 """Elements of a token that one program adds up: 8 a thread, 16 bytes of a 16-bit dtype."""
@@ -53,12 +54,11 @@ class TritonExperts:
 
     @staticmethod
     def takes(experts: Experts) -> bool:
-        """Whether the kernels compute them: floats of a dtype that they multiply."""
-        methods = [m for each in experts.experts for m in (each.gate_up, each.down)]
-        return all(
-            isinstance(method, UnquantizedLinear) and method.weight.dtype in DTYPES
-            for method in methods
-        )
+        """Whether the kernels compute them: floats of a dtype that they multiply, or all in one
+        form of 4 or 8 bits, with the inputs in their own order."""
+        gates, downs = zip(*((each.gate_up, each.down) for each in experts.experts), strict=True)
+        forms = [{form_of(method) for method in methods} for methods in (gates, downs)]
+        return all(len(found) == 1 and None not in found for found in forms)
 
     def __init__(self, router: Router, experts: Experts) -> None:
         all_of_them = list(experts.experts)
@@ -73,12 +73,12 @@ class TritonExperts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not len(x):  # the last layer, in a step that is only a chunk of a prompt
             return torch.empty_like(x)
-        moe, arch, inner = self.router.moe, arch_of(x.device), self.down.shape[2]
+        moe = self.router.moe
         rows = 64
         if not self.deterministic:
             rows = tile_rows(len(x) * moe.num_experts_per_tok / moe.num_experts)
-        first = expert_config(arch, inner, True, x.dtype, rows)
-        second = expert_config(arch, x.shape[1], False, x.dtype, rows)
+        first = self.gate_up.config(x, True, rows)
+        second = self.down.config(x, False, rows)
         assert first.rows == second.rows, "both products have the same tiles of rows"
         correction = self.router.e_score_correction_bias
         weights, _, places = route(self.router.logits(x), correction, moe, first.rows)
@@ -97,14 +97,14 @@ class TritonExperts:
     def _multiply(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        stack: Stack,
         bias: torch.Tensor | None,
         places: Places,
         activation: str,
         config: GemmConfig,
     ) -> torch.Tensor:
         """Rows of tokens with an activation, else sorted rows; see `expert_gemm_kernel`."""
-        experts, rows, in_features = weight.shape
+        (experts, rows, in_features), weight, form = stack.shape, stack.weight, stack.form
         outputs, pairs = rows // 2 if activation else rows, len(places[0])
         out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
         assert x.stride(1) == 1, "rows must be contiguous"
@@ -117,9 +117,12 @@ class TritonExperts:
                 TAKEN=pairs // len(x), SORTED=not activation,
                 M=config.rows, N=config.columns, K=config.inputs,
                 BIAS=bias is not None, ACTIVATION=activation,
+                GROUP=form[2], FORM=form[0], ZEROS=stack.zeros is not None,
                 num_warps=config.warps, num_stages=config.stages,
             ),
-            out, x, weight, weight if bias is None else bias, *places,
+            out, x, weight, weight if stack.scales is None else stack.scales,
+            weight if stack.zeros is None else stack.zeros, weight if bias is None else bias,
+            *places,
         )  # fmt: skip
         return out
 
@@ -182,11 +185,70 @@ def expert_config(
     return replace(config, rows=128, columns=columns // 2 if gated else columns, warps=8, stages=3)
 
 
-def stacked(methods: Sequence[LinearMethod]) -> torch.Tensor:
-    """The weights of all experts as one tensor [E, outputs, inputs], of which each keeps its part:
-    none but the one being moved is there twice."""
-    first = methods[0].weight
-    whole = first.new_empty((len(methods), *first.shape))
-    for method, part in zip(methods, whole, strict=True):
-        method.weight.data = part.copy_(method.weight)
+Form = tuple[str, int, int]
+"""`TritonQuantizedLinear.form`, inputs of a tile, and inputs that share a scale."""
+
+FLOATS: Form = "", 0, 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The weights of all experts: [E, outputs, inputs], of 4 bits half of these; scales and zeros
+    [E, groups, outputs] float32."""
+
+    weight: torch.Tensor
+    form: Form = FLOATS
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, outputs and inputs."""
+        experts, outputs, width = self.weight.shape
+        groups = 0 if self.scales is None else self.scales.shape[1]
+        return experts, outputs, groups * self.form[2] or width
+
+    def config(self, x: torch.Tensor, gated: bool, rows: int) -> GemmConfig:
+        """Tiles of so many rows; in float32 fewer."""
+        outputs, (form, inputs, _) = self.shape[1] // (1 + gated), self.form
+        if not form:
+            return expert_config(arch_of(x.device), outputs, gated, x.dtype, rows)
+        rows, columns, warps = tile_of(rows, outputs, x.dtype, form)
+        if gated and rows == 128:
+            columns //= 2
+        return GemmConfig(rows=rows, columns=columns, inputs=inputs, warps=warps, stages=3)
+
+
+def form_of(method: LinearMethod) -> Form | None:
+    """How the kernels read its weight; None: they don't."""
+    if getattr(method, "order", None) is not None or method.weight is None:
+        return None
+    if getattr(method, "tile", 0):
+        return method.form, method.tile, method.group_size
+    return FLOATS if method.weight.dtype in DTYPES else None
+
+
+def stacked(methods: Sequence[LinearMethod]) -> Stack:
+    """Those of all experts as one, of which each keeps its part: none but the tensor being moved is
+    there twice."""
+    form = form_of(methods[0])
+    assert form is not None
+    if form == FLOATS:
+        return Stack(weight=joined([method.weight for method in methods]))
+    if any(method.zeros is not None for method in methods):
+        for method in methods:
+            method.zeros = torch.zeros_like(method.scales) if method.zeros is None else method.zeros
+    parts = {
+        name: joined([getattr(method, name) for method in methods])
+        for name in ("weight", "scales", "zeros")
+        if getattr(methods[0], name) is not None
+    }
+    return Stack(form=form, **parts)
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors as one [E, ...], whose parts they become."""
+    whole = tensors[0].new_empty((len(tensors), *tensors[0].shape))
+    for tensor, part in zip(tensors, whole, strict=True):
+        tensor.data = part.copy_(tensor)
     return whole

@@ -4,8 +4,9 @@ while they load.
     TritonQuantizedLinear   multiplied by float activations, in Triton
     E4M3Linear              fp8 by fp8, on GPUs that can: activations are quantized token by token
 
-Loaded by `TritonKernels` for a model that has such weights. Not held so are experts, layers of
-other formats, and matrices whose groups the kernel's tiles don't divide: they are floats.
+Loaded by `TritonKernels` for a model that has such weights, or experts (`triton_experts.py`). Not
+held so are layers of other formats, and matrices whose groups the kernel's tiles don't divide: they
+are floats.
 
 The kernels have run in Triton's interpreter and been compiled ahead of time; they have not run on a
 GPU yet.
@@ -22,15 +23,17 @@ import torch.nn.functional as F
 
 from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
-from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_quantized
 from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
-from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of
+from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight, codes_of
 from nanoengine.layers.triton_linear import arch_of
 
-HELD = ("gptq", "awq", "pack-quantized", "int-quantized", "fp8", "float-quantized")
+HELD = (
+    "gptq", "awq", "pack-quantized", "int-quantized", "fp8", "float-quantized",
+    "nvfp4-pack-quantized", "mxfp4",
+)  # fmt: skip
 """Formats whose weights the kernel multiplies."""
 
 TYPES = ("Q4_0", "Q8_0")
@@ -51,19 +54,13 @@ def held_linears(
     by_e4m3 = quantized_linears(quantization, other, E4M3Linear)
 
     def method(name: str) -> LinearMethod:
-        if stored is None and ".experts." not in name:
-            return held(name)
         if stored is None:
-            raise ConfigError(
-                f"int{quantization.bits} weights made while loading do not cover mixtures of"
-                " experts on a GPU: leave quantization out"
-            )
-        if ".experts." in name:
-            return other(name)
+            return held(name)
         own = stored.of(name)
         if own is None or not is_held(own, name):
             return other(name)
-        return (by_e4m3 if own.activations == "e4m3" else held)(name)
+        rounds = own.activations == "e4m3" and ".experts." not in name
+        return (by_e4m3 if rounds else held)(name)
 
     return method
 
@@ -113,10 +110,11 @@ class TritonQuantizedLinear(QuantizedLinear):
         return replace(slot, pieces=pieces, pieces_only=True)
 
     def pack(self, weight: QuantizedWeight) -> None:
-        assert weight.form[2:] == (None, (), weight.floats, False, False, False), weight.form
+        table = weight.table and E2M1
+        assert weight.form[2:] == (None, table, weight.floats, False, False, False), weight.form
         if self.order is not None:
             self.order = self.order.to(self.device)
-        self.form = "e4m3" if weight.floats else f"int{weight.bits}"
+        self.form = "e4m3" if weight.floats else "e2m1" if table else f"int{weight.bits}"
         self.tile, self.group_size = tile_inputs(weight), weight.group_size
         if not self.tile:
             self.weight = weight.dequantized().to(self.device, self.dtype)
@@ -242,11 +240,11 @@ def tile_of(num_rows: int, num_outputs: int, dtype: torch.dtype, form: str) -> t
 
     A decode's time is that of reading the weights: few rows, and outputs so few that all of the
     GPU's multiprocessors have a program. A prompt's is arithmetic: the larger a tile, the less
-    often a weight is widened. int4 has two tiles of inputs at a time: 128 outputs would spill.
+    often a weight is widened. 4 bits have two tiles of inputs at a time: 128 outputs would spill.
     """
     if dtype == torch.float32:
         return 16, 32, 4
     if num_rows <= 64:
         rows, columns = 16 if num_rows <= 16 else 64, 64 if num_outputs >= 16384 else 32
         return rows, columns, 4 if rows == 16 else 8
-    return 128, (64 if form == "int4" else 128), 8
+    return 128, (128 if form in ("int8", "e4m3") else 64), 8

@@ -78,8 +78,8 @@ def test_each_expert_keeps_its_weights_in_the_stack():
     """Nothing is there twice, and the readable form still runs."""
     mlp, grouped = mixture("qwen3_moe", torch.float32)
     for index, expert in enumerate(mlp.experts.experts):
-        assert expert.gate_up.weight.data_ptr() == grouped.gate_up[index].data_ptr()
-        assert expert.down.weight.data_ptr() == grouped.down[index].data_ptr()
+        assert expert.gate_up.weight.data_ptr() == grouped.gate_up.weight[index].data_ptr()
+        assert expert.down.weight.data_ptr() == grouped.down.weight[index].data_ptr()
 
 
 SOFTMAX = MoEConfig(num_experts=8, num_experts_per_tok=2, intermediate_size=8, layers=())

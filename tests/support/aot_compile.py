@@ -50,7 +50,7 @@ from nanoengine.kernels.launch import early
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
-from nanoengine.layers.triton_experts import TritonExperts
+from nanoengine.layers.triton_experts import Stack, TritonExperts
 from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
@@ -183,30 +183,59 @@ def run_quantized(dtype, arch, hidden=4096, outputs=6144):
         method.zeros = torch.zeros(hidden // 128, outputs) if is_int4 and group == 128 else None
         for num_rows in (1, 64, 512):
             method.multiply(torch.zeros(num_rows, hidden, dtype=dtype), None)
+    run_quantized_experts(dtype)
 
 
 def run_experts(dtype, hidden=2048, inner=768):
     """Mixtures of experts with biases: a decode, more sequences and a prompt of Qwen3-30B-A3B's
     sizes, and the routing of more experts and of groups."""
+    weights = torch.zeros(1, 2 * inner, hidden, dtype=dtype)
+    mixture = mixture_of(
+        Stack(weight=weights.expand(128, -1, -1)),
+        Stack(weight=weights[:, :inner].transpose(1, 2).expand(128, -1, -1)), dtype,
+    )  # fmt: skip
+    for tokens in (2, 512, 4096):
+        mixture(torch.zeros(tokens, hidden, dtype=dtype))
+    moe = mixture.router.moe
+    more = replace(moe, num_experts=512, num_experts_per_tok=10)
+    groups = replace(moe, num_experts=256, score="sigmoid", num_groups=8, groups_per_token=4)
+    for form, correction in ((more, None), (groups, torch.zeros(256))):
+        triton_experts.route(torch.zeros(2, form.num_experts, dtype=dtype), correction, form, 16)
+
+
+def mixture_of(gate_up, down, dtype):
+    """Experts with biases, of so many inputs and inner outputs."""
+    experts, both, hidden = gate_up.shape
     mixture = TritonExperts.__new__(TritonExperts)
     mixture.activation, mixture.all_reduce = "silu", lambda tensor: tensor
-    mixture.deterministic, experts = False, 128
-    moe = MoEConfig(num_experts=experts, num_experts_per_tok=8, intermediate_size=inner, layers=())
-    weights = torch.zeros(1, 2 * inner, hidden, dtype=dtype)
-    mixture.gate_up = weights.expand(experts, -1, -1)
-    mixture.down = weights[:, :inner].transpose(1, 2).expand(experts, -1, -1)
-    mixture.gate_up_bias = torch.zeros(experts, 2 * inner, dtype=dtype)
+    mixture.deterministic, mixture.gate_up, mixture.down = False, gate_up, down
+    moe = MoEConfig(
+        num_experts=experts, num_experts_per_tok=8, intermediate_size=both // 2, layers=()
+    )
+    mixture.gate_up_bias = torch.zeros(experts, both, dtype=dtype)
     mixture.down_bias = torch.zeros(experts, hidden, dtype=dtype)
     mixture.router = types.SimpleNamespace(
         moe=moe, e_score_correction_bias=None,
         logits=lambda x: torch.zeros(len(x), experts, dtype=dtype),
     )  # fmt: skip
-    for tokens in (2, 512, 4096):
-        mixture(torch.zeros(tokens, hidden, dtype=dtype))
-    more = replace(moe, num_experts=512, num_experts_per_tok=10)
-    groups = replace(moe, num_experts=256, score="sigmoid", num_groups=8, groups_per_token=4)
-    for form, correction in ((more, None), (groups, torch.zeros(256))):
-        triton_experts.route(torch.zeros(2, form.num_experts, dtype=dtype), correction, form, 16)
+    return mixture
+
+
+def run_quantized_experts(dtype, hidden=2048, inner=768, experts=128):
+    """Each form at the same sizes: fp8 in blocks, int4 with zero points, MXFP4."""
+    for form, group, zeros in (("e4m3", 128, False), ("int4", 128, True), ("e2m1", 32, False)):
+        halves, kind = (1, torch.int8) if form == "e4m3" else (2, torch.uint8)
+
+        def stack(outputs, inputs):
+            scales = torch.zeros(1, inputs // group, outputs).expand(experts, -1, -1)
+            return Stack(
+                weight=torch.zeros(1, outputs, inputs // halves, dtype=kind).expand(experts, -1, -1),
+                form=(form, min(group, 64), group), scales=scales, zeros=scales if zeros else None,
+            )  # fmt: skip
+
+        mixture = mixture_of(stack(2 * inner, hidden), stack(hidden, inner), dtype)
+        for tokens in (2, 512, 4096):
+            mixture(torch.zeros(tokens, hidden, dtype=dtype))
 
 
 def run_sampling(dtype, size=151936):
@@ -329,6 +358,8 @@ def name_of(kernel, options):
     name = kernel.__name__
     if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
         name = f"gated_{name}"
+    if "expert_gemm" in name and options["FORM"]:
+        return f"{options['FORM']}_{name}_{options['M']}"
     if "expert_gemm" in name:
         return {16: "narrow_", 128: "wide_"}.get(options["M"], "") + name
     if name in ("route_kernel", "align_kernel"):

@@ -1,0 +1,91 @@
+"""Experts in 4 and 8 bits on a GPU: held as they are stored, by one grouped product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.layers.collectives import Shard
+from nanoengine.layers.triton_experts import TritonExperts
+from nanoengine.layers.triton_quantized import TritonQuantizedLinear
+from nanoengine.models.decoder import CausalLM
+from nanoengine.models.moe import SparseMLP
+from nanoengine.models.triton import TritonKernels
+from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
+from tests.layers.test_small_floats import write
+from tests.support.checkpoints import make_checkpoint
+from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.engines import greedy, make_engine, run, tokens
+from tests.support.gguf_files import make_gguf
+from tests.support.model_helpers import DenseAttention, build, random_prompts
+from tests.support.quantized_checkpoints import make_mxfp4, write_quantized
+
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+FORMS = {
+    "fp8": ("e4m3", 64, 128), "channel": ("e4m3", 64, 128), "nvfp4": ("e2m1", 16, 16),
+    "gptq": ("int4", 32, 32), "awq": ("int4", 32, 32), "pack-quantized": ("int4", 32, 32),
+    "gptq-8-bit": ("int8", 32, 32), "int-quantized": ("int8", 64, 128),
+}  # fmt: skip
+"""How a checkpoint is stored -> form, inputs of a tile, inputs that share a scale."""
+
+
+def stored_as(case: str, directory: Path, **overrides: Any) -> Path:
+    """Writes a mixture of experts; the directory of what is stored, beside the same in floats."""
+    sizes = SIZES | {"mlp_only_layers": []} | overrides
+    if case in WHOLE_NUMBERS:
+        config, pack, options = WHOLE_NUMBERS[case]
+        write_quantized(directory, "qwen3_moe", config, pack, **options, **sizes)
+        return directory / "quantized"
+    write(directory, case, "qwen3_moe", head_dim=32, **sizes)
+    return directory / "stored"
+
+
+def on_gpu(directory: Path, **fields: Any) -> CausalLM:
+    """As an engine on a GPU holds it, in float32."""
+    stored, kernels = load_model_config(directory).quantization, None
+    kernels = TritonKernels(DenseAttention(), dtype=torch.float32)
+    if stored is not None:
+        from nanoengine.layers.expanded import expanded_linears
+
+        kernels.linear = expanded_linears(stored, kernels.linear)
+        kernels.hold(Quantization(bits=stored.bits, activations="float", stored=stored))
+    return build(directory, torch.float32, kernels=kernels, **fields)
+
+
+def mixture(model: CausalLM) -> SparseMLP:
+    mlp = model.model.layers[0].mlp
+    assert isinstance(mlp, SparseMLP)
+    return mlp
+
+
+def rows(count: int, size: int = 128) -> torch.Tensor:
+    return torch.randn(count, size, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_a_grouped_product_widens_what_is_stored(case: str, tmp_path: Path) -> None:
+    """Beside the same numbers as floats, in float64, one expert after the other."""
+    directory = stored_as(case, tmp_path)
+    mlp, floats = mixture(on_gpu(directory)), mixture(build(tmp_path / "floats", torch.float64))
+    grouped = mlp.routed
+    assert isinstance(grouped, TritonExperts)
+    for stack in (grouped.gate_up, grouped.down):
+        assert stack.form == FORMS[case] and stack.weight.element_size() == 1
+        assert (stack.zeros is not None) == (case in ("gptq", "awq", "gptq-8-bit"))
+    bits = 4 if FORMS[case][0] in ("int4", "e2m1") else 8
+    assert grouped.gate_up.weight.numel() == 8 * 256 * 128 * bits // 8
+    for index, expert in enumerate(mlp.experts.experts):  # nothing is there twice
+        for method, stack in ((expert.gate_up, grouped.gate_up), (expert.down, grouped.down)):
+            for name in ("weight", "scales"):
+                part = getattr(stack, name)[index]
+                assert getattr(method, name).data_ptr() == part.data_ptr()
+    for count in (1, 40):
+        x = rows(count)
+        expected = floats(x.double())
+        assert (grouped(x).double() - expected).abs().max() < 2e-6 * expected.abs().max()
+        assert (mlp.experts(x, *mlp.gate(x)).double() - expected).abs().max() < 1e-5
