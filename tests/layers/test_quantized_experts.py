@@ -89,3 +89,79 @@ def test_a_grouped_product_widens_what_is_stored(case: str, tmp_path: Path) -> N
         expected = floats(x.double())
         assert (grouped(x).double() - expected).abs().max() < 2e-6 * expected.abs().max()
         assert (mlp.experts(x, *mlp.gate(x)).double() - expected).abs().max() < 1e-5
+
+
+def test_inputs_in_another_order_are_multiplied_expert_by_expert(tmp_path: Path) -> None:
+    """Each expert's order is its own."""
+    directory = stored_as("gptq-desc-act", tmp_path)
+    mlp, floats = mixture(on_gpu(directory)), mixture(build(tmp_path / "floats", torch.float64))
+    assert not mlp.graph_safe and isinstance(mlp.experts.experts[3].down, TritonQuantizedLinear)
+    expected = floats(rows(7).double())
+    assert (mlp(rows(7)).double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("case", "inputs"), [("fp8", 192), ("awq", 128), ("nvfp4", 64)])
+def test_two_ranks_hold_their_parts(case: str, inputs: int, tmp_path: Path) -> None:
+    """Where a part cuts through groups, these become smaller ones."""
+    directory = stored_as(case, tmp_path, moe_intermediate_size=inputs)
+    floats, found = mixture(build(tmp_path / "floats", torch.float64)), torch.zeros(7, 128)
+    for rank in (0, 1):
+        grouped = mixture(on_gpu(directory, shard=Shard(rank, 2))).routed
+        assert isinstance(grouped, TritonExperts) and grouped.down.shape == (8, 128, inputs // 2)
+        assert grouped.down.weight.element_size() == 1
+        found += grouped(rows(7))
+    expected = floats(rows(7).double())
+    assert (found.double() - expected).abs().max() < 1e-5
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+ON_GPU = {"device": "cuda", "attention_backend": "triton", "max_num_batched_tokens": 16}
+SMALL = {"dtype": "float32", "max_num_seqs": 2, "num_kv_blocks": 32, "block_size": 16}
+PROMPTS = random_prompts(40, 3)
+"""The first goes in chunks, whose rows have no logits."""
+
+
+def check_engines(directory: Path, **options: Any) -> None:
+    """Tokens on the emulated GPU are those of float activations on the CPU; decodes are replays, no
+    step waits, and a layer's experts are two products."""
+    cpu = make_engine(str(directory), device="cpu", attention_backend="cpu", **SMALL | options)
+    expected, held = tokens(run(cpu, PROMPTS, greedy(5))), cpu.info.weight_bytes
+    with EmulatedGPU() as gpu:
+        engine = make_engine(str(directory), **SMALL | ON_GPU | options)
+        experts = [m for m in engine.executor.model.modules() if isinstance(m, SparseMLP)]
+        stacks = [one for m in experts for one in (m.routed.gate_up, m.routed.down)]
+        assert all(stack.form[0] and stack.weight.element_size() == 1 for stack in stacks)
+        assert engine.info.weight_bytes < 1.3 * held
+        del experts, stacks
+        gpu.waits.clear()
+        gpu.kernels.clear()
+        assert tokens(run(engine, PROMPTS, greedy(5))) == expected
+        assert set(gpu.waits) == {"event.synchronize, runner/transfers.py wait"}
+        assert gpu.num_replayed > 0
+        assert gpu.kernels["expert_gemm_kernel"] == 2 * gpu.kernels["route_kernel"] > 0
+        engine.close()
+        assert not gpu.disorder
+        assert gpu.num_allocated == 0
+
+
+def test_tokens_of_fp8_experts_on_an_emulated_gpu(tmp_path: Path) -> None:
+    check_engines(stored_as("fp8", tmp_path))
+
+
+def test_tokens_of_mxfp4_experts_on_an_emulated_gpu(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path)
+    check_engines(tmp_path)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_are_quantized_while_they_load(bits: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", **SIZES, mlp_only_layers=[])
+    check_engines(tmp_path, quantization=f"int{bits}_weight_only")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_experts_of_gguf_files_stay_as_they_are(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    make_gguf(file, "qwen3_moe", types=lambda name: kind, **SIZES, mlp_only_layers=[])
+    check_engines(file, quantization="gguf_weight_only")
