@@ -122,7 +122,8 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
             " stored form: %.1f GiB of weights",
             model_config.quantization.kind, dtype, runner.weight_bytes / 2**30,
         )  # fmt: skip
-    logger.info("%s", runner.memory)
+    for line in (*runner.products, runner.memory):
+        logger.info("%s", line)
     return engine
 
 
@@ -219,6 +220,7 @@ def _info(
         attention_backend=backend,
         num_parameters=runner.num_parameters,
         weight_bytes=runner.weight_bytes,
+        products=runner.products,
         num_kv_blocks=layout.num_blocks,
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,

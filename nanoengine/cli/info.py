@@ -84,7 +84,7 @@ def engine_lines(config: EngineConfig) -> Iterable[str]:
     took = f"loaded in {info.load_s:.2f} s, ready in {info.start_s:.2f} s"
     yield f"{info.num_parameters:,} parameters, {took}"
     yield f"max_model_len {info.max_model_len}"
-    yield from info.memory_plan.splitlines()
+    yield from (*info.products, *info.memory_plan.splitlines())
 
 
 def device_lines(device: torch.device) -> list[str]:

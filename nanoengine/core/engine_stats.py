@@ -21,7 +21,8 @@ class EngineInfo:
 
     `max_model_len` is the effective one; `memory_plan` a text for people; `generation_defaults`
     the sampling values of the model's generation_config.json. `quantization` says how linear layers
-    are held, and `weight_bits` in how many bits a weight; None: in floats of `dtype`.
+    are held, and `weight_bits` in how many bits a weight; None: in floats of `dtype`. `products`
+    says on a GPU how many matrices are multiplied in which way, a line a kind.
     """
 
     model_name: str
@@ -43,6 +44,7 @@ class EngineInfo:
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     quantization: str | None = None
     weight_bits: int | None = None
+    products: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

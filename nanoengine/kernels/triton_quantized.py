@@ -1,9 +1,10 @@
 """A matrix multiplication in Triton by weights of 4 and 8 bits, which are widened in registers; and
 rows of activations as fp8, for products of fp8 by fp8.
 
-Called by `layers/triton_quantized.py`, and for products of experts by `triton_experts.py`. A weight is (code - zero) * scale in float32, rounded
-to the dtype of the rows: the number that `QuantizedWeight.dequantized` gives, so that the products
-differ from those by floats in the order of a sum at most.
+Called by `layers/triton_quantized.py`, and for products of experts by `triton_experts.py`. A weight
+is (code - zero) * scale in float32, rounded to the dtype of the rows: the number that
+`QuantizedWeight.dequantized` gives, so that the products differ from those by floats in the order
+of a sum at most.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.

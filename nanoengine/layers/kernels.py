@@ -95,6 +95,10 @@ class Kernels:
         """Called once when all weights are loaded; a set may put calls of its own in place of
         readable forms, with the same results."""
 
+    def products(self, model: nn.Module) -> tuple[str, ...]:
+        """On a GPU how many matrices are multiplied in which way, a line a kind, once fused."""
+        return ()
+
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate * sigmoid(1.702 gate) * (up + 1), of a gate up to 7 and an up from -7 to 7.
@@ -122,9 +126,10 @@ class LinearMethod(nn.Module, ABC):
     Attributes:
         num_weights: of the model, that are kept in another form than parameters.
         has_kernel: compiled code multiplies by this weight, in the inputs' own order.
+        product: on a GPU what multiplies by it, for people; "": floats, by torch.
     """
 
-    num_weights = 0
+    num_weights, product = 0, ""
     has_kernel = False
 
     def __init__(self, name: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -117,7 +118,7 @@ class TritonExperts:
                 TAKEN=pairs // len(x), SORTED=not activation,
                 M=config.rows, N=config.columns, K=config.inputs,
                 BIAS=bias is not None, ACTIVATION=activation,
-                GROUP=form[2], FORM=form[0], ZEROS=stack.zeros is not None,
+                GROUP=form.group, FORM=form.name, ZEROS=stack.zeros is not None,
                 num_warps=config.warps, num_stages=config.stages,
             ),
             out, x, weight, weight if stack.scales is None else stack.scales,
@@ -185,10 +186,15 @@ def expert_config(
     return replace(config, rows=128, columns=columns // 2 if gated else columns, warps=8, stages=3)
 
 
-Form = tuple[str, int, int]
-"""`TritonQuantizedLinear.form`, inputs of a tile, and inputs that share a scale."""
+class Form(NamedTuple):
+    """`TritonQuantizedLinear.form`, inputs of a tile, and inputs that share a scale."""
 
-FLOATS: Form = "", 0, 0
+    name: str
+    inputs: int
+    group: int
+
+
+FLOATS = Form("", 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,17 +212,19 @@ class Stack:
         """Experts, outputs and inputs."""
         experts, outputs, width = self.weight.shape
         groups = 0 if self.scales is None else self.scales.shape[1]
-        return experts, outputs, groups * self.form[2] or width
+        return experts, outputs, groups * self.form.group or width
 
     def config(self, x: torch.Tensor, gated: bool, rows: int) -> GemmConfig:
         """Tiles of so many rows; in float32 fewer."""
-        outputs, (form, inputs, _) = self.shape[1] // (1 + gated), self.form
-        if not form:
+        outputs, form = self.shape[1] // (1 + gated), self.form
+        if not form.name:
             return expert_config(arch_of(x.device), outputs, gated, x.dtype, rows)
-        rows, columns, warps = tile_of(rows, outputs, x.dtype, form)
+        rows, columns, warps, stages = tile_of(rows, outputs, x.dtype, form.name)
         if gated and rows == 128:
             columns //= 2
-        return GemmConfig(rows=rows, columns=columns, inputs=inputs, warps=warps, stages=3)
+        return GemmConfig(
+            rows=rows, columns=columns, inputs=form.inputs, warps=warps, stages=stages
+        )
 
 
 def form_of(method: LinearMethod) -> Form | None:
@@ -224,7 +232,7 @@ def form_of(method: LinearMethod) -> Form | None:
     if getattr(method, "order", None) is not None or method.weight is None:
         return None
     if getattr(method, "tile", 0):
-        return method.form, method.tile, method.group_size
+        return Form(method.form, method.tile, method.group_size)
     return FLOATS if method.weight.dtype in DTYPES else None
 
 
@@ -233,6 +241,8 @@ def stacked(methods: Sequence[LinearMethod]) -> Stack:
     there twice."""
     form = form_of(methods[0])
     assert form is not None
+    for method in methods:
+        method.product = f"{form.name or 'floats'}, a grouped product of experts by Triton"
     if form == FLOATS:
         return Stack(weight=joined([method.weight for method in methods]))
     if any(method.zeros is not None for method in methods):

@@ -72,6 +72,8 @@ def gate_config(arch: int, rows: int, out_features: int, dtype: torch.dtype) -> 
 class GatedLinear(UnquantizedLinear):
     """A weight of the model's dtype, float16 or bfloat16; few rows take one kernel for gates."""
 
+    product = "floats, by torch; gates of up to 64 rows by Triton"
+
     def apply_gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
         config = gate_config(arch_of(x.device), len(x), len(self.weight) // 2, x.dtype)
         if config is None:
@@ -84,6 +86,8 @@ class TritonLinear(UnquantizedLinear):
 
     The attention backend has refused dtypes that the kernel doesn't compute.
     """
+
+    product = "floats, by Triton with one tile"
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         config = gemm_config(arch_of(x.device), len(self.weight), False, x.dtype)

@@ -15,13 +15,14 @@ has such layers.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import torch
 
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.errors import ConfigError, MissingDependencyError
-from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
+from nanoengine.layers.kernels import GATES, Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.models.decoder import CausalLM
 
 try:
@@ -98,6 +99,11 @@ class TritonKernels(Kernels):
             from nanoengine.layers.triton_quantized import held_linears
 
             self.linear = held_linears(quantization, self.linear)
+
+    def products(self, model: CausalLM) -> tuple[str, ...]:
+        methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
+        kinds = Counter(method.product or "floats, by torch" for method in methods)
+        return tuple(f"{count} matrices: {product}" for product, count in kinds.items())
 
     def fuse(self, model: CausalLM) -> None:
         """A mixture of experts becomes three launches; layers that keep states run by kernels of

@@ -126,7 +126,7 @@ class RankedExecutor:
     Takes the same options as `ModelRunner`.
 
     Attributes:
-        memory, kv_dtype, load_s: what rank 0 has found at its start; the others' are alike.
+        memory, kv_dtype, products, load_s: what rank 0 has found at its start; others' are alike.
         num_parameters, weight_bytes: of all ranks together, copies included.
 
     Raises:
@@ -168,6 +168,7 @@ class RankedExecutor:
         first = min(found, key=lambda started: started.rank)
         assert {started.layout for started in found} == {first.layout}, found
         self.memory, self.kv_dtype, self.load_s = first.memory, first.kv_dtype, first.load_s
+        self.products = first.products
         self.num_parameters = sum(started.num_parameters for started in found)
         self.weight_bytes = sum(started.weight_bytes for started in found)
         return first.layout

@@ -74,6 +74,7 @@ class RankStarted:
     kv_dtype: torch.dtype
     num_parameters: int
     weight_bytes: int
+    products: tuple[str, ...]
     load_s: float
 
 
@@ -189,6 +190,7 @@ def _start(rank: int, parent: Parent) -> ModelRunner:
         kv_dtype=runner.kv_dtype,
         num_parameters=runner.num_parameters,
         weight_bytes=runner.weight_bytes,
+        products=runner.products,
         load_s=runner.load_s,
     )
     parent.send(started)

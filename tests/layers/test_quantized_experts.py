@@ -47,7 +47,7 @@ def stored_as(case: str, directory: Path, **overrides: Any) -> Path:
 
 def on_gpu(directory: Path, **fields: Any) -> CausalLM:
     """As an engine on a GPU holds it, in float32."""
-    stored, kernels = load_model_config(directory).quantization, None
+    stored = load_model_config(directory).quantization
     kernels = TritonKernels(DenseAttention(), dtype=torch.float32)
     if stored is not None:
         from nanoengine.layers.expanded import expanded_linears
@@ -131,7 +131,7 @@ def check_engines(directory: Path, **options: Any) -> None:
         engine = make_engine(str(directory), **SMALL | ON_GPU | options)
         experts = [m for m in engine.executor.model.modules() if isinstance(m, SparseMLP)]
         stacks = [one for m in experts for one in (m.routed.gate_up, m.routed.down)]
-        assert all(stack.form[0] and stack.weight.element_size() == 1 for stack in stacks)
+        assert all(stack.form.name and stack.weight.element_size() == 1 for stack in stacks)
         assert engine.info.weight_bytes < 1.3 * held
         del experts, stacks
         gpu.waits.clear()
@@ -165,3 +165,16 @@ def test_experts_of_gguf_files_stay_as_they_are(kind: str, tmp_path: Path) -> No
     file = tmp_path / "m.gguf"
     make_gguf(file, "qwen3_moe", types=lambda name: kind, **SIZES, mlp_only_layers=[])
     check_engines(file, quantization="gguf_weight_only")
+
+
+def test_the_products_of_layers_are_named(tmp_path: Path) -> None:
+    directory = stored_as("fp8", tmp_path)
+    with EmulatedGPU():
+        engine = make_engine(str(directory), **SMALL | ON_GPU, enforce_eager=True)
+        found = engine.info.products
+        engine.close()
+    assert found == (
+        "2 matrices: e4m3, widened in a product by Triton",
+        "2 matrices: floats, by torch",
+        "16 matrices: e4m3, a grouped product of experts by Triton",
+    )

@@ -50,7 +50,7 @@ from nanoengine.kernels.launch import early
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
-from nanoengine.layers.triton_experts import Stack, TritonExperts
+from nanoengine.layers.triton_experts import Form, Stack, TritonExperts
 from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
@@ -223,17 +223,17 @@ def mixture_of(gate_up, down, dtype):
 
 def run_quantized_experts(dtype, hidden=2048, inner=768, experts=128):
     """Each form at the same sizes: fp8 in blocks, int4 with zero points, MXFP4."""
-    for form, group, zeros in (("e4m3", 128, False), ("int4", 128, True), ("e2m1", 32, False)):
-        halves, kind = (1, torch.int8) if form == "e4m3" else (2, torch.uint8)
-
-        def stack(outputs, inputs):
-            scales = torch.zeros(1, inputs // group, outputs).expand(experts, -1, -1)
-            return Stack(
-                weight=torch.zeros(1, outputs, inputs // halves, dtype=kind).expand(experts, -1, -1),
-                form=(form, min(group, 64), group), scales=scales, zeros=scales if zeros else None,
-            )  # fmt: skip
-
-        mixture = mixture_of(stack(2 * inner, hidden), stack(hidden, inner), dtype)
+    for form in (Form("e4m3", 64, 128), Form("int4", 64, 128), Form("e2m1", 32, 32)):
+        stacks = []
+        for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+            scales = torch.zeros(1, inputs // form.group, outputs).expand(experts, -1, -1)
+            weight = torch.zeros(1, outputs, inputs, dtype=torch.int8)
+            if form.name != "e4m3":
+                weight = weight[:, :, : inputs // 2].to(torch.uint8)
+            zeros = scales if form.name == "int4" else None
+            weight = weight.expand(experts, -1, -1)
+            stacks.append(Stack(weight=weight, form=form, scales=scales, zeros=zeros))
+        mixture = mixture_of(*stacks, dtype)
         for tokens in (2, 512, 4096):
             mixture(torch.zeros(tokens, hidden, dtype=dtype))
 
