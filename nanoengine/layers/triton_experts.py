@@ -44,6 +44,17 @@ Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """order, starts and tiles of `align_kernel`."""
 
 
+class Form(NamedTuple):
+    """`TritonQuantizedLinear.form`, inputs of a tile, and inputs that share a scale."""
+
+    name: str
+    inputs: int
+    group: int
+
+
+FLOATS = Form("", 0, 0)
+
+
 class TritonExperts:
     """Called with hidden states [T, hidden_size]; returns what the experts add to them.
 
@@ -74,12 +85,12 @@ class TritonExperts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not len(x):  # the last layer, in a step that is only a chunk of a prompt
             return torch.empty_like(x)
-        moe = self.router.moe
+        moe, arch, inner = self.router.moe, arch_of(x.device), self.down.shape[2]
         rows = 64
         if not self.deterministic:
             rows = tile_rows(len(x) * moe.num_experts_per_tok / moe.num_experts)
-        first = self.gate_up.config(x, True, rows)
-        second = self.down.config(x, False, rows)
+        first = expert_config(arch, inner, True, x.dtype, rows, self.gate_up.form)
+        second = expert_config(arch, x.shape[1], False, x.dtype, rows, self.down.form)
         assert first.rows == second.rows, "both products have the same tiles of rows"
         correction = self.router.e_score_correction_bias
         weights, _, places = route(self.router.logits(x), correction, moe, first.rows)
@@ -170,31 +181,29 @@ def tile_rows(per_expert: float) -> int:
 
 @functools.cache
 def expert_config(
-    arch: int, out_features: int, gated: bool, dtype: torch.dtype, rows: int
+    arch: int, out_features: int, gated: bool, dtype: torch.dtype, rows: int, form: Form
 ) -> GemmConfig:
-    """Tiles of so many rows, in 16 bits.
+    """Tiles of so many rows, in 16 bits, for weights in this form.
 
     Few rows are a decode, whose time is that of reading weights: longer pieces of them at a time.
     Many are a prompt, whose time is arithmetic: tiles that read each input for more outputs.
     """
     config = gemm_config(arch, out_features, gated, dtype)
+    if form.name:
+        _, columns, warps, stages = tile_of(rows, out_features, dtype, form.name)
+        return GemmConfig(
+            rows=config.rows if dtype == torch.float32 else rows,
+            columns=columns // 2 if gated and rows == 128 else columns,
+            inputs=form.inputs,
+            warps=warps,
+            stages=stages,
+        )
     if rows == config.rows or dtype == torch.float32:
         return config
     if rows == 16:
         return replace(config, rows=16, inputs=128, stages=3)
     columns = 256 if arch in (90, 100, 103) else 128
     return replace(config, rows=128, columns=columns // 2 if gated else columns, warps=8, stages=3)
-
-
-class Form(NamedTuple):
-    """`TritonQuantizedLinear.form`, inputs of a tile, and inputs that share a scale."""
-
-    name: str
-    inputs: int
-    group: int
-
-
-FLOATS = Form("", 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,18 +222,6 @@ class Stack:
         experts, outputs, width = self.weight.shape
         groups = 0 if self.scales is None else self.scales.shape[1]
         return experts, outputs, groups * self.form.group or width
-
-    def config(self, x: torch.Tensor, gated: bool, rows: int) -> GemmConfig:
-        """Tiles of so many rows; in float32 fewer."""
-        outputs, form = self.shape[1] // (1 + gated), self.form
-        if not form.name:
-            return expert_config(arch_of(x.device), outputs, gated, x.dtype, rows)
-        rows, columns, warps, stages = tile_of(rows, outputs, x.dtype, form.name)
-        if gated and rows == 128:
-            columns //= 2
-        return GemmConfig(
-            rows=rows, columns=columns, inputs=form.inputs, warps=warps, stages=stages
-        )
 
 
 def form_of(method: LinearMethod) -> Form | None:

@@ -100,6 +100,16 @@ def test_inputs_in_another_order_are_multiplied_expert_by_expert(tmp_path: Path)
     assert (mlp(rows(7)).double() - expected).abs().max() < 1e-5
 
 
+def test_a_matrix_without_a_tile_is_floats_beside_one_that_is_held(tmp_path: Path) -> None:
+    """40 inputs of down are no tiles of 16."""
+    directory = stored_as("int-quantized", tmp_path, moe_intermediate_size=40)
+    grouped, floats = mixture(on_gpu(directory)).routed, build(tmp_path / "floats", torch.float64)
+    assert isinstance(grouped, TritonExperts)
+    assert (grouped.gate_up.form.name, grouped.down.form.name) == ("int8", "")
+    expected = mixture(floats)(rows(7).double())
+    assert (grouped(rows(7)).double() - expected).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(("case", "inputs"), [("fp8", 192), ("awq", 128), ("nvfp4", 64)])
 def test_two_ranks_hold_their_parts(case: str, inputs: int, tmp_path: Path) -> None:
     """Where a part cuts through groups, these become smaller ones."""
