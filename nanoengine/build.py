@@ -122,8 +122,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
             " stored form: %.1f GiB of weights",
             model_config.quantization.kind, dtype, runner.weight_bytes / 2**30,
         )  # fmt: skip
-    for line in (*runner.products, runner.memory):
-        logger.info("%s", line)
+    logger.info("%s", "\n".join((*runner.products, str(runner.memory))))
     return engine
 
 

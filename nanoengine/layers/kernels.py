@@ -48,9 +48,11 @@ class Kernels:
         linear: makes the method of one linear layer, given its full name, say
             "model.layers.0.mlp.down_proj": how its weights are stored and multiplied.
         embedding: the same for an embedding that is stored quantized; None: it is floats.
+        products: on a GPU how many matrices are multiplied in which way, a line a kind, once fused.
     """
 
     embedding: Callable[[str], LinearMethod] | None = None
+    products: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -94,10 +96,6 @@ class Kernels:
     def fuse(self, model: nn.Module) -> None:
         """Called once when all weights are loaded; a set may put calls of its own in place of
         readable forms, with the same results."""
-
-    def products(self, model: nn.Module) -> tuple[str, ...]:
-        """On a GPU how many matrices are multiplied in which way, a line a kind, once fused."""
-        return ()
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

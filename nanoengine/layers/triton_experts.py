@@ -44,7 +44,7 @@ Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """order, starts and tiles of `align_kernel`."""
 
 
-class Form(NamedTuple):
+class StackForm(NamedTuple):
     """`TritonQuantizedLinear.form`, inputs of a tile, and inputs that share a scale."""
 
     name: str
@@ -52,7 +52,7 @@ class Form(NamedTuple):
     group: int
 
 
-FLOATS = Form("", 0, 0)
+FLOATS = StackForm("", 0, 0)
 
 
 class TritonExperts:
@@ -181,7 +181,7 @@ def tile_rows(per_expert: float) -> int:
 
 @functools.cache
 def expert_config(
-    arch: int, out_features: int, gated: bool, dtype: torch.dtype, rows: int, form: Form
+    arch: int, out_features: int, gated: bool, dtype: torch.dtype, rows: int, form: StackForm
 ) -> GemmConfig:
     """Tiles of so many rows, in 16 bits, for weights in this form.
 
@@ -212,7 +212,7 @@ class Stack:
     [E, groups, outputs] float32."""
 
     weight: torch.Tensor
-    form: Form = FLOATS
+    form: StackForm = FLOATS
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
 
@@ -224,12 +224,12 @@ class Stack:
         return experts, outputs, groups * self.form.group or width
 
 
-def form_of(method: LinearMethod) -> Form | None:
+def form_of(method: LinearMethod) -> StackForm | None:
     """How the kernels read its weight; None: they don't."""
     if getattr(method, "order", None) is not None or method.weight is None:
         return None
     if getattr(method, "tile", 0):
-        return Form(method.form, method.tile, method.group_size)
+        return StackForm(method.form, method.tile, method.group_size)
     return FLOATS if method.weight.dtype in DTYPES else None
 
 

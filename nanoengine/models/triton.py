@@ -100,11 +100,6 @@ class TritonKernels(Kernels):
 
             self.linear = held_linears(quantization, self.linear)
 
-    def products(self, model: CausalLM) -> tuple[str, ...]:
-        methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
-        kinds = Counter(method.product or "floats, by torch" for method in methods)
-        return tuple(f"{count} matrices: {product}" for product, count in kinds.items())
-
     def fuse(self, model: CausalLM) -> None:
         """A mixture of experts becomes three launches; layers that keep states run by kernels of
         their own."""
@@ -129,6 +124,9 @@ class TritonKernels(Kernels):
                     kernel = triton_states.TritonConv(mixer.conv)
                 mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan
                 mixer.graph_safe = True
+        methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
+        kinds = Counter(method.product or "floats, by torch" for method in methods)
+        self.products = tuple(f"{count} matrices: {kind}" for kind, count in kinds.items())
 
 
 Strides = tuple[int, ...]

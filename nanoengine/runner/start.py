@@ -165,7 +165,7 @@ class RunnerParts:
         )
         self.load_s = time.perf_counter() - started
         self.num_parameters, self.weight_bytes = model_size(self.model)
-        self.products = context.kernels.products(self.model)
+        self.products = context.kernels.products
 
     @property
     def kv_sizes(self) -> dict[str, Any]:

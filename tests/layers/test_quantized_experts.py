@@ -11,13 +11,14 @@ import torch
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.layers.collectives import Shard
-from nanoengine.layers.triton_experts import TritonExperts
+from nanoengine.layers.triton_experts import TritonExperts, stacked
 from nanoengine.layers.triton_quantized import TritonQuantizedLinear
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.moe import SparseMLP
 from nanoengine.models.triton import TritonKernels
 from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
 from tests.layers.test_small_floats import write
+from tests.layers.test_triton_quantized import drawn, layer
 from tests.support.checkpoints import make_checkpoint
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.engines import greedy, make_engine, run, tokens
@@ -98,6 +99,13 @@ def test_inputs_in_another_order_are_multiplied_expert_by_expert(tmp_path: Path)
     assert not mlp.graph_safe and isinstance(mlp.experts.experts[3].down, TritonQuantizedLinear)
     expected = floats(rows(7).double())
     assert (mlp(rows(7)).double() - expected).abs().max() < 1e-5
+
+
+def test_an_expert_without_zero_points_may_be_beside_one_that_has_them() -> None:
+    methods = [layer(drawn("int4", 16, 64, 32, zeros)) for zeros in (False, True)]
+    points = methods[1].zeros.clone()
+    found = stacked(methods).zeros
+    assert found is not None and not found[0].any() and torch.equal(found[1], points)
 
 
 def test_a_matrix_without_a_tile_is_floats_beside_one_that_is_held(tmp_path: Path) -> None:
