@@ -127,8 +127,7 @@ class LinearMethod(nn.Module, ABC):
         product: on a GPU what multiplies by it, for people; "": floats, by torch.
     """
 
-    num_weights, product = 0, ""
-    has_kernel = False
+    num_weights, has_kernel, product = 0, False, ""
 
     def __init__(self, name: str) -> None:
         """`name` is the layer's full name."""

@@ -26,6 +26,12 @@ from tests.support.gguf_files import make_gguf
 from tests.support.model_helpers import DenseAttention, build, random_prompts
 from tests.support.quantized_checkpoints import make_mxfp4, write_quantized
 
+# Why: the interpreter takes a minute.
+pytestmark = pytest.mark.guards(
+    "nanoengine/*/triton*.py", "nanoengine/layers/*quantized*.py", "nanoengine/layers/moe.py",
+    "nanoengine/checkpoint/quantization.py", "tests/support/emulated_gpu.py",
+)  # fmt: skip
+
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
 FORMS = {
     "fp8": ("e4m3", 64, 128), "channel": ("e4m3", 64, 128), "nvfp4": ("e2m1", 16, 16),
