@@ -102,9 +102,9 @@ def quantized_gemm_kernel(
     out, x, weight, scales, zeros, bias, num_rows,
     X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    FORM: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    FORM: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """out [T, OUT] = x [T, IN] @ weight.T + bias: see `quantized_products`. Grid:
+    """out [T, OUT] = x [T, IN] @ weight.T + bias, or gates: see `quantized_products`. Grid:
     [T / M, OUT / N], rounded up."""
     rows = tl.program_id(0) * M + tl.arange(0, M)
     columns = tl.program_id(1) * N + tl.arange(0, N)
@@ -112,7 +112,7 @@ def quantized_gemm_kernel(
     x_rows = x + rows.to(tl.int64)[:, None] * X_ROW
     result = quantized_products(
         out, x_rows, inside, weight, scales, zeros, bias, columns,
-        IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS, "",
+        IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS, ACTIVATION,
     )  # fmt: skip
     target = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, result, mask=inside & (columns < OUT)[None, :])

@@ -183,6 +183,8 @@ def run_quantized(dtype, arch, hidden=4096, outputs=6144):
         method.zeros = torch.zeros(hidden // 128, outputs) if is_int4 and group == 128 else None
         for num_rows in (1, 64, 512):
             method.multiply(torch.zeros(num_rows, hidden, dtype=dtype), None)
+        if group == 128:  # of the narrowest rows, as a gate of experts
+            method.apply_gated(torch.zeros(1, hidden, dtype=dtype), "silu", None)
     run_quantized_experts(dtype)
 
 
@@ -367,7 +369,8 @@ def name_of(kernel, options):
         return f"{name}_{options['EXPERTS']}"
     if name == "quantized_gemm_kernel":
         groups = "_in_32s" if options["GROUP"] == 32 else ""
-        return f"{options['FORM']}{groups}_gemm_{options['M']}"
+        gated = "gated_" if options["ACTIVATION"] else ""
+        return f"{gated}{options['FORM']}{groups}_gemm_{options['M']}"
     if name == "sample_kernel":
         return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"
     return name
