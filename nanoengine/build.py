@@ -116,7 +116,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     logger.info("%s: %s on %s, attention %s", config.model, dtype, device, backend)
     if quantization is not None:
         logger.info("quantization: %s", quantization)
-    elif model_config.quantization is not None:
+    elif model_config.quantization is not None and not runner.products:
         logger.warning(
             "weights are stored in %s and held as %s where no kernel of this device multiplies the"
             " stored form: %.1f GiB of weights",
