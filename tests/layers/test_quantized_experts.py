@@ -11,6 +11,7 @@ import torch
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.layers.collectives import Shard
+from nanoengine.layers.quantized_weight import quantize
 from nanoengine.layers.triton_experts import TritonExperts, stacked
 from nanoengine.layers.triton_quantized import TritonQuantizedLinear
 from nanoengine.models.decoder import CausalLM
@@ -19,6 +20,7 @@ from nanoengine.models.triton import TritonKernels
 from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
 from tests.layers.test_small_floats import write
 from tests.layers.test_triton_quantized import drawn, layer
+from tests.support.attention_cases import DEVICE
 from tests.support.checkpoints import make_checkpoint
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.engines import greedy, make_engine, run, tokens
@@ -112,6 +114,16 @@ def test_an_expert_without_zero_points_may_be_beside_one_that_has_them() -> None
     points = methods[1].zeros.clone()
     found = stacked(methods).zeros
     assert found is not None and not found[0].any() and torch.equal(found[1], points)
+
+
+def test_new_weights_of_an_expert_come_into_the_stack() -> None:
+    weights = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    methods = [layer(quantize(weights[0], 4, 32)) for _ in range(2)]
+    held, fresh = stacked(methods), layer(quantize(weights[1], 4, 32))
+    methods[1].load(weights[1])
+    for name in ("weight", "scales"):
+        assert torch.equal(getattr(held, name)[1], getattr(fresh, name))
+        assert not torch.equal(*getattr(held, name))
 
 
 def test_a_matrix_without_a_tile_is_floats_beside_one_that_is_held(tmp_path: Path) -> None:
