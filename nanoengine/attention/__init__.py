@@ -59,12 +59,14 @@ def make_backend(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
     deterministic: bool = False,
+    latent: bool = False,
 ) -> AttentionBackend:
     """Builds a resolved backend for one engine.
 
     Args:
         kv_dtype: of the KV cache; None: `dtype`.
         deterministic: a token's result must have the same bits however it is computed.
+        latent: values are parts of their keys.
 
     Raises:
         ConfigError: it can't do this device, dtype, head_dim, block size or cache; the message says
@@ -77,7 +79,15 @@ def make_backend(
             " leave it out; greedy tokens seldom show last bits"
         )
     options = {"deterministic": True} if deterministic else {}
-    backend = backend_class(name)(
+    kind = backend_class(name)
+    if latent and name == "flash_attn":
+        raise ConfigError(
+            "attention backend flash_attn does not attend over latents, which this model's cache"
+            " holds: set attention_backend='auto'"
+        )
+    if latent and name == "triton":
+        from nanoengine.attention.triton_latent import TritonLatentBackend as kind
+    backend = kind(
         device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options
     )
     if kv_dtype not in (None, dtype):
