@@ -103,8 +103,8 @@ def turn_latents_kernel(
     if tl.program_id(1) == 0:
         slot = tl.load(slot_mapping + token)
         block, offset = slot // CACHE.block_size, slot % CACHE.block_size
-        row, target = vectors + token * VECTOR, cache + block * CACHE.k_block
-        target += offset * CACHE.k_token
+        row, line = vectors + token * VECTOR, cache + block * CACHE.k_block
+        line += offset * CACHE.k_token
         columns = tl.arange(0, WIDTH)
         mask = columns < RANK
         value = tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
@@ -112,8 +112,8 @@ def turn_latents_kernel(
         # The weight's dtype says where to round: see `layers/kernels.py`.
         normed = normed.to(weight.dtype.element_ty).to(tl.float32)
         normed = normed * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(target + columns, normed.to(cache.dtype.element_ty), mask=mask)
-        turn(row + RANK, target + RANK, cosine, sine, inside, ROPE, dims)
+        tl.store(line + columns, normed.to(cache.dtype.element_ty), mask=mask)
+        turn(row + RANK, line + RANK, cosine, sine, inside, ROPE, dims)
     else:
         rows = (tl.program_id(1) - 1) * ROWS + tl.arange(0, ROWS)[:, None]
         place = heads + (token * NUM_HEADS + rows) * HEAD + STILL
@@ -229,14 +229,17 @@ def merge_latents_kernel(
 def latent_config(arch: int, num_heads: int, dtype: torch.dtype) -> KernelConfig:
     """Tile sizes for a GPU of compute capability `arch`; see `triton.kernel_config`.
 
-    Why 16 rows: a row holds its query and its part of the result in registers, 4,352 bytes of them
-    with 512 + 64 numbers. Only Hopper and its successors multiply from shared memory.
+    Why no more than 32 rows: 64 spill, with any number of warps. Why no fewer for prompts and many
+    heads: each tile of rows reads the whole context anew, if from the L2 cache.
     """
     if dtype == torch.float32:
-        tile = TileConfig(16, 16, 8, 1)
+        decode = prefill = TileConfig(16, 16, 4, 1)
     else:
-        tile = TileConfig(16, 32, 4, 2)
-    return KernelConfig(tile, tile, split_tokens=256 if num_heads <= 32 else 512)
+        prefill = TileConfig(32, 32, 8, 3 if arch in (80, 90, 100, 103) else 2)
+        few = TileConfig(16, 32, 4, 3 if arch in (90, 100, 103) else 2)
+        decode = few if num_heads <= 16 else prefill
+    # Why longer for many heads: each of them writes its part of the result, in float32.
+    return KernelConfig(prefill, decode, split_tokens=256 if num_heads <= 32 else 512)
 
 
 @functools.cache

@@ -161,6 +161,10 @@ class LatentAttention(Layer):
     """Attention over latents, with its projections; of the heads each rank has a part, of the
     latent the whole.
 
+    Attributes:
+        turn_and_store: the backend's own, where norm, rotation and store are one kernel; or None.
+    """
+
     name, needs_torch, norm_weights = "self_attn", False, None
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
