@@ -233,7 +233,7 @@ def latent_config(arch: int, num_heads: int, dtype: torch.dtype) -> KernelConfig
     heads: each tile of rows reads the whole context anew, if from the L2 cache.
     """
     if dtype == torch.float32:
-        decode = prefill = TileConfig(16, 16, 4, 1)
+        decode = prefill = TileConfig(16, 16, 16, 1)
     else:
         prefill = TileConfig(32, 32, 8, 3 if arch in (80, 90, 100, 103) else 2)
         few = TileConfig(16, 32, 4, 3 if arch in (90, 100, 103) else 2)
@@ -275,7 +275,7 @@ def turn_constants(
         Q_HEAD=rank + rope, HEAD=still + rope, STILL=still, VECTOR=rank + rope,
         COS_TOKEN=cos[0], SIN_TOKEN=sin[0], CACHE=cache, NUM_HEADS=heads, RANK=rank,
         WIDTH=next_power_of_2(rank), ROPE=rope, HALF=next_power_of_2(rope // 2), ROWS=TURNED_ROWS,
-        EPS=eps, num_warps=4,
+        EPS=eps, num_warps=2,
     )  # fmt: skip
 
 

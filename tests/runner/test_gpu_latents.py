@@ -120,3 +120,16 @@ def test_launches_of_a_layer():
     for one, three in list(zip(launches[1], launches[3], strict=True))[:3]:
         found = Counter(three) - Counter(one)
         assert found == {name: 2 * count for name, count in expected.items()}
+
+
+def test_two_ranks_give_the_tokens_of_one():
+    """In the interpreter alone: the emulated card is one. By processes: the interpreter is not made
+    for threads."""
+    directory, prompts = checkpoint("deepseek_v3"), PROMPTS[2:]
+    one = make_engine(directory, **SIZES, num_kv_blocks=20)
+    expected = tokens(run(one, prompts, greedy(3)))
+    two = make_engine(
+        directory, **SIZES, num_kv_blocks=20, attention_backend="triton", tensor_parallel_size=2
+    )
+    assert tokens(run(two, prompts, greedy(3))) == expected
+    two.close()
