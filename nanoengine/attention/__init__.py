@@ -4,7 +4,7 @@
 |---|---|---|
 | naive | any device | plain torch, the readable oracle of all others; so is all of its model |
 | cpu | CPU | paged kernels compiled by numba |
-| triton | CUDA | own paged FlashAttention kernels, the default there |
+| triton | CUDA | own paged FlashAttention kernels, the default; latents: `triton_latent.py` |
 | flash_attn | CUDA | the flash-attn package, where installed |
 """
 
@@ -87,9 +87,7 @@ def make_backend(
         )
     if latent and name == "triton":
         from nanoengine.attention.triton_latent import TritonLatentBackend as kind
-    backend = kind(
-        device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options
-    )
+    backend = kind(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options)
     if kv_dtype not in (None, dtype):
         backend.check_cache(kv_dtype, dtype)
     return backend

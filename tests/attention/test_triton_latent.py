@@ -1,5 +1,5 @@
-"""Attention over latents by Triton's kernels beside plain torch: decodes, chunks, splits, heads that
-fill no tile; and what stores the latents."""
+"""Attention over latents by Triton's kernels beside plain torch: decodes, chunks, splits, heads
+that fill no tile; and what stores the latents."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def test_splits_are_merged_whichever_program_takes_them(programs, monkeypatch):
     made = case(20, 24, 8, (1, 5), (1, 500), (1, 16), (1, 17), (4, 20))
     kernels = backend(made)
     splits = kernels._splits
-    monkeypatch.setattr(
-        kernels, "_splits", lambda *of: splits(*of)._replace(grid=(2, 4, programs))
-    )
+    monkeypatch.setattr(kernels, "_splits", lambda *of: splits(*of)._replace(grid=(2, 4, programs)))
     found = made.run(kernels)
     assert (found.double() - expected(made)).abs().max() < TOLERANCE[torch.float32]
 
@@ -91,9 +89,7 @@ def test_turns_queries_and_stores_what_it_norms_and_turns(heads, still, rank, ro
     normed = F.rms_norm(vectors[:, :rank].float(), (rank,), None, 1e-6).to(dtype) * weight
     turned = rotate(torch.cat((inputs[..., still:], vectors[:, None, rank:]), 1), rotation, None)
     cache, before = made.copied_cache(), made.k_cache.clone()
-    q = backend(made).turn_and_store(
-        inputs, vectors, rotation, weight, 1e-6, cache, made.batch
-    )
+    q = backend(made).turn_and_store(inputs, vectors, rotation, weight, 1e-6, cache, made.batch)
     close = {"rtol": 0, "atol": 2e-5 if dtype == torch.float32 else 8e-3}
     torch.testing.assert_close(q[..., rank:], turned[:, :-1], **close)
     slots = made.batch.slot_mapping[made.spec.group]

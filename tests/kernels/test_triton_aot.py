@@ -56,7 +56,15 @@ LATENT = [f"{arch},bfloat16,128,64,8,2,latents" for arch in (100, 120)]
 OF_STORED = [f"{arch},bfloat16,128,64,8,2,quantized" for arch in (100, 120)]
 ROUNDED = "e4m3_rows_kernel"  # not on sm_80
 KERNELS = {
-    "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + ROUTING + (FILTERED,) + ROWS + STATES
+    "all": STORES
+    + ATTENTION
+    + UNIFORM
+    + LAYERS
+    + PRODUCTS
+    + ROUTING
+    + (FILTERED,)
+    + ROWS
+    + STATES
     + OF_LATENTS,
     "latents": OF_LATENTS,
     "experts": OF_EXPERTS + WIDE + NARROW + ROUTING + ("add_experts_kernel",),

@@ -1,5 +1,5 @@
-"""Models with latent attention on a GPU that is not there: tokens and log-probabilities are those of
-plain torch on the CPU, whatever the engine does; decodes are graphs; launches are counted."""
+"""Models with latent attention on a GPU that is not there: tokens and log-probabilities are those
+of plain torch on the CPU, whatever the engine does; decodes are graphs; launches are counted."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 
 from nanoengine import SamplingParams
 from nanoengine.attention import triton_latent
+from tests.layers import test_small_floats
+from tests.models.test_latent import OTHERS, STORED_SIZES
 from tests.support.attention_cases import DEVICE
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.quantized_checkpoints import PROJECTIONS
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one"),
@@ -133,3 +136,16 @@ def test_two_ranks_give_the_tokens_of_one():
     )
     assert tokens(run(two, prompts, greedy(3))) == expected
     two.close()
+
+
+def test_a_model_stored_in_fp8_gives_the_tokens_of_its_float_weights(tmp_path, monkeypatch):
+    """In blocks of 128 x 128, as DeepSeek-V3 is."""
+    monkeypatch.setattr(test_small_floats, "MATRICES", PROJECTIONS + OTHERS)
+    floats = test_small_floats.write(tmp_path, "block", "deepseek_v3", **STORED_SIZES)
+    plain = make_engine(str(floats), **SIZES, num_kv_blocks=9, attention_backend="naive")
+    expected = tokens(run(plain, PROMPTS[2:3], greedy(3)))
+    with EmulatedGPU() as gpu:
+        engine = make_engine(str(tmp_path / "stored"), **SIZES, **ON_GPU, num_kv_blocks=9)
+        assert tokens(run(engine, PROMPTS[2:3], greedy(3))) == expected
+        engine.close()
+        assert gpu.num_allocated == 0

@@ -6,8 +6,8 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, states, experts, quantized, latents, attention, or fp8: attention over an fp8 cache. The last
-two have sinks.
+`what` is all, states, experts, quantized, latents, attention, or fp8: attention over an fp8 cache.
+The last two have sinks.
 """
 
 from __future__ import annotations
