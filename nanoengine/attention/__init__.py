@@ -73,9 +73,10 @@ def make_backend(
             what it can.
         MissingDependencyError: its package is not installed.
     """
-    if deterministic and name != "triton":
+    if deterministic and (latent or name != "triton"):
+        what = "latent attention" if latent else name
         raise ConfigError(
-            f"deterministic=True needs the attention backend triton on a CUDA GPU, got {name}:"
+            f"deterministic=True needs the attention backend triton on a CUDA GPU, got {what}:"
             " leave it out; greedy tokens seldom show last bits"
         )
     options = {"deterministic": True} if deterministic else {}

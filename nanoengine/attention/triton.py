@@ -246,7 +246,7 @@ class TritonBackend(AttentionBackend):
         block_size: int,
         deterministic: bool = False,
     ) -> None:
-        _check(device, dtype, head_dim, block_size, self.head_dims)
+        _check(device, dtype, head_dim, block_size, *self.head_dims)
         self.deterministic = deterministic
         self.dtype, self.head_dim = dtype, head_dim
         self.counters = make_counters(device)
@@ -378,11 +378,7 @@ class TritonBackend(AttentionBackend):
 
 
 def _check(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
-    head_dims: tuple[int, int],
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, least: int, most: int
 ) -> None:
     """Refuses what the kernels can't do, before anything is allocated."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -390,7 +386,6 @@ def _check(
             f"attention backend triton computes float16, bfloat16 and float32, got {dtype}:"
             " set dtype, or attention_backend='naive'"
         )
-    least, most = head_dims
     if not least <= head_dim <= most:
         raise ConfigError(
             f"attention backend triton does head dims from {least} to {most}, got {head_dim}:"

@@ -41,6 +41,7 @@ from nanoengine.attention.base import AttentionSpec, LayerCache, Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.triton import (
     KernelConfig,
+    Splits,
     Strides,
     TritonBackend,
     cache_constants,
@@ -56,7 +57,6 @@ from nanoengine.attention.triton_kernels import (
     split_keys,
     tile_blocks,
 )
-from nanoengine.errors import ConfigError
 from nanoengine.kernels.launch import (
     Constants,
     after_the_kernel_ahead,
@@ -233,7 +233,7 @@ def latent_config(arch: int, num_heads: int, dtype: torch.dtype) -> KernelConfig
     heads: each tile of rows reads the whole context anew, if from the L2 cache.
     """
     if dtype == torch.float32:
-        decode = prefill = TileConfig(16, 16, 16, 1)
+        prefill, decode = TileConfig(16, 16, 8, 1), TileConfig(16, 16, 16, 1)
     else:
         prefill = TileConfig(32, 32, 8, 3 if arch in (80, 90, 100, 103) else 2)
         few = TileConfig(16, 32, 4, 3 if arch in (90, 100, 103) else 2)
@@ -283,18 +283,10 @@ class TritonLatentBackend(TritonBackend):
     """Attention whose values are parts of their keys, for one KV head and any number of heads.
 
     Raises:
-        ConfigError: what `TritonBackend` raises it for, but other head dims; `deterministic`.
+        ConfigError: what `TritonBackend` raises it for, but other head dims.
     """
 
     head_dims: ClassVar[tuple[int, int]] = (2, 640)
-
-    def __init__(self, *, deterministic: bool = False, **options: Any) -> None:
-        super().__init__(**options)
-        if deterministic:
-            raise ConfigError(
-                "deterministic=True does not cover latent attention, whose decodes and prompts have"
-                " tiles of their own: leave it out"
-            )
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         """Writes k [T, 1, rank + rope], of which v is a part."""
@@ -333,9 +325,12 @@ class TritonLatentBackend(TritonBackend):
         of_layer = spec.num_heads, rank, spec.head_dim - rank, spec.scale
         strides = q.stride(), out.stride(), cache_constants(k_cache, k_cache)
         if batch.num_decodes:
+            of_step: dict[Any, Splits] = batch.attention  # type: ignore[assignment]
             head_tiles = cdiv(spec.num_heads, config.decode.rows)
-            as_tiles = replace(spec, num_kv_heads=head_tiles, head_dim=rank)
-            splits = self._splits(batch, as_tiles)
+            splits = of_step.get(spec.group)
+            if splits is None:
+                as_tiles = replace(spec, num_kv_heads=head_tiles, head_dim=rank)
+                splits = of_step[spec.group] = self._splits(batch, as_tiles)
             attending, merging = latent_constants(
                 *of_layer, *strides, config.decode, (config.split_tokens, config.max_splits)
             )
