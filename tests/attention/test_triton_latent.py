@@ -19,10 +19,17 @@ LENGTHS = (1, 1), (1, 40), (1, 700), (3, 3), (20, 90), (33, 40)
 SIZES = {"float32": torch.float32, "float16": torch.float16}
 
 
-def case(heads: int, rank: int, rope: int, *lengths: tuple[int, int], **options) -> Case:
+def case(
+    heads: int, rank: int, rope: int, *lengths: tuple[int, int], block_size: int = 16, **options
+) -> Case:
     """A layer of one KV head, whose values are the first `rank` numbers of its keys."""
     made = make_case(
-        *lengths, num_kv_heads=1, group_size=heads, head_dim=rank + rope, block_size=16, **options
+        *lengths,
+        num_kv_heads=1,
+        group_size=heads,
+        head_dim=rank + rope,
+        block_size=block_size,
+        **options,
     )
     made.v, made.v_cache = made.k[..., :rank], made.k_cache[..., :rank]
     made.spec = replace(made.spec, value_dim=rank)
@@ -31,18 +38,18 @@ def case(heads: int, rank: int, rope: int, *lengths: tuple[int, int], **options)
 
 def expected(made: Case) -> torch.Tensor:
     """By the oracle, whose values are views of its keys too."""
-    oracle = make_backend("naive", device=DEVICE, dtype=torch.float64,
-                          head_dim=made.spec.head_dim, block_size=16)  # fmt: skip
+    wide = replace(made, q=made.q.double())
+    oracle = backend(wide, "naive")
     batch = replace(made.batch, attention=oracle.prepare(made.batch))
     keys, rank = made.k_cache.double(), made.spec.value_dim
     cache = LayerCache(keys, keys[..., :rank], made.spec)
     k = made.k.double()
-    return oracle.forward(made.q.double(), k, k[..., :rank], cache, batch)
+    return oracle.forward(wide.q, k, k[..., :rank], cache, batch)
 
 
-def backend(made: Case):
-    return make_backend("triton", device=DEVICE, dtype=made.q.dtype, head_dim=made.spec.head_dim,
-                        block_size=16, latent=True)  # fmt: skip
+def backend(made: Case, name: str = "triton"):
+    return make_backend(name, device=DEVICE, dtype=made.q.dtype, head_dim=made.spec.head_dim,
+                        block_size=made.k_cache.shape[1], latent=True)  # fmt: skip
 
 
 @pytest.mark.parametrize(
