@@ -35,7 +35,6 @@ from nanoengine.checkpoint.plan import LatentPlan
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.layers.attention import Attention
-from nanoengine.layers.kernels import UnquantizedLinear
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
@@ -108,11 +107,7 @@ class HeadMatrices(Layer):
             from nanoengine.layers.cpu_latent import heads_product
 
             return heads_product(x, method, self.padded)[..., :outputs]
-        if isinstance(method, UnquantizedLinear):
-            weight = method.weight
-        else:
-            weight = method.rows(torch.arange(heads * self.padded, device=x.device))
-        weight = weight.view(heads, self.padded, inputs)[:, :outputs].to(x.dtype)
+        weight = method.weight.view(heads, self.padded, inputs)[:, :outputs].to(x.dtype)
         out = x.new_empty(len(x), heads, outputs) if out is None else out
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out
