@@ -159,7 +159,7 @@ def run_latents(dtype, arch, rank=512, rope=64):
             case.q[..., : 128 + rope].contiguous(), case.k.flatten(1).contiguous(), rotation,
             torch.zeros(rank, dtype=dtype), 1e-6, cache, case.batch,
         )  # fmt: skip
-        backend.attend(q, cache, case.batch)
+        backend.attend(q, cache, replace(case.batch, attention=backend.prepare(case.batch)))
 
 
 def run_rotation(backend: TritonBackend, case: Case):
