@@ -4,7 +4,7 @@
 |---|---|---|
 | naive | any device | plain torch, the readable oracle of all others; so is all of its model |
 | cpu | CPU | paged kernels compiled by numba |
-| triton | CUDA | own paged FlashAttention kernels, the default there |
+| triton | CUDA | own paged FlashAttention kernels, the default; latents: `triton_latent.py` |
 | flash_attn | CUDA | the flash-attn package, where installed |
 """
 
@@ -59,27 +59,36 @@ def make_backend(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
     deterministic: bool = False,
+    latent: bool = False,
 ) -> AttentionBackend:
     """Builds a resolved backend for one engine.
 
     Args:
         kv_dtype: of the KV cache; None: `dtype`.
         deterministic: a token's result must have the same bits however it is computed.
+        latent: values are parts of their keys.
 
     Raises:
         ConfigError: it can't do this device, dtype, head_dim, block size or cache; the message says
             what it can.
         MissingDependencyError: its package is not installed.
     """
-    if deterministic and name != "triton":
+    if deterministic and (latent or name != "triton"):
+        what = "latent attention" if latent else name
         raise ConfigError(
-            f"deterministic=True needs the attention backend triton on a CUDA GPU, got {name}:"
+            f"deterministic=True needs the attention backend triton on a CUDA GPU, got {what}:"
             " leave it out; greedy tokens seldom show last bits"
         )
     options = {"deterministic": True} if deterministic else {}
-    backend = backend_class(name)(
-        device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options
-    )
+    kind = backend_class(name)
+    if latent and name == "flash_attn":
+        raise ConfigError(
+            "attention backend flash_attn does not attend over latents, which this model's cache"
+            " holds: set attention_backend='auto'"
+        )
+    if latent and name == "triton":
+        from nanoengine.attention.triton_latent import TritonLatentBackend as kind
+    backend = kind(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options)
     if kv_dtype not in (None, dtype):
         backend.check_cache(kv_dtype, dtype)
     return backend

@@ -235,6 +235,7 @@ class TritonBackend(AttentionBackend):
     kv_layout: ClassVar[KVLayoutName] = "PKD"
     default_block_size: ClassVar[int] = 64
     graph_safe: ClassVar[bool] = True
+    head_dims: ClassVar[tuple[int, int]] = (16, 256)
 
     def __init__(
         self,
@@ -245,7 +246,7 @@ class TritonBackend(AttentionBackend):
         block_size: int,
         deterministic: bool = False,
     ) -> None:
-        _check(device, dtype, head_dim, block_size)
+        _check(device, dtype, head_dim, block_size, *self.head_dims)
         self.deterministic = deterministic
         self.dtype, self.head_dim = dtype, head_dim
         self.counters = make_counters(device)
@@ -376,16 +377,18 @@ class TritonBackend(AttentionBackend):
         return kernel_config(self.arch, self.head_dim, group_size, self.dtype)
 
 
-def _check(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+def _check(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, least: int, most: int
+) -> None:
     """Refuses what the kernels can't do, before anything is allocated."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ConfigError(
             f"attention backend triton computes float16, bfloat16 and float32, got {dtype}:"
             " set dtype, or attention_backend='naive'"
         )
-    if not 16 <= head_dim <= 256:
+    if not least <= head_dim <= most:
         raise ConfigError(
-            f"attention backend triton does head dims from 16 to 256, got {head_dim}:"
+            f"attention backend triton does head dims from {least} to {most}, got {head_dim}:"
             " set attention_backend='naive'"
         )
     if block_size < 16 or block_size & (block_size - 1):

@@ -58,9 +58,10 @@ def main(args: InfoArgs) -> None:
     where = f"{device.type}, {_name(dtype)}, head_dim {model.head_dim}"
     _print_section("versions", (f"{name} {version}" for name, version in versions().items()))
     _print_section("device", device_lines(device))
-    _print_section(
-        f"attention backends ({where})", backend_lines(device, dtype, model.head_dim, kv_dtype)
+    lines = backend_lines(
+        device, dtype, model.head_dim, kv_dtype, latent=model.plan.latent is not None
     )
+    _print_section(f"attention backends ({where})", lines)
     _print_section(f"model {args.model}", model_lines(model, directory, dtype, kv_dtype))
     if directory.suffix == GGUF:
         _print_section("GGUF file", gguf_lines(directory))
@@ -111,9 +112,11 @@ def device_lines(device: torch.device) -> list[str]:
 
 
 def backend_lines(
-    device: torch.device, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None
-) -> list[str]:
-    """Each attention backend: chosen by auto, available, or why not."""
+    device: torch.device, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None,
+    **kind: bool,
+) -> list[str]:  # fmt: skip
+    """Each attention backend: chosen by auto, available, or why not; `kind` as in
+    `make_backend`."""
     from nanoengine.attention import BACKENDS, backend_class, make_backend, resolve_backend
 
     chosen, lines = resolve_backend("auto", device, dtype), []
@@ -121,7 +124,7 @@ def backend_lines(
     for name in BACKENDS:
         try:
             block_size = backend_class(name).default_block_size
-            make_backend(name, block_size=block_size, **same)
+            make_backend(name, block_size=block_size, **same, **kind)
             state = f"available, {block_size} tokens a block"
         except (NanoEngineError, ImportError) as error:
             state = f"not available: {error}"

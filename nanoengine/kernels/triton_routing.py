@@ -39,17 +39,19 @@ def take_largest(keys, lanes):
 @triton.jit
 def best_groups(
     preferred, experts, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
 ):  # fmt: skip
-    """The scores, -inf in all groups of SIZE experts but a row's KEPT best, by the sum of their two
-    best experts."""
+    """The scores, -inf in all groups of SIZE experts but a row's KEPT best, by the sum of their
+    BEST experts, one or two."""
     groups, group_of = tl.arange(0, WIDTH), experts // SIZE
     sums = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
     for group in range(GROUPS):
         own = tl.where((group_of == group)[None, :], preferred, float("-inf"))
         others = tl.where(experts[None, :] == tl.argmax(own, 1)[:, None], float("-inf"), own)
-        two = tl.max(own, 1) + tl.max(others, 1)
-        sums = tl.where((groups == group)[None, :], two[:, None], sums)
+        best = tl.max(own, 1)
+        if BEST > 1:
+            best += tl.max(others, 1)
+        sums = tl.where((groups == group)[None, :], best[:, None], sums)
     keys = keys_of(sums, (groups < GROUPS)[None, :])
     kept = tl.full(preferred.shape, 0, tl.int1)
     for _ in range(KEPT):
@@ -63,7 +65,7 @@ def route_kernel(
     ids, weights, counts, logits, correction, num_tokens, steps,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, CHOICES: tl.constexpr,
     ROWS: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP_WIDTH: tl.constexpr, KEPT: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_WIDTH: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
     NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """ids [T, k] int32, weights [T, k] of logits [T, E]; counts [blocks, E]: how many of a block's
@@ -91,7 +93,7 @@ def route_kernel(
             preferred += tl.load(correction + experts, mask=experts < EXPERTS, other=0.0)[None, :]
         if GROUPS > 1:
             preferred = best_groups(
-                preferred, experts, ROWS, EXPERTS // GROUPS, GROUPS, GROUP_WIDTH, KEPT
+                preferred, experts, ROWS, EXPERTS // GROUPS, GROUPS, GROUP_WIDTH, KEPT, BEST
             )
         keys = keys_of(preferred, real)
         chosen = tl.full([ROWS, CHOICES], 0, tl.int32)

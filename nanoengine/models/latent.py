@@ -34,7 +34,6 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import LatentPlan
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
-from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
@@ -101,16 +100,17 @@ class HeadMatrices(Layer):
         behind = self.padded - self.shape[1]
         self.method.load(F.pad(weight, (0, 0, 0, behind)).flatten(0, 1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H, inputs] -> [T, H, outputs]."""
-        heads, outputs, inputs = self.shape
-        if self.method.has_kernel:
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, H, inputs] -> [T, H, outputs], in `out` where it is given."""
+        (heads, outputs, inputs), method = self.shape, self.method
+        if method.has_kernel:
             from nanoengine.layers.cpu_latent import heads_product
 
-            return heads_product(x, self.method, self.padded)[..., :outputs]
-        weight = self.method.rows(torch.arange(heads * self.padded, device=x.device))
-        weight = weight.view(heads, self.padded, inputs)[:, :outputs]
-        return torch.einsum("thi,hoi->tho", x, weight.to(x.dtype))
+            return heads_product(x, method, self.padded)[..., :outputs]
+        weight = method.weight.view(heads, self.padded, inputs)[:, :outputs].to(x.dtype)
+        out = x.new_empty(len(x), heads, outputs) if out is None else out
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
 
 class Expansion(Layer):
@@ -156,8 +156,8 @@ class LatentAttention(Layer):
     """Attention over latents, with its projections; of the heads each rank has a part, of the
     latent the whole.
 
-    Raises:
-        ConfigError: the device is no CPU.
+    Attributes:
+        turn_and_store: the backend's own, where norm, rotation and store are one kernel; or None.
     """
 
     name, needs_torch, norm_weights = "self_attn", False, None
@@ -166,11 +166,6 @@ class LatentAttention(Layer):
         super().__init__()
         plan, latent, backend = config.plan, config.plan.latent, context.kernels.attention
         assert latent is not None
-        if context.device.type != "cpu":
-            raise ConfigError(
-                f"this model's latent attention (kv_lora_rank={latent.rank}) is not implemented on"
-                f" device {context.device.type!r}: set device='cpu'"
-            )
         self.latent, hidden, heads = latent, config.hidden_size, config.num_attention_heads
         turned = {"turned": latent.rope_dim, "interleaved": plan.interleaved, "context": context}
         into, name, self.q_a = hidden, "q_proj", None
@@ -197,6 +192,7 @@ class LatentAttention(Layer):
             f"{path}.o_proj", heads * latent.value_dim, hidden, bias=plan.output_bias,
             context=context,
         )  # fmt: skip
+        self.turn_and_store = getattr(backend, "turn_and_store", None)
         rope = config.ropes[index]
         growth = 1.0 if rope is None else rope.score_factor
         self.attention = Attention(
@@ -217,12 +213,27 @@ class LatentAttention(Layer):
         latent, up = self.latent, self.kv_b_proj
         queries = x if self.q_a is None else self.q_a_layernorm(self.q_a(x), None)[0]
         q = self.q(queries).view(len(x), -1, latent.nope_dim + latent.rope_dim)
-        vector, rope = self.kv_a(x).split((latent.rank, latent.rope_dim), dim=1)
+        vector = self.kv_a(x)
+        if self.turn_and_store is None:
+            attended = self._attend_by_parts(q, vector, rotation, batch)
+        else:
+            norm, cache = self.kv_a_layernorm, self.attention.cache
+            nope = q[..., : latent.nope_dim]
+            q = self.turn_and_store(q, vector, rotation, norm.weight, norm.eps, cache, batch)
+            up.key_up(nope, q[..., : latent.rank])
+            attended = self.attention.backend.attend(q, cache, batch)
+        attended = taken(attended, rows)
+        return self.o_proj(up.value_up(attended).flatten(1))
+
+    def _attend_by_parts(
+        self, q: torch.Tensor, vector: torch.Tensor, rotation: Rotation, batch: Batch
+    ) -> torch.Tensor:
+        """Norm, rotation and store in plain torch, on any backend."""
+        latent, up = self.latent, self.kv_b_proj
+        vector, rope = vector.split((latent.rank, latent.rope_dim), dim=1)
         vector = self.kv_a_layernorm(vector.contiguous(), None)[0].unsqueeze(1)
         nope, q_rope = q.split((latent.nope_dim, latent.rope_dim), dim=2)
         turned = rotate(torch.cat((q_rope, rope.unsqueeze(1)), dim=1), rotation, None)
         q = torch.cat((up.key_up(nope), turned[:, :-1]), dim=2)
         kv = torch.cat((vector, turned[:, -1:]), dim=2)
-        attended = self.attention.backend.forward(q, kv, vector, self.attention.cache, batch)
-        attended = taken(attended, rows)
-        return self.o_proj(up.value_up(attended).flatten(1))
+        return self.attention.backend.forward(q, kv, vector, self.attention.cache, batch)

@@ -12,7 +12,8 @@ import torch
 from nanoengine.attention import flash, make_backend
 from nanoengine.errors import MissingDependencyError
 from nanoengine.runner.graphs import CudaGraphs
-from tests.support.attention_cases import DEVICE, make_case
+from tests.attention import test_triton_latent as latents
+from tests.support.attention_cases import DEVICE, TOLERANCE, make_case
 
 BACKENDS = [("triton", 64)]
 with contextlib.suppress(MissingDependencyError):
@@ -72,6 +73,16 @@ def test_parity_at_other_block_sizes(block_size):
 def test_parity_beyond_the_most_splits():
     case = make_case((1, 8192), (1, 8193), (1, 30000), dtype=torch.bfloat16, block_size=64)
     case.check(backend_for(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_parity_over_latents(heads, dtype):
+    """At DeepSeek's sizes, with as many splits as there can be, and more than a program takes."""
+    lengths = *DECODES[:8], (1, 6000), (1, 20000), *PREFILLS[:3]
+    made = latents.case(heads, 512, 64, *lengths, block_size=64, dtype=dtype)
+    error = made.run(latents.backend(made)).double() - latents.expected(made)
+    assert error.abs().max() < TOLERANCE[dtype]
 
 
 def test_rows_do_not_depend_on_their_neighbours():

@@ -1,5 +1,5 @@
 """The Triton kernels become good machine code for sm_80, sm_89 and sm_90, without a GPU; those of
-states, of experts and of quantized weights for sm_100 and sm_120 too.
+states, of experts, of quantized weights and of latents for sm_100 and sm_120 too.
 
 What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
 instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The
@@ -32,6 +32,9 @@ STORES = ("store_kernel", "rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
 EARLY = ("rotate_store_kernel", "varlen_kernel", "decode_kernel", "rms_norm_kernel", "gate_kernel")
 EARLY += ("uniform_kernel", "gemm_kernel", "gated_gemm_kernel")
+LATENTS = tuple(f"latent_{form}_{heads}" for form in ("decode", "prompt") for heads in (16, 128))
+OF_LATENTS = (*LATENTS, "turn_latents_kernel", "merge_latents_kernel")
+EARLY += OF_LATENTS
 LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
 UNIFORM = ("uniform_kernel",)
 OF_EXPERTS = ("expert_gemm_kernel", "gated_expert_gemm_kernel")
@@ -52,10 +55,21 @@ STORED = tuple(f"{form}_gemm_{m}" for form in ("int4", "int4_in_32s", "int8", "e
 STORED += tuple(f"gated_{form}_gemm_16" for form in ("int4", "int8", "e4m3"))
 STORED += tuple(f"{form}_{gated}expert_gemm_kernel" for gated in ("gated_", "")
                 for form in ("e4m3", "int4", "e2m1", "wide_e4m3", "wide_int4"))  # fmt: skip
+LATENT = [f"{arch},bfloat16,128,64,8,2,latents" for arch in (100, 120)]
 OF_STORED = [f"{arch},bfloat16,128,64,8,2,quantized" for arch in (100, 120)]
 ROUNDED = "e4m3_rows_kernel"  # not on sm_80
 KERNELS = {
-    "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + ROUTING + (FILTERED,) + ROWS + STATES,
+    "all": STORES
+    + ATTENTION
+    + UNIFORM
+    + LAYERS
+    + PRODUCTS
+    + ROUTING
+    + (FILTERED,)
+    + ROWS
+    + STATES
+    + OF_LATENTS,
+    "latents": OF_LATENTS,
     "experts": OF_EXPERTS + WIDE + NARROW + ROUTING + ("add_experts_kernel",),
     "fp8": STORES + ATTENTION + UNIFORM,
     "attention": STORES + ATTENTION,
@@ -104,7 +118,7 @@ def compile_all(folder):
     environment["TRITON_CACHE_DIR"] = str(folder)
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.aot_compile",
-         *MAIN, *FP8, *EXPERTS, *OTHERS, *BLACKWELL, *OF_STORED],
+         *MAIN, *FP8, *EXPERTS, *OTHERS, *BLACKWELL, *OF_STORED, *LATENT],
         cwd=ROOT,
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -113,7 +127,7 @@ def compile_all(folder):
 
 
 def test_every_kernel_compiles_for_every_target(reports):
-    targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL + OF_STORED
+    targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL + OF_STORED + LATENT
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
     of_main = (DRAWN, *WIDE, *NARROW, *STORED)
     expected |= {(t, k) for t in MAIN for k in of_main} | {(t, ROUNDED) for t in MAIN[1:]}
@@ -185,6 +199,17 @@ def test_attention_multiplies_on_tensor_cores(reports, target):
         assert reports[target, kernel]["mma"] > 0
     if target.startswith("90"):
         assert reports[target, "varlen_kernel"]["wgmma"] > 0
+
+
+@pytest.mark.parametrize("target", MAIN + LATENT)
+@pytest.mark.parametrize("kernel", LATENTS)
+def test_latents_are_read_by_wide_copies_and_multiplied_on_tensor_cores(reports, target, kernel):
+    """Of few heads sm_80 has two programs at a time in place of two tiles in flight."""
+    figures, few = reports[target, kernel], kernel == "latent_decode_16"
+    assert figures["mma"] > 0
+    assert figures["async_copies"] == figures["wide_copies"] > 0
+    if target[:3] in ("80,", "90,", "100") and not (few and target.startswith("80")):
+        assert figures["in_flight"] >= 2
 
 
 @pytest.mark.parametrize("target", MAIN + BLACKWELL)

@@ -97,6 +97,10 @@ FORMS = {
         SIGMOID, num_experts=256, num_experts_per_tok=8, correction_bias=True, num_groups=8,
         groups_per_token=4, scaling_factor=2.5,
     ),
+    "groups by their best expert": replace(
+        SOFTMAX, num_experts=32, num_experts_per_tok=4, num_groups=4, groups_per_token=2,
+        best_of_group=1,
+    ),
     "three groups of 12": replace(
         SIGMOID, num_experts=36, num_experts_per_tok=5, num_groups=3, groups_per_token=2,
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 import torch
 
 from nanoengine.checkpoint.config import load_model_config, parse_model_config
-from nanoengine.errors import ConfigError, UnsupportedModelError
-from nanoengine.layers.layer import ModelContext
-from nanoengine.models.latent import LatentAttention
+from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.params import SamplingParams
 from tests.layers import test_small_floats
 from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
@@ -115,16 +112,6 @@ def test_a_token_takes_what_its_latent_and_turned_numbers_take() -> None:
     assert latent is not None
     assert latent.size == 24 + 8
     assert engine.info.block_bytes == 8 * latent.size * 3 * 4
-
-
-def test_a_gpu_is_refused_by_name() -> None:
-    config = load_model_config(checkpoint("deepseek_v3"))
-    model = build(Path(checkpoint("deepseek_v3")))
-    backend = model.attention_layers[0].backend
-    kernels = type("Kernels", (), {"attention": backend})()
-    context = ModelContext(device=torch.device("cuda"), dtype=torch.float32, kernels=kernels)
-    with pytest.raises(ConfigError, match=r"kv_lora_rank=24\) is not implemented on device 'cuda'"):
-        LatentAttention("model.layers.0.self_attn", 0, config, replace(context))
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -6,8 +6,8 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, states, experts, quantized, attention, or fp8: attention over an fp8 cache. The last
-two have sinks.
+`what` is all, states, experts, quantized, latents, attention, or fp8: attention over an fp8 cache.
+The last two have sinks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from nanoengine.attention import triton as backend_module
-from nanoengine.attention.base import HeadNormWeights
+from nanoengine.attention import triton_latent as latent_kernels
+from nanoengine.attention.base import HeadNormWeights, LayerCache
 from nanoengine.attention.batch import Pieces, StateWave
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
 from nanoengine.checkpoint.plan import MoEConfig
@@ -78,7 +79,7 @@ def caught_launches():
     for module in (
         store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels,
         triton_routing, triton_rows, triton_sampling, triton_states,
-        quantized_kernels,
+        quantized_kernels, latent_kernels,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
@@ -96,6 +97,10 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
         with caught_launches() as caught:
             triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
             run_experts(dtype)
+        return caught
+    if what == "latents":
+        with caught_launches() as caught:
+            run_latents(dtype, arch)
         return caught
     if what == "quantized":
         with caught_launches() as caught:
@@ -132,7 +137,29 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             run_sampling(dtype)
             run_rows(block_size)
             run_states(dtype)
+            run_latents(dtype, arch)
     return caught
+
+
+def run_latents(dtype, arch, rank=512, rope=64):
+    """Latent attention at the sizes of DeepSeek's smallest and largest models: decodes with split
+    contexts, and prompts."""
+    for heads in (16, 128):
+        case = make_case(
+            (1, 1400), (30, 50), num_kv_heads=1, group_size=heads, head_dim=rank + rope,
+            block_size=64, dtype=dtype,
+        )  # fmt: skip
+        cache = LayerCache(case.k_cache, case.v_cache, replace(case.spec, value_dim=rank))
+        backend = latent_kernels.TritonLatentBackend(
+            device=torch.device("cpu"), dtype=torch.float16, head_dim=rank + rope, block_size=64
+        )
+        backend.arch, backend.dtype = arch, dtype
+        rotation = torch.zeros(len(case.q), 1, rope, dtype=dtype).chunk(2, -1)
+        q = backend.turn_and_store(
+            case.q[..., : 128 + rope].contiguous(), case.k.flatten(1).contiguous(), rotation,
+            torch.zeros(rank, dtype=dtype), 1e-6, cache, case.batch,
+        )  # fmt: skip
+        backend.attend(q, cache, replace(case.batch, attention=backend.prepare(case.batch)))
 
 
 def run_rotation(backend: TritonBackend, case: Case):
@@ -371,6 +398,8 @@ def name_of(kernel, options):
         groups = "_in_32s" if options["GROUP"] == 32 else ""
         gated = "gated_" if options["ACTIVATION"] else ""
         return f"{gated}{options['FORM']}{groups}_gemm_{options['M']}"
+    if name == "latent_kernel":
+        return f"latent_{'decode' if options['A'].split else 'prompt'}_{options['HEADS']}"
     if name == "sample_kernel":
         return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"
     return name

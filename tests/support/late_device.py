@@ -46,7 +46,7 @@ class GraphSafeNaive(NaiveBackend):
         return torch.einsum("skrc,sckd->skrd", scores.softmax(-1), v).flatten(1, 2)
 
 
-def make_graph_safe(name, *, device, dtype, head_dim, block_size, kv_dtype, deterministic):
+def make_graph_safe(name, *, device, dtype, head_dim, block_size, kv_dtype, deterministic, latent):
     """In place of `make_backend`; whatever else an engine asks for must be off."""
-    assert kv_dtype == dtype and not deterministic, (kv_dtype, deterministic)
+    assert kv_dtype == dtype and not (deterministic or latent), (kv_dtype, deterministic, latent)
     return GraphSafeNaive(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)

@@ -1,0 +1,360 @@
+"""TritonLatentBackend: paged attention over latents on CUDA, in the absorbed form.
+
+`attention.make_backend` makes it for a model with latent attention; `models/latent.py` says what
+that is. A token has one row in the cache, which serves all heads: a key, whose first numbers are
+the value too. So a tile of rows is heads of a token, or of a few tokens, and what a program reads
+from the cache it reads once for keys and values.
+
+    row in the cache   [ latent: rank numbers | turned: rope numbers ]
+    scores             query latent . latent + query turned . turned
+    out                softmax(scores) . latent                              [T, H, rank]
+
+    turn and store (all tokens) -> attend (decodes, split contexts) -> merge their splits
+                                -> attend (prompts)
+
+Prompts take the same kernel with other tiles. With 512 + 64 numbers a score and its part of the
+result are 2,176 floating-point operations a head; keys and values made for each head would need
+640, and 262,144 more for each head and each token of the context, in every chunk anew.
+
+A second kernel merges splits. Why not the program that comes last, as in `triton_kernels.py`: the
+16 heads of a tile have 32 KiB of results a split, and one program would add them up for longer than
+all of them together read the context.
+
+The kernels have been run in Triton's interpreter and compiled ahead of time; they have not run on a
+GPU yet.
+
+Source: the absorbed form is DeepSeek-V2's (arXiv 2405.04434), appendix C; splits as in
+`triton_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoengine.attention.base import AttentionSpec, LayerCache, Rotation
+from nanoengine.attention.batch import Batch
+from nanoengine.attention.triton import (
+    KernelConfig,
+    Splits,
+    Strides,
+    TritonBackend,
+    cache_constants,
+)
+from nanoengine.attention.triton_kernels import (
+    MIN_SCORE,
+    AttentionConstants,
+    CacheConstants,
+    TileConfig,
+    combine,
+    load_keys,
+    sequence_of_tile,
+    split_keys,
+    tile_blocks,
+)
+from nanoengine.kernels.launch import (
+    Constants,
+    after_the_kernel_ahead,
+    cdiv,
+    launch,
+    next_power_of_2,
+)
+
+TURNED_ROWS = 16
+"""Heads that a program turns."""
+
+
+@triton.jit
+def turn(place, target, cosine, sine, inside, ROPE: tl.constexpr, dims):
+    """(a, b) -> (a cos - b sin, b cos + a sin) of the halves of ROPE numbers, for each row."""
+    first = tl.load(place + dims, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(place + ROPE // 2 + dims, mask=inside, other=0.0).to(tl.float32)
+    kind = target.dtype.element_ty
+    tl.store(target + dims, (first * cosine - second * sine).to(kind), mask=inside)
+    tl.store(target + ROPE // 2 + dims, (second * cosine + first * sine).to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+def turn_latents_kernel(
+    q, heads, vectors, cos, sin, weight, cache, slot_mapping,
+    Q_HEAD: tl.constexpr, HEAD: tl.constexpr, STILL: tl.constexpr, VECTOR: tl.constexpr,
+    COS_TOKEN: tl.constexpr, SIN_TOKEN: tl.constexpr, CACHE: tl.constexpr,
+    NUM_HEADS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+    ROPE: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """Turns the last ROPE numbers of one token's heads [T, H, HEAD] into those of q [T, H, Q_HEAD],
+    behind RANK; norms the latent of its vector, turns what is behind, and stores both.
+
+    Grid: [T, 1 + H / ROWS rounded up]; the first program of a token has the vector. WIDTH and HALF
+    are RANK and ROPE / 2 rounded up to powers of two.
+    """
+    after_the_kernel_ahead(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, HALF)[None, :]
+    inside = dims < ROPE // 2
+    cosine = tl.load(cos + token * COS_TOKEN + dims, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sin + token * SIN_TOKEN + dims, mask=inside, other=0.0).to(tl.float32)
+    if tl.program_id(1) == 0:
+        slot = tl.load(slot_mapping + token)
+        block, offset = slot // CACHE.block_size, slot % CACHE.block_size
+        row, line = vectors + token * VECTOR, cache + block * CACHE.k_block
+        line += offset * CACHE.k_token
+        columns = tl.arange(0, WIDTH)
+        mask = columns < RANK
+        value = tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
+        normed = value * tl.rsqrt(tl.sum(value * value, 0) / RANK + EPS)
+        # The weight's dtype says where to round: see `layers/kernels.py`.
+        normed = normed.to(weight.dtype.element_ty).to(tl.float32)
+        normed = normed * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(line + columns, normed.to(cache.dtype.element_ty), mask=mask)
+        turn(row + RANK, line + RANK, cosine, sine, inside, ROPE, dims)
+    else:
+        rows = (tl.program_id(1) - 1) * ROWS + tl.arange(0, ROWS)[:, None]
+        place = heads + (token * NUM_HEADS + rows) * HEAD + STILL
+        target = q + (token * NUM_HEADS + rows) * Q_HEAD + RANK
+        turn(place, target, cosine, sine, inside & (rows < NUM_HEADS), ROPE, dims)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_decodes", "num_prefills", "max_splits"],
+    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
+)
+def latent_kernel(
+    out, part_out, part_lse, q, cache, block_tables, query_start_loc, seq_lens,
+    table_stride, num_decodes, num_prefills, max_splits,
+    CACHE: tl.constexpr, A: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """Attention of a tile of rows, heads of the tokens of one sequence. Grid: [tiles * H / A.group
+    rounded up, programs].
+
+    With A.split a tile is a decode, whose programs take its splits in turn; what is written of more
+    than one is as in `decode_kernel`. Without, tiles are found as those of `varlen_kernel`. TURNED:
+    A for the turned numbers, which lie behind the latent.
+    """
+    after_the_kernel_ahead(EARLY)
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    TILE_TOKENS: tl.constexpr = A.m // A.group
+    HEAD_TILES: tl.constexpr = (HEADS + A.group - 1) // A.group
+    tile, head_tile = tl.program_id(0) // HEAD_TILES, tl.program_id(0) % HEAD_TILES
+    if A.split > 0:
+        seq, query_start, query_len, tile_start = tile, tile, 1, 0
+    else:
+        tile = tl.num_programs(0) // HEAD_TILES - 1 - tile
+        seq, first_tile = sequence_of_tile(
+            query_start_loc, tile, num_decodes, num_prefills, TILE_TOKENS
+        )
+        query_start = tl.load(query_start_loc + seq)
+        query_len = tl.load(query_start_loc + seq + 1) - query_start
+        tile_start = (tile - first_tile) * TILE_TOKENS
+    if tile_start < query_len:
+        seq_len = tl.load(seq_lens + seq)
+        rows = tl.arange(0, A.m)
+        tokens = tile_start + rows // A.group
+        heads = head_tile * A.group + rows % A.group
+        inside = (rows < TILE_TOKENS * A.group) & (tokens < query_len) & (heads < HEADS)
+        token_rows = (query_start + tokens).to(tl.int64)
+        dims, turned_dims = tl.arange(0, A.dim)[None, :], tl.arange(0, TURNED.dim)[None, :]
+        mask = inside[:, None] & (dims < A.head_dim)
+        place = (q + token_rows * A.q_token + heads * A.q_head)[:, None]
+        query = tl.load(place + dims, mask=mask, other=0.0)
+        of_turned = inside[:, None] & (turned_dims < TURNED.head_dim)
+        query_turned = tl.load(place + A.head_dim + turned_dims, mask=of_turned, other=0.0)
+        positions = seq_len - query_len + tokens
+        last = seq_len - query_len + tl.minimum(tile_start + TILE_TOKENS, query_len)
+        table = block_tables + seq.to(tl.int64) * table_stride
+        size, num_splits = last, 1
+        if A.split > 0:
+            _, size, _, num_splits = split_keys(seq_len, A)
+        for split in range(tl.program_id(1), num_splits, tl.num_programs(1)):
+            end = tl.minimum(split * size + size, last)
+            acc = tl.full([A.m, A.dim], 0, tl.float32)
+            total = tl.full([A.m, A.n], 0, tl.float32)
+            high = tl.full([A.m], MIN_SCORE, tl.float32)
+            blocks = tile_blocks(table, split * size, end, CACHE.block_size, A.n)
+            for first in range(split * size, end, A.n):
+                latent = load_keys(
+                    cache, blocks, first, 0, end, CACHE.k_block, CACHE.k_token,
+                    CACHE.block_size, A, True,
+                )  # fmt: skip
+                turned = load_keys(
+                    cache + A.head_dim, blocks, first, 0, end, CACHE.k_block, CACHE.k_token,
+                    CACHE.block_size, TURNED, True,
+                )  # fmt: skip
+                scores = tl.dot(query, tl.trans(latent), input_precision="ieee")
+                scores = tl.dot(query_turned, tl.trans(turned), scores, input_precision="ieee")
+                visible = (first + tl.arange(0, A.n))[None, :] <= positions[:, None]
+                scores = tl.where(visible, scores * (A.scale * LOG2_E), float("-inf"))
+                new_high = tl.maximum(high, tl.max(scores, 1))
+                weights = tl.exp2(scores - new_high[:, None])
+                shrink = tl.exp2(high - new_high)
+                total = total * shrink[:, None] + weights
+                acc = tl.dot(
+                    weights.to(latent.dtype), latent, acc * shrink[:, None], input_precision="ieee"
+                )
+                high = new_high
+                blocks = tile_blocks(table, first + A.n, end, CACHE.block_size, A.n)
+            sums = tl.sum(total, 1)
+            result = acc / sums[:, None]
+            if num_splits == 1:
+                place = (out + token_rows * A.o_token + heads * A.o_head)[:, None]
+                tl.store(place + dims, result.to(out.dtype.element_ty), mask=mask)
+            else:
+                part = (seq.to(tl.int64) * HEADS + heads) * max_splits + split
+                tl.store(part_lse + part, high + tl.log2(sums), mask=inside)
+                tl.store(part_out + part[:, None] * A.head_dim + dims, result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens"])
+def merge_latents_kernel(
+    out, part_out, part_lse, seq_lens, max_splits, A: tl.constexpr, EARLY: tl.constexpr = False
+):
+    """Adds up the splits of one head of one decode, where there are several. Grid: [H, S]."""
+    after_the_kernel_ahead(EARLY)
+    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), A)
+    if num_splits > 1:
+        part = (seq * tl.num_programs(0) + head) * max_splits
+        row = out + seq * A.o_token + head * A.o_head
+        combine(row, part_out, part_lse, part, num_splits, out, A)
+
+
+@functools.cache
+def latent_config(arch: int, num_heads: int, dtype: torch.dtype) -> KernelConfig:
+    """Tile sizes for a GPU of compute capability `arch`; see `triton.kernel_config`.
+
+    Why no more than 32 rows: 64 spill, with any number of warps. Why no fewer for prompts and many
+    heads: each tile of rows reads the whole context anew, if from the L2 cache.
+    """
+    if dtype == torch.float32:
+        prefill, decode = TileConfig(16, 16, 8, 1), TileConfig(16, 16, 16, 1)
+    else:
+        prefill = TileConfig(32, 32, 8, 3 if arch in (80, 90, 100, 103) else 2)
+        few = TileConfig(16, 32, 4, 3 if arch in (90, 100, 103) else 2)
+        decode = few if num_heads <= 16 else prefill
+    # Why longer for many heads: each of them writes its part of the result, in float32.
+    return KernelConfig(prefill, decode, split_tokens=256 if num_heads <= 32 else 512)
+
+
+@functools.cache
+def latent_constants(
+    heads: int, rank: int, rope: int, scale: float, q: Strides, out: Strides,
+    cache: CacheConstants, tile: TileConfig, splits: tuple[int, ...],
+) -> tuple[Constants, Constants]:  # fmt: skip
+    """Of `latent_kernel` and of `merge_latents_kernel`; `splits` are those of `KernelConfig`."""
+    attention = AttentionConstants(
+        *q[:2], *out[:2], scale, 0.0, 0, min(heads, tile.rows), False, rank, padded(rank),
+        tile.rows, tile.keys, *splits,
+    )  # fmt: skip
+    turned = attention._replace(head_dim=rope, dim=padded(rope))
+    constants = Constants(
+        CACHE=cache, A=attention, TURNED=turned, HEADS=heads, num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    return constants, Constants(A=attention, num_warps=4)
+
+
+def padded(size: int) -> int:
+    """Numbers of a row in a tile: 16 are the least of tl.dot."""
+    return max(16, next_power_of_2(size))
+
+
+@functools.cache
+def turn_constants(
+    heads: int, still: int, rank: int, rope: int, eps: float, cos: Strides, sin: Strides,
+    cache: CacheConstants,
+) -> Constants:  # fmt: skip
+    """Of `turn_latents_kernel`, for contiguous heads and vectors."""
+    return Constants(
+        Q_HEAD=rank + rope, HEAD=still + rope, STILL=still, VECTOR=rank + rope,
+        COS_TOKEN=cos[0], SIN_TOKEN=sin[0], CACHE=cache, NUM_HEADS=heads, RANK=rank,
+        WIDTH=next_power_of_2(rank), ROPE=rope, HALF=next_power_of_2(rope // 2), ROWS=TURNED_ROWS,
+        EPS=eps, num_warps=2,
+    )  # fmt: skip
+
+
+class TritonLatentBackend(TritonBackend):
+    """Attention whose values are parts of their keys, for one KV head and any number of heads.
+
+    Raises:
+        ConfigError: what `TritonBackend` raises it for, but other head dims.
+    """
+
+    head_dims: ClassVar[tuple[int, int]] = (2, 640)
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+        """Writes k [T, 1, rank + rope], of which v is a part."""
+        cache.k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping[cache.spec.group], k)
+
+    def turn_and_store(
+        self, heads: torch.Tensor, vectors: torch.Tensor, rotation: Rotation, weight: torch.Tensor,
+        eps: float, cache: LayerCache, batch: Batch,
+    ) -> torch.Tensor:  # fmt: skip
+        """Queries [T, H, rank + rope] of which the turned numbers are there, from heads
+        [T, H, still + rope]; norms and turns vectors [T, rank + rope], and stores them."""
+        k_cache, _, spec = cache
+        rank, (cos, sin) = spec.value_dim, rotation
+        assert rank is not None and heads.is_contiguous() and vectors.is_contiguous()
+        num_tokens, num_heads, size = heads.shape
+        rope = spec.head_dim - rank
+        q = heads.new_empty(num_tokens, num_heads, spec.head_dim)
+        launch(
+            turn_latents_kernel, (num_tokens, 1 + cdiv(num_heads, TURNED_ROWS)),
+            turn_constants(
+                num_heads, size - rope, rank, rope, eps, cos.stride(), sin.stride(),
+                cache_constants(k_cache, k_cache),
+            ),
+            q, heads, vectors, cos, sin, weight, k_cache, batch.slot_mapping[spec.group],
+        )  # fmt: skip
+        return q
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
+        """Queries [T, H, rank + rope] -> [T, H, rank]."""
+        k_cache, _, spec = cache
+        rank = spec.value_dim
+        assert rank is not None
+        out = q.new_empty(len(q), spec.num_heads, rank)
+        table, lens = batch.block_tables[spec.group], batch.seq_lens
+        config, num_prefills = self._config(spec), batch.num_seqs - batch.num_decodes
+        of_layer = spec.num_heads, rank, spec.head_dim - rank, spec.scale
+        strides = q.stride(), out.stride(), cache_constants(k_cache, k_cache)
+        if batch.num_decodes:
+            of_step: dict[Any, Splits] = batch.attention  # type: ignore[assignment]
+            head_tiles = cdiv(spec.num_heads, config.decode.rows)
+            splits = of_step.get(spec.group)
+            if splits is None:
+                as_tiles = replace(spec, num_kv_heads=head_tiles, head_dim=rank)
+                splits = of_step[spec.group] = self._splits(batch, as_tiles)
+            attending, merging = latent_constants(
+                *of_layer, *strides, config.decode, (config.split_tokens, config.max_splits)
+            )
+            launch(
+                latent_kernel, (head_tiles * batch.num_decodes, splits.grid[2]), attending,
+                out, splits.part_out, splits.part_lse, q, k_cache, table, batch.query_start_loc,
+                lens, table.stride(0), 0, 0, splits.max_splits,
+            )  # fmt: skip
+            if splits.max_splits > 1:
+                launch(
+                    merge_latents_kernel, (spec.num_heads, batch.num_decodes), merging,
+                    out, splits.part_out, splits.part_lse, lens, splits.max_splits,
+                )  # fmt: skip
+        if num_prefills:
+            group = min(spec.num_heads, config.prefill.rows)
+            tokens = batch.num_tokens - batch.num_decodes
+            tiles = tokens // (config.prefill.rows // group) + num_prefills
+            constants, _ = latent_constants(*of_layer, *strides, config.prefill, ())
+            launch(
+                latent_kernel, (tiles * cdiv(spec.num_heads, group), 1), constants,
+                out, out, out, q, k_cache, table, batch.query_start_loc, lens, table.stride(0),
+                batch.num_decodes, num_prefills, 1,
+            )  # fmt: skip
+        return out
+
+    def _config(self, spec: AttentionSpec) -> KernelConfig:
+        return latent_config(self.arch, spec.num_heads, self.dtype)
