@@ -65,7 +65,7 @@ def uniform_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype
     if dtype == torch.float32:
         return UniformConfig(rows, keys=16, warps=8, stages=2)
     if dim > 128:
-        return UniformConfig(rows, keys=32, warps=8, stages=2)
+        return UniformConfig(rows, keys=16 if dim > 256 else 32, warps=8, stages=2)
     return UniformConfig(rows, keys=32, warps=4, stages=4 if arch in (80, 90, 100, 103) else 3)
 
 

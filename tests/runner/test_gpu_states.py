@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.guards(
         "nanoengine/*/triton*.py",
         "nanoengine/models/states.py",
+        "nanoengine/models/mamba.py",
         "nanoengine/runner/states.py",
         "nanoengine/runner/decode_step.py",
         "nanoengine/runner/graphs.py",
@@ -39,7 +40,13 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("family", "case"), [("qwen3_5", "chunks"), *(("lfm2", case) for case in CASES)]
+    ("family", "case"),
+    [
+        *(("lfm2", case) for case in CASES),
+        *((family, "chunks") for family in ("qwen3_5", "falcon_h1", "nemotron_h")),
+        *(("bamba", case) for case in ("hits", "small")),
+        ("granite_hybrid", "forks"),
+    ],
 )
 def test_tokens_are_those_of_the_cpu(family, case):
     options, params = CASES[case]

@@ -39,6 +39,7 @@ from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import (
     triton_gemm,
+    triton_mamba,
     triton_routing,
     triton_rows,
     triton_sampling,
@@ -50,7 +51,9 @@ from nanoengine.kernels.launch import early
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
+from nanoengine.layers.mamba2 import MambaSpans, MambaTokens
 from nanoengine.layers.triton_experts import TritonExperts
+from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
@@ -78,7 +81,7 @@ def caught_launches():
     for module in (
         store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels,
         triton_routing, triton_rows, triton_sampling, triton_states,
-        quantized_kernels,
+        triton_mamba, quantized_kernels,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
@@ -109,6 +112,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     with caught_launches() as caught:
         if what == "states":
             run_states(dtype)
+            run_mamba(dtype)
             return caught
         backend = TritonBackend(
             device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim,
@@ -132,6 +136,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             run_sampling(dtype)
             run_rows(block_size)
             run_states(dtype)
+            run_mamba(dtype)
     return caught
 
 
@@ -246,6 +251,35 @@ def run_states(dtype):
     delta.scan(DeltaSpans(qkv, gates, gates, states, wave), torch.zeros(100, 32, 128))
 
 
+def run_mamba(dtype):
+    """Mamba layers: one of 128 heads and a group (Bamba), and in 16 bits one with the largest
+    states there are (Falcon-H1)."""
+    for heads, groups, key, value in ((128, 1, 128, 64), (32, 1, 256, 128)):
+        if key > 128 and dtype == torch.float32:
+            continue
+        inner, slots = heads * value, torch.zeros(1, dtype=torch.int64)
+        plan = replace(
+            delta_plan(groups, heads, key_dim=key, value_dim=value), kind="mamba",
+            channels=inner + 2 * groups * key, norm="behind",
+        )  # fmt: skip
+        states, gates = torch.zeros(2, plan.size), torch.zeros(100, heads)
+        conv = CausalConv(
+            4, plan.channels, bias=True, picked=(plan.channels, torch.arange(plan.channels)),
+            context=make_context(dtype),
+        )  # fmt: skip
+        conv.bind(states[:, -3 * plan.channels :])
+        weight, xbc = torch.zeros(inner, dtype=dtype), torch.zeros(100, plan.channels, dtype=dtype)
+        mamba = TritonMamba(plan, conv, gates[0], gates[0], gates[0], weight, 1e-6)
+        mamba.gates(gates.to(dtype))
+        mamba.gated(torch.zeros(100, inner), torch.zeros(100, inner, dtype=dtype))
+        mamba.steps(MambaTokens(xbc[:1], gates[:1], gates[:1], states, slots, slots))
+        pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+        wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
+        mamba.scans(
+            MambaSpans(xbc, gates, gates, states, wave), torch.zeros(100, heads, value)
+        )
+
+
 def bind(kernel, args, options, backend):
     """A launch as Triton's own binder takes it: types and attributes of the arguments, constants.
 
@@ -333,6 +367,8 @@ def name_of(kernel, options):
         return {16: "narrow_", 128: "wide_"}.get(options["M"], "") + name
     if name in ("route_kernel", "align_kernel"):
         return f"{name}_{options['EXPERTS']}"
+    if name.startswith("mamba"):
+        return name + {256: "_256", 4096: "_256"}.get(options.get("KEY", options.get("SIZE")), "")
     if name == "quantized_gemm_kernel":
         groups = "_in_32s" if options["GROUP"] == 32 else ""
         return f"{options['FORM']}{groups}_gemm_{options['M']}"

@@ -406,13 +406,8 @@ family that a multimodal checkpoint's text part is of."""
 EAGER = ("gemma2", "gpt_oss", "vaultgemma")
 """Those whose attention transformers has in plain torch alone."""
 
-CPU_FAMILIES = (
-    "bamba", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma4", "gemma4_moe", "gemma4_unified",
-    "gemma4_unified_vision", "gemma4_vision", "glm4_moe_lite", "granite_hybrid", "minicpm3",
-    "nemotron_h", "youtu",
-)  # fmt: skip
-"""Those that other devices refuse by name: they attend over latents, have Mamba layers, or layers
-that differ."""
+CPU_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+"""Those that other devices refuse by name: they attend over latents."""
 
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
