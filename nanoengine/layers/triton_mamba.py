@@ -1,7 +1,7 @@
 """TritonMamba: the rule, the gates and the norm of a MambaMixer, by Triton.
 
 Put in place by `TritonKernels.fuse` once a model is loaded. The readable forms are the methods of
-`MambaMixer` of the same names. This file chooses grids and widths; the arithmetic is in
+`MambaMixer` that each names. This file chooses grids and widths; the arithmetic is in
 `kernels/triton_mamba.py`.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
@@ -16,6 +16,7 @@ from nanoengine.kernels import triton_mamba as kernels
 from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import CHUNK
+from nanoengine.layers.layer import Layer
 from nanoengine.layers.mamba2 import MambaSpans, MambaTokens
 from nanoengine.layers.triton_states import TritonConv, width_of
 
@@ -32,41 +33,30 @@ class TritonMamba:
     Args:
         plan: of this rank's part of the layer.
         conv: its convolution.
-        states: all of its states, as its `bind` had them.
-        a_log, dt_bias, d: of each head, [H].
-        weight: of its norm, where it has one; eps: of that.
+        heads: with `a_log`, `dt_bias` and `d`, [H] each.
+        norm: with `weight` and `eps`, where the layer has one.
     """
 
-    def __init__(
-        self,
-        plan: StatePlan,
-        conv: CausalConv,
-        a_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-        d: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float,
-    ) -> None:
-        self.plan, self.conv, self.heads = plan, TritonConv(conv), (a_log, dt_bias)
-        self.d, self.weight, self.eps = d, weight, eps
+    def __init__(self, plan: StatePlan, conv: CausalConv, heads: Layer, norm: Layer | None) -> None:
+        self.plan, self.conv, self.heads, self.norm = plan, TritonConv(conv), heads, norm
 
     def gates(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `MambaHeads.forward`."""
         count, heads = dt.shape
         assert dt.stride(1) == 1, "rows must be contiguous"
         least, most = self.plan.step_limits
-        out, decay = (torch.empty(dt.shape, dtype=self.d.dtype, device=dt.device) for _ in range(2))
+        out, decay = (torch.empty(dt.shape, dtype=self.heads.d.dtype, device=dt.device) for _ in range(2))
         launch(
             kernels.mamba_gates_kernel, (count,),
             constants(
                 RAW_ROW=dt.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), LEAST=least,
                 MOST=most, num_warps=1,
             ),
-            out, decay, dt, *self.heads,
+            out, decay, dt, self.heads.a_log, self.heads.dt_bias,
         )  # fmt: skip
         return out, decay
 
-    def steps(self, tokens: MambaTokens) -> torch.Tensor:
+    def step(self, tokens: MambaTokens) -> torch.Tensor:
         """See `MambaMixer.steps`."""
         xbc, dt, decay, states, reads, writes = tokens
         mixed = self.conv.step(xbc, reads, writes)
@@ -76,11 +66,11 @@ class TritonMamba:
         launch(
             kernels.mamba_step_kernel, (*dt.shape, cdiv(value, width)),
             constants(**sizes, KEYS=next_power_of_2(self.plan.key_dim), WIDTH=width, num_warps=4),
-            out, mixed, dt, decay, self.d, states, reads, writes,
+            out, mixed, dt, decay, self.heads.d, states, reads, writes,
         )  # fmt: skip
         return out
 
-    def scans(self, spans: MambaSpans, out: torch.Tensor) -> None:
+    def scan(self, spans: MambaSpans, out: torch.Tensor) -> None:
         """See `MambaMixer.scans`; all spans at once."""
         xbc, dt, decay, states, wave = spans
         mixed = torch.empty(xbc.shape, dtype=xbc.dtype, device=xbc.device)
@@ -96,12 +86,12 @@ class TritonMamba:
                 **self._sizes(states), P=CHUNK, K=SCAN_KEYS, WIDTH=width, num_warps=4, num_stages=1,
                 PRECISION="tf32x3" if exact else "tf32",
             ),
-            out, states, mixed, dt, decay, self.d, pieces, firsts,
+            out, states, mixed, dt, decay, self.heads.d, pieces, firsts,
         )  # fmt: skip
 
     def gated(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """See `MambaMixer.gated`."""
-        groups, norm = self.plan.num_key_heads, self.plan.norm or ""
+        groups, norm = self.plan.num_key_heads, self.norm
         size = x.shape[1] // groups
         assert x.is_contiguous() and z.stride(1) == 1, "rows must be contiguous"
         out = torch.empty(x.shape, dtype=z.dtype, device=z.device)
@@ -109,9 +99,9 @@ class TritonMamba:
             kernels.mamba_norm_kernel, (len(x), groups),
             constants(
                 GATE_ROW=z.stride(0), GROUPS=groups, SIZE=size, WIDTH=next_power_of_2(size),
-                NORM=norm, EPS=self.eps, num_warps=min(8, max(1, next_power_of_2(size) // 256)),
+                NORM=self.plan.norm or "", EPS=0.0 if norm is None else norm.eps, num_warps=min(8, max(1, next_power_of_2(size) // 256)),
             ),
-            out, x, z, x if self.weight is None else self.weight,
+            out, x, z, x if norm is None else norm.weight,
         )  # fmt: skip
         return out
 

@@ -56,7 +56,7 @@ class MambaMixer(StateLayer):
             own = mixed[0] * plan.num_key_heads, plan.key_dim * plan.num_key_heads
             counts = torch.tensor([own[0], own[0], own[1], own[1], plan.num_value_heads])
             each = torch.tensor(config.plan.factors.projected, dtype=torch.float64)
-            self.factors = each.repeat_interleave(counts).to(context.dtype)
+            self.factors = each.repeat_interleave(counts).to(context.device, context.dtype)
         channels = pick_rows(mixed, groups, shard, merged=False)
         self.conv1d = CausalConv(
             plan.kernel, plan.channels, bias=plan.conv_bias, picked=channels, context=context

@@ -110,33 +110,24 @@ class TritonKernels(Kernels):
                 if TritonExperts.takes(mlp.experts):
                     mlp.routed = TritonExperts(mlp.gate, mlp.experts)
         if model.config.states is not None:
-            fuse_states(model)
+            from nanoengine.layers import triton_states
+            from nanoengine.models.states import GatedDeltaNet
 
+            for mixer in model.state_layers:
+                if isinstance(mixer, GatedDeltaNet):
+                    kernel = triton_states.TritonDelta(mixer.plan, mixer.conv1d)
+                    decays = mixer.decay.a_log, mixer.decay.dt_bias
+                    mixer.gates_of = functools.partial(triton_states.delta_gates, *decays)
+                    mixer.norm_of = functools.partial(triton_states.gate_norm, mixer.norm.weight)
+                elif mixer.plan.kind == "mamba":
+                    from nanoengine.layers.triton_mamba import TritonMamba
 
-def fuse_states(model: CausalLM) -> None:
-    """Layers that keep states take their kernels."""
-    from nanoengine.layers import triton_states
-    from nanoengine.models.states import GatedDeltaNet
-
-    for mixer in model.state_layers:
-        if mixer.plan.kind == "mamba":
-            from nanoengine.layers.triton_mamba import TritonMamba
-
-            heads, norm = (mixer.heads.a_log, mixer.heads.dt_bias, mixer.heads.d), mixer.norm
-            of_norm = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            kernel = TritonMamba(mixer.plan, mixer.conv1d, *heads, *of_norm)
-            mixer.one_token_each, mixer.several_tokens_each = kernel.steps, kernel.scans
-            mixer.gates_of, mixer.gated_of = kernel.gates, kernel.gated
-        elif isinstance(mixer, GatedDeltaNet):
-            kernel = triton_states.TritonDelta(mixer.plan, mixer.conv1d)
-            decays = mixer.decay.a_log, mixer.decay.dt_bias
-            mixer.gates_of = functools.partial(triton_states.delta_gates, *decays)
-            mixer.norm_of = functools.partial(triton_states.gate_norm, mixer.norm.weight)
-            mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan
-        else:
-            kernel = triton_states.TritonConv(mixer.conv)
-            mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan
-        mixer.graph_safe = True
+                    kernel = TritonMamba(mixer.plan, mixer.conv1d, mixer.heads, mixer.norm)
+                    mixer.gates_of, mixer.gated_of = kernel.gates, kernel.gated
+                else:
+                    kernel = triton_states.TritonConv(mixer.conv)
+                mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan
+                mixer.graph_safe = True
 
 
 Strides = tuple[int, ...]

@@ -39,9 +39,7 @@ def pair(groups: int, dtype: torch.dtype = torch.float32, **changes) -> tuple:
         parameter.data.normal_()
     mixer = mixer.to(DEVICE)
     mixer.bind(torch.randn(9, plan.size, device=DEVICE))
-    heads, norm = mixer.heads, mixer.norm
-    of_norm = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    kernel = TritonMamba(plan, mixer.conv1d, heads.a_log, heads.dt_bias, heads.d, *of_norm)
+    kernel = TritonMamba(plan, mixer.conv1d, mixer.heads, mixer.norm)
     return mixer, kernel
 
 
@@ -59,7 +57,7 @@ def test_single_tokens_give_what_plain_steps_give(groups, key_dim):
     tokens = MambaTokens(*steps_of(mixer, 3), mixer.rows, reads, writes)
     expected, states = mixer.steps(tokens), mixer.rows
     mixer.bind(kept)
-    torch.testing.assert_close(kernel.steps(tokens._replace(states=kept)), expected, **CLOSE)
+    torch.testing.assert_close(kernel.step(tokens._replace(states=kept)), expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
 
@@ -73,7 +71,7 @@ def test_spans_give_what_each_gives_alone(groups, key_dim):
     mixer.scans(spans, expected)
     states = mixer.rows
     mixer.bind(kept)
-    kernel.scans(spans._replace(states=kept), found)
+    kernel.scan(spans._replace(states=kept), found)
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
@@ -105,5 +103,5 @@ def test_padding_writes_nothing():
     mixer, kernel = pair(2)
     mixer.rows.zero_()
     slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    kernel.steps(MambaTokens(*steps_of(mixer, 2), mixer.rows, slots, slots))
+    kernel.step(MambaTokens(*steps_of(mixer, 2), mixer.rows, slots, slots))
     assert not mixer.rows.any()

@@ -6,8 +6,8 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, states, experts, quantized, attention, or fp8: attention over an fp8 cache. The last
-two have sinks.
+`what` is all, states, experts, quantized, attention, heads: attention that is deterministic too, or
+fp8: the same over an fp8 cache. The last three have sinks.
 """
 
 from __future__ import annotations
@@ -268,14 +268,17 @@ def run_mamba(dtype):
             context=make_context(dtype),
         )  # fmt: skip
         conv.bind(states[:, -3 * plan.channels :])
-        weight, xbc = torch.zeros(inner, dtype=dtype), torch.zeros(100, plan.channels, dtype=dtype)
-        mamba = TritonMamba(plan, conv, gates[0], gates[0], gates[0], weight, 1e-6)
+        xbc, head = torch.zeros(100, plan.channels, dtype=dtype), gates[0]
+        norm = types.SimpleNamespace(weight=torch.zeros(inner, dtype=dtype), eps=1e-6)
+        mamba = TritonMamba(
+            plan, conv, types.SimpleNamespace(a_log=head, dt_bias=head, d=head), norm
+        )
         mamba.gates(gates.to(dtype))
         mamba.gated(torch.zeros(100, inner), torch.zeros(100, inner, dtype=dtype))
-        mamba.steps(MambaTokens(xbc[:1], gates[:1], gates[:1], states, slots, slots))
+        mamba.step(MambaTokens(xbc[:1], gates[:1], gates[:1], states, slots, slots))
         pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
         wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
-        mamba.scans(
+        mamba.scan(
             MambaSpans(xbc, gates, gates, states, wave), torch.zeros(100, heads, value)
         )
 
