@@ -6,8 +6,8 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, states, experts, quantized, attention, heads: attention that is deterministic too, or
-fp8: the same over an fp8 cache. The last three have sinks.
+`what` is all, states, experts, quantized, attention, fp8: over an fp8 cache, with what is
+deterministic too, or heads: the same over one that is not. `attention` and fp8 have sinks.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
         head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
-        sinks=None if what == "all" else 1.0,
+        sinks=None if what in ("all", "heads") else 1.0,
     )  # fmt: skip
     with caught_launches() as caught:
         if what == "states":
