@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_states import PIECE, _activated, _silu
+from nanoengine.kernels.triton_states import PIECE, _activated
 
 
 @triton.jit

@@ -23,8 +23,8 @@ from nanoengine.layers.triton_states import TritonConv, width_of
 STEP_WIDTH = 32
 """Columns of a matrix that one program of a step holds, with all of its rows: 16 KiB of 128."""
 SCAN_WIDTH, SCAN_KEYS = 32, 16
-"""Columns that a program takes through all pieces, and how many rows of b and c at once. In float32,
-whose products take three times the registers, half the columns."""
+"""Columns that a program takes through all pieces, and how many rows of b and c at once. In
+float32, whose products take three times the registers, half the columns."""
 
 
 class TritonMamba:
@@ -45,7 +45,9 @@ class TritonMamba:
         count, heads = dt.shape
         assert dt.stride(1) == 1, "rows must be contiguous"
         least, most = self.plan.step_limits
-        out, decay = (torch.empty(dt.shape, dtype=self.heads.d.dtype, device=dt.device) for _ in range(2))
+        out, decay = (
+            torch.empty(dt.shape, dtype=self.heads.d.dtype, device=dt.device) for _ in range(2)
+        )
         launch(
             kernels.mamba_gates_kernel, (count,),
             constants(
@@ -91,17 +93,20 @@ class TritonMamba:
 
     def gated(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """See `MambaMixer.gated`."""
-        groups, norm = self.plan.num_key_heads, self.norm
+        groups, weight, eps = self.plan.num_key_heads, x, 0.0
+        if self.norm is not None:
+            weight, eps = self.norm.weight, self.norm.eps
         size = x.shape[1] // groups
+        width = next_power_of_2(size)
         assert x.is_contiguous() and z.stride(1) == 1, "rows must be contiguous"
         out = torch.empty(x.shape, dtype=z.dtype, device=z.device)
         launch(
             kernels.mamba_norm_kernel, (len(x), groups),
             constants(
-                GATE_ROW=z.stride(0), GROUPS=groups, SIZE=size, WIDTH=next_power_of_2(size),
-                NORM=self.plan.norm or "", EPS=0.0 if norm is None else norm.eps, num_warps=min(8, max(1, next_power_of_2(size) // 256)),
+                GATE_ROW=z.stride(0), GROUPS=groups, SIZE=size, WIDTH=width, EPS=eps,
+                NORM=self.plan.norm or "", num_warps=min(8, max(1, width // 256)),
             ),
-            out, x, z, x if norm is None else norm.weight,
+            out, x, z, weight,
         )  # fmt: skip
         return out
 

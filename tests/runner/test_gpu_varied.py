@@ -1,5 +1,5 @@
-"""Models whose layers differ, on a GPU that is not there: tokens are those of the CPU; layers of two
-head sizes, in slices that they share, with windows and with keys of an earlier layer."""
+"""Models whose layers differ, on a GPU that is not there: tokens are those of the CPU, by layers of
+two head sizes, in slices that they share, with windows and with keys of an earlier layer."""
 
 from __future__ import annotations
 

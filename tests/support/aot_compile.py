@@ -278,9 +278,7 @@ def run_mamba(dtype):
         mamba.step(MambaTokens(xbc[:1], gates[:1], gates[:1], states, slots, slots))
         pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
         wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
-        mamba.scan(
-            MambaSpans(xbc, gates, gates, states, wave), torch.zeros(100, heads, value)
-        )
+        mamba.scan(MambaSpans(xbc, gates, gates, states, wave), torch.zeros(100, heads, value))
 
 
 def bind(kernel, args, options, backend):
