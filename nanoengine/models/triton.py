@@ -8,8 +8,8 @@ form; tests/layers/test_triton_ops.py compares the two.
 The kernels have run in Triton's interpreter and been compiled ahead of time for sm_80, sm_89 and
 sm_90. They have not run on a GPU yet.
 
-Special: `layers/triton_experts.py` and `layers/triton_states.py`, which are loaded for a model that
-has such layers.
+Special: `layers/triton_experts.py`, `triton_states.py` and `triton_mamba.py` there, which are
+loaded for a model that has such layers.
 """
 
 from __future__ import annotations
