@@ -91,6 +91,10 @@ def kernel_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype)
         # Why small: exact float32 products run on plain cores, from registers.
         prefill = (32, 16, 8 if dim > 128 else 4, 2)
         decode = (16, 4, 2)
+        if dim > 256:
+            prefill, decode = (16, 16, 8, 1), (16, 8, 1)
+    elif dim > 256:
+        prefill, decode = (32, 32 if roomy else 16, 8, 2), (16, 8, 3)
     else:
         if warpgroups:
             prefill = (128, 64 if dim <= 128 else 32, 8, 3)
@@ -227,7 +231,7 @@ class TritonBackend(AttentionBackend):
 
     Raises:
         ConfigError: float64, or another dtype than float16, bfloat16 and float32; a head dim above
-            256; a block size that is no power of two from 16; a device that is no CUDA GPU of
+            512; a block size that is no power of two from 16; a device that is no CUDA GPU of
             compute capability 8.0 or newer; bfloat16 in the interpreter, which computes it wrongly.
     """
 
@@ -235,7 +239,7 @@ class TritonBackend(AttentionBackend):
     kv_layout: ClassVar[KVLayoutName] = "PKD"
     default_block_size: ClassVar[int] = 64
     graph_safe: ClassVar[bool] = True
-    head_dims: ClassVar[tuple[int, int]] = (16, 256)
+    head_dims: ClassVar[tuple[int, int]] = (16, 512)
 
     def __init__(
         self,
@@ -248,7 +252,7 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         _check(device, dtype, head_dim, block_size, *self.head_dims)
         self.deterministic = deterministic
-        self.dtype, self.head_dim = dtype, head_dim
+        self.dtype = dtype
         self.counters = make_counters(device)
         self.arch, self.num_sms = 90, 1  # In the interpreter: any GPU that can do everything.
         if device.type == "cuda":
@@ -345,7 +349,7 @@ class TritonBackend(AttentionBackend):
         table, splits = shared.table, shared.splits
         if self.deterministic:
             group = spec.num_heads // spec.num_kv_heads
-            tile = uniform.uniform_config(self.arch, self.head_dim, group, self.dtype)
+            tile = uniform.uniform_config(self.arch, spec.head_dim, group, self.dtype)
             constants = attention_constants(q, out, cache, tile, tile.split)
             uniform.attend_uniform(
                 out, q, cache, batch, constants, self.num_sms, self.counters, sinks
@@ -374,7 +378,7 @@ class TritonBackend(AttentionBackend):
 
     def _config(self, spec: AttentionSpec) -> KernelConfig:
         group_size = spec.num_heads // spec.num_kv_heads
-        return kernel_config(self.arch, self.head_dim, group_size, self.dtype)
+        return kernel_config(self.arch, spec.head_dim, group_size, self.dtype)
 
 
 def _check(

@@ -61,7 +61,9 @@ class UniformConfig(TileConfig):
 def uniform_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype) -> UniformConfig:
     """Tile sizes: enough rows for prompts, few enough that a decode is not all padding."""
     dim = next_power_of_2(head_dim)
-    rows = max(32, next_power_of_2(group_size))
+    rows = max(32 if dim <= 256 else 16, next_power_of_2(group_size))
+    if dim > 256:
+        return UniformConfig(rows, keys=16, warps=8, stages=1 if dtype == torch.float32 else 2)
     if dtype == torch.float32:
         return UniformConfig(rows, keys=16, warps=8, stages=2)
     if dim > 128:

@@ -105,6 +105,12 @@ class ModelConfig:
         return tuple(n for n in range(self.num_hidden_layers) if n not in aside)
 
     @property
+    def largest_head(self) -> int:
+        """The head dim of the layers that have the largest."""
+        varied = self.plan.varied
+        return self.head_dim if varied is None else max(size for size, _ in varied.shapes)
+
+    @property
     def linear_inputs(self) -> dict[str, int]:
         """How many inputs the linear layers of attention's output and the MLPs have, by key."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}

@@ -55,6 +55,7 @@ class MambaSpans(NamedTuple):
     xbc: torch.Tensor  # [T, channels], before the convolution
     dt: torch.Tensor  # [T, H]
     decay: torch.Tensor  # [T, H]
+    states: torch.Tensor  # all of the layer's, as its `bind` had it
     wave: StateWave
 
 

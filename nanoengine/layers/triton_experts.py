@@ -60,9 +60,10 @@ class TritonExperts:
 
     Attributes:
         graph_safe: nothing here waits for the host.
+        plain: the activation of experts that are not gated, in plain torch; else None.
     """
 
-    graph_safe = True
+    graph_safe, plain = True, None
 
     @staticmethod
     def takes(experts: Experts) -> bool:
@@ -75,7 +76,8 @@ class TritonExperts:
     def __init__(self, router: Router, experts: Experts) -> None:
         all_of_them = list(experts.experts)
         self.router, self.all_reduce = router, experts.all_reduce
-        self.activation = all_of_them[0].activation
+        self.plain = all_of_them[0].plain
+        self.activation = "" if self.plain else all_of_them[0].activation
         self.deterministic = isinstance(all_of_them[0].down, TritonLinear)
         self.gate_up = stacked([each.gate_up for each in all_of_them])
         self.down = stacked([each.down for each in all_of_them])
@@ -89,12 +91,14 @@ class TritonExperts:
         rows = 64
         if not self.deterministic:
             rows = tile_rows(len(x) * moe.num_experts_per_tok / moe.num_experts)
-        first = expert_config(arch, inner, True, x.dtype, rows, self.gate_up.form)
+        first = expert_config(arch, inner, self.plain is None, x.dtype, rows, self.gate_up.form)
         second = expert_config(arch, x.shape[1], False, x.dtype, rows, self.down.form)
         assert first.rows == second.rows, "both products have the same tiles of rows"
         correction = self.router.e_score_correction_bias
         weights, _, places = route(self.router.logits(x), correction, moe, first.rows)
         gated = self._multiply(x, self.gate_up, self.gate_up_bias, places, self.activation, first)
+        if self.plain is not None:
+            gated = self.plain(gated)
         results = self._multiply(gated, self.down, self.down_bias, places, "", second)
         out = torch.empty_like(x)
         size, taken = x.shape[1], weights.shape[1]
@@ -115,7 +119,7 @@ class TritonExperts:
         activation: str,
         config: GemmConfig,
     ) -> torch.Tensor:
-        """Rows of tokens with an activation, else sorted rows; see `expert_gemm_kernel`."""
+        """Rows of tokens, or before `down` sorted rows; see `expert_gemm_kernel`."""
         (experts, rows, in_features), weight, form = stack.shape, stack.weight, stack.form
         outputs, pairs = rows // 2 if activation else rows, len(places[0])
         out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
@@ -126,7 +130,7 @@ class TritonExperts:
             constants(
                 X_ROW=x.stride(0), IN=in_features, OUT=outputs,
                 EXPERTS=experts, WIDTH=next_power_of_2(experts),
-                TAKEN=pairs // len(x), SORTED=not activation,
+                TAKEN=pairs // len(x), SORTED=stack is self.down,
                 M=config.rows, N=config.columns, K=config.inputs,
                 BIAS=bias is not None, ACTIVATION=activation,
                 GROUP=form.group, FORM=form.name, ZEROS=stack.zeros is not None,

@@ -51,6 +51,11 @@ class Both(Layer):
         # Why a tuple: a checkpoint has them as parts of the layer, under names of their own.
         self.parts, self.factors = (mamba, attention), factors
 
+    @property
+    def graph_safe(self) -> bool:
+        """As `StateLayer` has it."""
+        return self.parts[0].graph_safe
+
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:

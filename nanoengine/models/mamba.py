@@ -4,7 +4,7 @@
                               ├─ dt ─────────────────────────┘                │
                               └─ gate z ─ silu ───────────────────────────────*
 
-Taken by `variants.py` for configs that have such layers, on a CPU only.
+Taken by `variants.py` for configs that have such layers.
 
 Legend: T tokens, L rows of logits, G groups, H heads, E / V size of a state's rows / of a head.
 """
@@ -21,7 +21,6 @@ from nanoengine.attention.batch import Batch, StateWave
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import ANY_STEP
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.errors import ConfigError
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import RowParallelLinear
@@ -31,11 +30,7 @@ from nanoengine.models.states import PickedLinear, StateLayer, pick_rows
 
 
 class MambaMixer(StateLayer):
-    """A Mamba-2 layer; ranks part its groups.
-
-    Raises:
-        ConfigError: the device is no CPU.
-    """
+    """A Mamba-2 layer; ranks part its groups."""
 
     name = "mamba"
 
@@ -43,12 +38,6 @@ class MambaMixer(StateLayer):
         super().__init__()
         whole, hidden, shard = config.states, config.hidden_size, context.shard
         assert whole is not None
-        if context.device.type != "cpu":
-            raise ConfigError(
-                f"Mamba, which {len(whole.layers)} of this model's {config.num_hidden_layers}"
-                f" layers have, is not implemented on device {context.device.type!r}: set"
-                " device='cpu'"
-            )
         groups, heads = whole.num_key_heads, whole.num_value_heads // whole.num_key_heads
         plan = self.plan = replace(
             whole,
@@ -67,7 +56,7 @@ class MambaMixer(StateLayer):
             own = mixed[0] * plan.num_key_heads, plan.key_dim * plan.num_key_heads
             counts = torch.tensor([own[0], own[0], own[1], own[1], plan.num_value_heads])
             each = torch.tensor(config.plan.factors.projected, dtype=torch.float64)
-            self.factors = each.repeat_interleave(counts).to(context.dtype)
+            self.factors = each.repeat_interleave(counts).to(context.device, context.dtype)
         channels = pick_rows(mixed, groups, shard, merged=False)
         self.conv1d = CausalConv(
             plan.kernel, plan.channels, bias=plan.conv_bias, picked=channels, context=context
@@ -84,7 +73,8 @@ class MambaMixer(StateLayer):
             context=context,
         )
         self.states = self.rows = torch.empty(0)
-        self.one_token_each = self.steps
+        self.one_token_each, self.several_tokens_each = self.steps, self.scans
+        self.gates_of, self.gated_of = self.heads.forward, self.gated
 
     def bind(self, states: torch.Tensor) -> None:
         plan, self.rows = self.plan, states
@@ -102,25 +92,29 @@ class MambaMixer(StateLayer):
         if self.factors is not None:
             projected = projected * self.factors
         z, xbc, dt = projected.split((self.inner, plan.channels, plan.num_value_heads), dim=1)
-        dt, decay = self.heads(dt.to(self.states.dtype))
+        dt, decay = self.gates_of(dt)
 
         def one_each(tokens: torch.Tensor | slice, wave: StateWave) -> torch.Tensor:
             inputs = xbc[tokens], dt[tokens], decay[tokens]
             return self.one_token_each(MambaTokens(*inputs, self.rows, wave.reads, wave.writes))
 
         def several_each(wave: StateWave, out: torch.Tensor) -> None:
-            self.scans(MambaSpans(xbc, dt, decay, wave), out)
+            self.several_tokens_each(MambaSpans(xbc, dt, decay, self.rows, wave), out)
 
         empty = x.new_empty((len(x), plan.num_value_heads, plan.value_dim), dtype=self.states.dtype)
         out = taken(self.over_waves(batch, empty, one_each, several_each), rows).flatten(1)
-        gate = F.silu(taken(z, rows).to(out.dtype))
+        return self.out_proj(self.gated_of(out, taken(z, rows)))
+
+    def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """What heads have read, weighed by the gate and normed: [L, H * V] twice -> the same."""
+        gate = F.silu(z.to(out.dtype))
         if self.norm is None:
             out = out * gate
-        elif plan.norm == "behind":
+        elif self.plan.norm == "behind":
             out = self.norm(out * gate)
         else:
             out = self.norm(out) * gate
-        return self.out_proj(out.to(x.dtype))
+        return out.to(z.dtype)
 
     def steps(self, tokens: MambaTokens) -> torch.Tensor:
         """One token of each of several sequences -> [T, H, V]."""
@@ -131,7 +125,7 @@ class MambaMixer(StateLayer):
     def scans(self, spans: MambaSpans, out: torch.Tensor) -> None:
         """Several tokens of each of a wave's sequences, one after the other, into `out` [T, H,
         V]."""
-        xbc, dt, decay, wave = spans
+        xbc, dt, decay, _, wave = spans
         for span in wave.spans:
             tokens = slice(span.start, span.end)
             mixed = self.conv1d.scan(xbc[tokens], span)
@@ -176,7 +170,7 @@ class MambaHeads(Layer):
 
     def forward(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """dt as projected -> dt and decay, [T, H] each."""
-        dt = F.softplus(dt + self.dt_bias)
+        dt = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         if self.limits is not None:
             dt = dt.clamp(*self.limits)
         return dt, -self.a_log.exp() * dt

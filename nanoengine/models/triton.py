@@ -8,8 +8,8 @@ form; tests/layers/test_triton_ops.py compares the two.
 The kernels have run in Triton's interpreter and been compiled ahead of time for sm_80, sm_89 and
 sm_90. They have not run on a GPU yet.
 
-Special: `layers/triton_experts.py` and `layers/triton_states.py`, which are loaded for a model that
-has such layers.
+Special: `layers/triton_experts.py`, `triton_states.py` and `triton_mamba.py` there, which are
+loaded for a model that has such layers.
 """
 
 from __future__ import annotations
@@ -120,6 +120,11 @@ class TritonKernels(Kernels):
                     decays = mixer.decay.a_log, mixer.decay.dt_bias
                     mixer.gates_of = functools.partial(triton_states.delta_gates, *decays)
                     mixer.norm_of = functools.partial(triton_states.gate_norm, mixer.norm.weight)
+                elif mixer.plan.kind == "mamba":
+                    from nanoengine.layers.triton_mamba import TritonMamba
+
+                    kernel = TritonMamba(mixer.plan, mixer.conv1d, mixer.heads, mixer.norm)
+                    mixer.gates_of, mixer.gated_of = kernel.gates, kernel.gated
                 else:
                     kernel = triton_states.TritonConv(mixer.conv)
                 mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan

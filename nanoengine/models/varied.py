@@ -26,7 +26,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -76,15 +75,10 @@ class VariedLM(VariantLM):
     """A language model whose layers differ, on one rank.
 
     Raises:
-        ConfigError: the device is no CPU; ranks are more than KV heads of one kind of layer.
+        ConfigError: ranks are more than KV heads of one kind of layer.
     """
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariedDecoder:
-        if context.device.type != "cpu":
-            raise ConfigError(
-                "this model's attention, of two shapes, is not implemented on device"
-                f" {context.device.type!r}: set device='cpu'"
-            )
         varied, ranks = config.plan.varied, context.shard.world_size
         assert varied is not None
         least = min(heads for _, heads in varied.shapes)
@@ -94,6 +88,10 @@ class VariedLM(VariantLM):
                 " model's layers that have the fewest"
             )
         return VariedDecoder(config, context)
+
+    @property
+    def graph_safe(self) -> bool:
+        return self.config.moe is None  # experts one by one wait for the host
 
     @property
     def attention_layers(self) -> list[SharedSlice]:
@@ -186,9 +184,10 @@ class VariedDecoder(VariantDecoder):
         rotations = [rotary(batch.positions) for rotary in self.rotary.each]
         for index, layer in enumerate(self.stack):
             if index == self.first_shared and _has_others(batch):
-                batch, kept = ends_of(batch, self.backend)
+                kept = batch.logits_indices
                 if not len(kept):  # the step is only a chunk of prompts
                     return x[:0]
+                batch = ends_of(batch, self.backend)
                 x, inputs = x[kept], None if inputs is None else inputs[kept]
                 rotations = [rotary(batch.positions) for rotary in self.rotary.each]
             rows = batch.logits_indices if index == len(self.stack) - 1 else None
@@ -210,36 +209,29 @@ def _has_others(batch: Batch) -> bool:
     return wanted is not None and len(wanted) < batch.num_tokens
 
 
-def ends_of(batch: Batch, backend: AttentionBackend) -> tuple[Batch, torch.Tensor]:
-    """A batch of each sequence's tokens from the first that gives logits on, and where they are in
-    the step's. Why: layers that store no keys and values need no others; of most prompts one is
+def ends_of(batch: Batch, backend: AttentionBackend) -> Batch:
+    """A batch of the tokens that give logits, each as a sequence of its own, without a look at the
+    values. Why: layers that store no keys and values need no others; of most prompts one is
     left."""
-    assert batch.logits_indices is not None
-    starts, wanted = batch.query_start_loc.numpy(), batch.logits_indices.numpy()
-    first = starts[1:].astype(np.int64)
-    np.minimum.at(first, np.searchsorted(starts, wanted, "right") - 1, wanted)
-    counts = starts[1:] - first
-    (seqs,) = np.nonzero(counts)
-    seqs = seqs[np.argsort(counts[seqs] != 1, kind="stable")]
-    kept = np.concatenate([np.arange(first[n], starts[n + 1]) for n in seqs] or [first[:0]])
-    places = np.zeros(batch.num_tokens, np.int64)
-    places[kept] = np.arange(len(kept))
-    ends = np.concatenate(([0], np.cumsum(counts[seqs]))).astype(np.int32)
-    of_tokens, of_seqs = torch.from_numpy(kept), torch.from_numpy(seqs)
+    wanted = batch.logits_indices
+    assert wanted is not None
+    starts, count = batch.query_start_loc[1:], len(wanted)
+    of_seqs = torch.searchsorted(starts, wanted.to(starts.dtype), right=True)
+    positions = batch.positions[wanted]
     found = replace(
         batch,
-        token_ids=batch.token_ids[of_tokens],
-        positions=batch.positions[of_tokens],
-        slot_mapping=batch.slot_mapping[:, of_tokens],
-        query_start_loc=torch.from_numpy(ends),
-        seq_lens=batch.seq_lens[of_seqs],
+        token_ids=batch.token_ids[wanted],
+        positions=positions,
+        slot_mapping=batch.slot_mapping[:, wanted],
+        query_start_loc=torch.arange(count + 1, dtype=starts.dtype, device=starts.device),
+        seq_lens=(positions + 1).to(batch.seq_lens.dtype),
         block_tables=batch.block_tables[:, of_seqs],
-        logits_indices=torch.from_numpy(places[wanted]),
-        num_decodes=int((counts == 1).sum()),
-        max_query_len=int(counts.max(initial=1)),
+        logits_indices=None,
+        num_decodes=count,
+        max_query_len=1,
     )
     found.attention = backend.prepare(found)
-    return found, of_tokens
+    return found
 
 
 class VariedLayer(VariantLayer):

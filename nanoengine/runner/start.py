@@ -71,7 +71,7 @@ class RunnerParts:
             options.backend,
             device=self.device,
             dtype=self.dtype,
-            head_dim=self.model_config.head_dim,
+            head_dim=self.model_config.largest_head,
             block_size=self.block_size,
             kv_dtype=self.kv_dtype,
             deterministic=self.config.deterministic,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.scores import check_scores
-from tests.support.checkpoints import CPU_FAMILIES, FAMILIES
+from tests.support.checkpoints import FAMILIES
 from tests.support.engines import checkpoint, random_prompts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -20,7 +20,7 @@ PROMPTS = random_prompts(7, [1, 5, 63, 64, 65, 130, 200])
 SMALL_STEPS = {"max_num_batched_tokens": 48, "max_num_seqs": 8}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in CPU_FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_in_bfloat16(family):
     check_scores(
         checkpoint(family), PROMPTS, BF16, "cuda", attention_backend="triton", **SMALL_STEPS

@@ -46,9 +46,15 @@ ROUTING = tuple(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
 DRAWN = "drawn_sample_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
-PIECES = ("delta_chunks_kernel", "delta_scan_kernel")
-STATES = ("conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel", *PIECES)
+PIECES = ("delta_chunks_kernel", "delta_scan_kernel", "mamba_scan_kernel")
+STATES = ("conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel")
+STATES += ("delta_chunks_kernel", "delta_scan_kernel")
 STATES += ("gates_kernel", "gate_norm_kernel")
+MAMBA = ("mamba_gates_kernel", "mamba_step_kernel", "mamba_scan_kernel", "mamba_norm_kernel")
+STATES += MAMBA
+LARGE = ("mamba_step_kernel_256", "mamba_scan_kernel_256", "mamba_norm_kernel_256")
+LARGE_HEADS = [f"{arch},bfloat16,512,64,2,4,heads" for arch in (80, 89, 90, 100, 120)]
+LARGE_HEADS += ["89,float32,512,64,2,4,heads"]
 BLACKWELL = [f"{arch},bfloat16,128,64,8,2,states" for arch in (100, 120)]
 STORED = tuple(f"{form}_gemm_{m}" for form in ("int4", "int4_in_32s", "int8", "e4m3")
                for m in (16, 64, 128))  # fmt: skip
@@ -73,6 +79,7 @@ KERNELS = {
     "experts": OF_EXPERTS + WIDE + NARROW + ROUTING + ("add_experts_kernel",),
     "fp8": STORES + ATTENTION + UNIFORM,
     "attention": STORES + ATTENTION,
+    "heads": STORES + ATTENTION + UNIFORM,
     "states": STATES,
     "quantized": (*STORED, ROUNDED, "add_experts_kernel", "route_kernel_128", "align_kernel_128"),
 }
@@ -118,7 +125,7 @@ def compile_all(folder):
     environment["TRITON_CACHE_DIR"] = str(folder)
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.aot_compile",
-         *MAIN, *FP8, *EXPERTS, *OTHERS, *BLACKWELL, *OF_STORED, *LATENT],
+         *MAIN, *FP8, *EXPERTS, *OTHERS, *BLACKWELL, *OF_STORED, *LATENT, *LARGE_HEADS],
         cwd=ROOT,
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -127,10 +134,11 @@ def compile_all(folder):
 
 
 def test_every_kernel_compiles_for_every_target(reports):
-    targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL + OF_STORED + LATENT
+    targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL + OF_STORED + LATENT + LARGE_HEADS
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
     of_main = (DRAWN, *WIDE, *NARROW, *STORED)
     expected |= {(t, k) for t in MAIN for k in of_main} | {(t, ROUNDED) for t in MAIN[1:]}
+    expected |= {(t, k) for t in MAIN + BLACKWELL for k in LARGE}
     assert set(reports) == expected
 
 

@@ -120,15 +120,6 @@ def test_a_row_has_the_same_bits_in_any_batch():
     assert torch.equal(alone, together)
 
 
-def test_other_devices_are_refused_by_name():
-    config = load_model_config(checkpoint("bamba"))
-    context = replace(make_context(), device=torch.device("meta"))
-    with pytest.raises(
-        ConfigError, match="which 2 of this model's 3 layers have, is not implemented on device"
-    ):
-        MambaMixer("layer", config, context)
-
-
 def test_ranks_that_would_cut_a_group_in_two_are_refused():
     config = load_model_config(checkpoint("bamba", mamba_n_groups=1))
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 must divide mamba_n_groups=1"):

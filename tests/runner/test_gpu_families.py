@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import CPU_FAMILIES, FAMILIES
+from tests.support.checkpoints import FAMILIES
 
 pytestmark = [
     pytest.mark.guards(
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-WAITING = ("phimoe",)
+WAITING = ("phimoe", "gemma4_moe")
 """Families whose experts run one by one, because no kernel routes as they do."""
 
 ROOT = Path(__file__).parents[2]
@@ -46,12 +46,8 @@ def test_every_family_starts_and_runs_on_a_gpu_in_bfloat16(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["family"] for row in rows] == list(FAMILIES)
-    refused = {row["family"]: row["error"] for row in rows if "error" in row}
-    assert refused.keys() == {*CPU_FAMILIES}, refused
-    for error in refused.values():
-        assert "is not implemented on device 'cuda'" in error
-    rows = [row for row in rows if "error" not in row]
     for row in rows:
+        assert "error" not in row, row
         assert row["launches"] > 100, row
         assert not (row["disorder"] or row["left"]), row
         assert not row["waits"] or row["family"] in WAITING, row

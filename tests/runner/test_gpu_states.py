@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.guards(
         "nanoengine/*/triton*.py",
         "nanoengine/models/states.py",
+        "nanoengine/models/mamba.py",
         "nanoengine/runner/states.py",
         "nanoengine/runner/decode_step.py",
         "nanoengine/runner/graphs.py",
@@ -39,7 +40,13 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("family", "case"), [("qwen3_5", "chunks"), *(("lfm2", case) for case in CASES)]
+    ("family", "case"),
+    [
+        *(("lfm2", case) for case in CASES),
+        *((family, "chunks") for family in ("qwen3_5", "falcon_h1", "nemotron_h")),
+        ("granite_hybrid", "hits"),
+        ("bamba", "small"),
+    ],
 )
 def test_tokens_are_those_of_the_cpu(family, case):
     options, params = CASES[case]
@@ -63,7 +70,7 @@ def test_tokens_are_those_of_the_cpu(family, case):
         assert gpu.num_allocated == 0
 
 
-@pytest.mark.parametrize(("family", "most"), [("qwen3_5", 60), ("lfm2", 50)])
+@pytest.mark.parametrize(("family", "most"), [("qwen3_5", 60), ("lfm2", 50), ("bamba", 60)])
 def test_launches_do_not_depend_on_the_number_of_prompts(family, most):
     """By the step: all prompts, then decodes, of which the first has new rows to bring up."""
     directory, launches = checkpoint(family), []

@@ -6,8 +6,8 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, states, experts, quantized, latents, attention, or fp8: attention over an fp8 cache.
-The last two have sinks.
+`what` is all, states, experts, quantized, latents, attention, fp8: over an fp8 cache, with what is
+deterministic too, or heads: the same over one that is not. `attention` and fp8 have sinks.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import (
     triton_gemm,
+    triton_mamba,
     triton_routing,
     triton_rows,
     triton_sampling,
@@ -51,7 +52,9 @@ from nanoengine.kernels.launch import early
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
+from nanoengine.layers.mamba2 import MambaSpans, MambaTokens
 from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
+from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
@@ -79,7 +82,7 @@ def caught_launches():
     for module in (
         store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels,
         triton_routing, triton_rows, triton_sampling, triton_states,
-        quantized_kernels, latent_kernels,
+        triton_mamba, quantized_kernels, latent_kernels,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
@@ -109,11 +112,12 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
         head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
-        sinks=None if what == "all" else 1.0,
+        sinks=None if what in ("all", "heads") else 1.0,
     )  # fmt: skip
     with caught_launches() as caught:
         if what == "states":
             run_states(dtype)
+            run_mamba(dtype)
             return caught
         backend = TritonBackend(
             device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim,
@@ -138,6 +142,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             run_rows(block_size)
             run_states(dtype)
             run_latents(dtype, arch)
+            run_mamba(dtype)
     return caught
 
 
@@ -305,6 +310,36 @@ def run_states(dtype):
     delta.scan(DeltaSpans(qkv, gates, gates, states, wave), torch.zeros(100, 32, 128))
 
 
+def run_mamba(dtype):
+    """Mamba layers: one of 128 heads and a group (Bamba), and in 16 bits one with the largest
+    states there are (Falcon-H1)."""
+    for heads, groups, key, value in ((128, 1, 128, 64), (32, 1, 256, 128)):
+        if key > 128 and dtype == torch.float32:
+            continue
+        inner, slots = heads * value, torch.zeros(1, dtype=torch.int64)
+        plan = replace(
+            delta_plan(groups, heads, key_dim=key, value_dim=value), kind="mamba",
+            channels=inner + 2 * groups * key, norm="behind",
+        )  # fmt: skip
+        states, gates = torch.zeros(2, plan.size), torch.zeros(100, heads)
+        conv = CausalConv(
+            4, plan.channels, bias=True, picked=(plan.channels, torch.arange(plan.channels)),
+            context=make_context(dtype),
+        )  # fmt: skip
+        conv.bind(states[:, -3 * plan.channels :])
+        xbc, head = torch.zeros(100, plan.channels, dtype=dtype), gates[0]
+        norm = types.SimpleNamespace(weight=torch.zeros(inner, dtype=dtype), eps=1e-6)
+        mamba = TritonMamba(
+            plan, conv, types.SimpleNamespace(a_log=head, dt_bias=head, d=head), norm
+        )
+        mamba.gates(gates.to(dtype))
+        mamba.gated(torch.zeros(100, inner), torch.zeros(100, inner, dtype=dtype))
+        mamba.step(MambaTokens(xbc[:1], gates[:1], gates[:1], states, slots, slots))
+        pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+        wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
+        mamba.scan(MambaSpans(xbc, gates, gates, states, wave), torch.zeros(100, heads, value))
+
+
 def bind(kernel, args, options, backend):
     """A launch as Triton's own binder takes it: types and attributes of the arguments, constants.
 
@@ -394,6 +429,8 @@ def name_of(kernel, options):
         return {16: "narrow_", 128: "wide_"}.get(options["M"], "") + name
     if name in ("route_kernel", "align_kernel"):
         return f"{name}_{options['EXPERTS']}"
+    if name.startswith("mamba"):
+        return name + {256: "_256", 4096: "_256"}.get(options.get("KEY", options.get("SIZE")), "")
     if name == "quantized_gemm_kernel":
         groups = "_in_32s" if options["GROUP"] == 32 else ""
         gated = "gated_" if options["ACTIVATION"] else ""

@@ -207,7 +207,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4TextConfig",
         {**GEMMA_4, "num_hidden_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL],
          "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
-         "num_global_key_value_heads": 2, "global_head_dim": 8, "enable_moe_block": True,
+         "num_global_key_value_heads": 2, "head_dim": 32, "global_head_dim": 16,
+         "enable_moe_block": True,
          "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     ),
     "gemma4_unified": (
@@ -405,12 +406,6 @@ family that a multimodal checkpoint's text part is of."""
 
 EAGER = ("gemma2", "gpt_oss", "vaultgemma")
 """Those whose attention transformers has in plain torch alone."""
-
-CPU_FAMILIES = (
-    "bamba", "falcon_h1", "gemma4", "gemma4_moe", "gemma4_unified", "gemma4_unified_vision",
-    "gemma4_vision", "granite_hybrid", "nemotron_h",
-)  # fmt: skip
-"""Those that other devices refuse by name: they have Mamba layers, or layers that differ."""
 
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:

@@ -1,0 +1,165 @@
+"""Mamba-2 on a GPU, in Triton.
+
+    mamba_gates_kernel  how long each head's step is at each token, and how much it forgets
+    mamba_step_kernel   single tokens: a matrix forgets, takes in, is read; read and written once
+    mamba_scan_kernel   many tokens of several sequences, each through all of its pieces
+    mamba_norm_kernel   what heads have read, weighed by the gate and normed, in either order
+
+Called by `layers/triton_mamba.py` alone. The readable forms are `MambaHeads` and
+`MambaMixer.gated` (`models/mamba.py`), `step` and `scan` (`layers/mamba2.py`). Pieces, slots and
+what a program owns are those of `kernels/triton_states.py`, whose convolutions stand before.
+
+The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
+have not run on a GPU yet.
+
+Legend: T tokens, D tokens of a decode, L rows that go on, N sequences, H heads, G groups, E size of
+b and c, V size of a head, P tokens of a piece.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanoengine.kernels.triton_states import PIECE, _activated
+
+
+@triton.jit
+def mamba_gates_kernel(
+    dt, decay, raw, a_log, dt_bias,
+    RAW_ROW: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """dt, decay [T, H] from what the layer projects, whose rows are RAW_ROW numbers apart. Grid:
+    [T]. dt stays between LEAST and MOST."""
+    token, heads = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    mask = heads < HEADS
+    x = tl.load(raw + token * RAW_ROW + heads, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + heads, mask=mask, other=0.0)
+    soft = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    soft = tl.minimum(tl.maximum(soft, LEAST), MOST)
+    rate = -tl.exp(tl.load(a_log + heads, mask=mask, other=0.0))
+    tl.store(dt + token * HEADS + heads, soft, mask=mask)
+    tl.store(decay + token * HEADS + heads, rate * soft, mask=mask)
+
+
+@triton.jit
+def mamba_step_kernel(
+    out, mixed, dt, decay, d, states, reads, writes,
+    STATE_ROW: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """out [D, H, V] = what each head reads of its matrix, and d of what comes. Grid: [D, H,
+    V / WIDTH rounded up].
+
+    mixed [D, H V + 2 G E]: x, b and c as the convolution left them, without their activation. dt,
+    decay [D, H]; d [H]. states: rows of STATE_ROW numbers, of which the first [H, E, V] are the
+    matrices. KEYS: E rounded up to a power of two.
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows, columns = tl.arange(0, KEYS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    in_key, in_value = rows < KEY, columns < VALUE
+    own = mixed + token * (HEADS * VALUE + 2 * GROUPS * KEY)
+    at = own + HEADS * VALUE + head // (HEADS // GROUPS) * KEY + rows
+    b, c = _activated(at, in_key), _activated(at + GROUPS * KEY, in_key)
+    x, gate = _activated(own + head * VALUE + columns, in_value), token * HEADS + head
+    inside = in_key[:, None] & in_value[None, :]
+    place = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
+    before = states + tl.load(reads + token) * STATE_ROW + place
+    state = tl.load(before, mask=inside, other=0.0) * tl.exp(tl.load(decay + gate))
+    state += b[:, None] * (x * tl.load(dt + gate))[None, :]
+    slot = tl.load(writes + token)
+    if slot > 0:
+        tl.store(states + slot * STATE_ROW + place, state, mask=inside)
+    read = tl.sum(state * c[:, None], 0) + x * tl.load(d + head)
+    tl.store(out + gate * VALUE + columns, read, mask=in_value)
+
+
+@triton.jit
+def mamba_scan_kernel(
+    out, states, mixed, dt, decay, d, pieces, firsts,
+    STATE_ROW: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [T, H, V], and the states that the sequences write. Grid: [N, H, V / WIDTH rounded up].
+
+    Arguments as in `mamba_step_kernel`; piece `firsts[n]` is the first of sequence n. A sequence's
+    matrix lives where its last piece leaves it: it stays in the GPU's cache, and passes through
+    registers in slices of K rows. PRECISION: of products, as `tl.dot` has it; what a model in 16
+    bits reads is rounded more than "tf32" rounds.
+    """
+    begin, behind = tl.load(firsts + tl.program_id(0)), tl.load(firsts + tl.program_id(0) + 1)
+    head, local = tl.program_id(1), tl.arange(0, P)
+    columns = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    in_value = (columns < VALUE)[None, :]
+    past = tl.load(d + head)
+    home = states + tl.load(pieces + (behind - 1) * PIECE + 4) * STATE_ROW
+    source = states + tl.load(pieces + begin * PIECE + 3) * STATE_ROW
+    for index in range(begin, behind):
+        piece = pieces + index * PIECE
+        tokens, slot = tl.load(piece) + local, tl.load(piece + 4)
+        live, gates = tokens < tl.load(piece + 1), tokens * HEADS + head
+        snapshot = states + slot * STATE_ROW
+        # Why zeros do no harm: a token without dt and decay neither changes anything nor forgets.
+        since = tl.cumsum(tl.load(decay + gates, mask=live, other=0.0), 0)
+        last = tl.min(since, 0)  # decays are at most 0
+        keeps, xs = live[:, None], mixed + tokens[:, None] * (HEADS * VALUE + 2 * GROUPS * KEY)
+        bs = xs + HEADS * VALUE + head // (HEADS // GROUPS) * KEY
+        found, pairs = tl.full([P, WIDTH], 0, tl.float32), tl.full([P, P], 0, tl.float32)
+        for first in range(0, KEY, K):
+            rows = first + tl.arange(0, K)
+            known, inside = keeps & (rows < KEY)[None, :], (rows < KEY)[:, None] & in_value
+            place = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
+            c = _activated(bs + GROUPS * KEY + rows[None, :], known)
+            held = tl.load(source + place, mask=inside, other=0.0)
+            found = tl.dot(c, held, found, input_precision=PRECISION)
+            b = _activated(bs + rows[None, :], known)
+            pairs = tl.dot(c, tl.trans(b), pairs, input_precision=PRECISION)
+        row, column = local[:, None], local[None, :]
+        between = tl.where(row >= column, since[:, None] - since[None, :], float("-inf"))
+        pairs *= tl.exp(between)
+        x = _activated(xs + head * VALUE + columns[None, :], keeps & in_value)
+        found = found * tl.exp(since)[:, None] + x * past
+        x *= tl.load(dt + gates, mask=live, other=0.0)[:, None]
+        found = tl.dot(pairs, x, found, input_precision=PRECISION)
+        tl.store(out + gates[:, None] * VALUE + columns[None, :], found, mask=keeps & in_value)
+        x, forget = x * tl.exp(last - since)[:, None], tl.exp(last)
+        for first in range(0, KEY, K):
+            rows = first + tl.arange(0, K)
+            known, inside = keeps & (rows < KEY)[None, :], (rows < KEY)[:, None] & in_value
+            place = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
+            held = tl.load(source + place, mask=inside, other=0.0) * forget
+            b = tl.trans(_activated(bs + rows[None, :], known))
+            held = tl.dot(b, x, held, input_precision=PRECISION)
+            tl.store(home + place, held, mask=inside)
+            if (slot > 0) & (index + 1 < behind):
+                tl.store(snapshot + place, held, mask=inside)
+        tl.debug_barrier()  # Why: the next piece's loads are other threads' than these stores.
+        source = home
+
+
+@triton.jit
+def mamba_norm_kernel(
+    out, x, gate, weight,
+    GATE_ROW: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """out [L, G SIZE] = x [L, G SIZE] times the silu of its gate, normed by group. Grid: [L, G].
+
+    NORM: "before" the gate, "behind" it, or "" for none. Rows of the gate are GATE_ROW numbers
+    apart.
+    """
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    mask, part = columns < SIZE, tl.program_id(1) * SIZE + columns
+    cells = row * (GROUPS * SIZE) + part
+    value = tl.load(x + cells, mask=mask, other=0.0)
+    asked = _activated(gate + row * GATE_ROW + part, mask)
+    if NORM != "before":
+        value *= asked
+    if NORM != "":
+        value *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
+        value *= tl.load(weight + part, mask=mask, other=0.0).to(tl.float32)
+    if NORM == "before":
+        value *= asked
+    tl.store(out + cells, value.to(out.dtype.element_ty), mask=mask)

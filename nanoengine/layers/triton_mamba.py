@@ -1,0 +1,118 @@
+"""TritonMamba: the rule, the gates and the norm of a MambaMixer, by Triton.
+
+Put in place by `TritonKernels.fuse` once a model is loaded. The readable forms are the methods of
+`MambaMixer` that each names. This file chooses grids and widths; the arithmetic is in
+`kernels/triton_mamba.py`.
+
+It has run in Triton's interpreter; it has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoengine.checkpoint.plan import StatePlan
+from nanoengine.kernels import triton_mamba as kernels
+from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
+from nanoengine.layers.causal_conv import CausalConv
+from nanoengine.layers.delta_rule import CHUNK
+from nanoengine.layers.layer import Layer
+from nanoengine.layers.mamba2 import MambaSpans, MambaTokens
+from nanoengine.layers.triton_states import TritonConv, width_of
+
+STEP_WIDTH = 32
+"""Columns of a matrix that one program of a step holds, with all of its rows: 16 KiB of 128."""
+SCAN_WIDTH, SCAN_KEYS = 32, 16
+"""Columns that a program takes through all pieces, and how many rows of b and c at once. In
+float32, whose products take three times the registers, half the columns."""
+
+
+class TritonMamba:
+    """What is between the projections of one layer.
+
+    Args:
+        plan: of this rank's part of the layer.
+        conv: its convolution.
+        heads: with `a_log`, `dt_bias` and `d`, [H] each.
+        norm: with `weight` and `eps`, where the layer has one.
+    """
+
+    def __init__(self, plan: StatePlan, conv: CausalConv, heads: Layer, norm: Layer | None) -> None:
+        self.plan, self.conv, self.heads, self.norm = plan, TritonConv(conv), heads, norm
+
+    def gates(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `MambaHeads.forward`."""
+        count, heads = dt.shape
+        assert dt.stride(1) == 1, "rows must be contiguous"
+        least, most = self.plan.step_limits
+        out, decay = (
+            torch.empty(dt.shape, dtype=self.heads.d.dtype, device=dt.device) for _ in range(2)
+        )
+        launch(
+            kernels.mamba_gates_kernel, (count,),
+            constants(
+                RAW_ROW=dt.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), LEAST=least,
+                MOST=most, num_warps=1,
+            ),
+            out, decay, dt, self.heads.a_log, self.heads.dt_bias,
+        )  # fmt: skip
+        return out, decay
+
+    def step(self, tokens: MambaTokens) -> torch.Tensor:
+        """See `MambaMixer.steps`."""
+        xbc, dt, decay, states, reads, writes = tokens
+        mixed = self.conv.step(xbc, reads, writes)
+        sizes, value = self._sizes(states), self.plan.value_dim
+        out = torch.empty((*dt.shape, value), dtype=states.dtype, device=states.device)
+        width = width_of(value, STEP_WIDTH)
+        launch(
+            kernels.mamba_step_kernel, (*dt.shape, cdiv(value, width)),
+            constants(**sizes, KEYS=next_power_of_2(self.plan.key_dim), WIDTH=width, num_warps=4),
+            out, mixed, dt, decay, self.heads.d, states, reads, writes,
+        )  # fmt: skip
+        return out
+
+    def scan(self, spans: MambaSpans, out: torch.Tensor) -> None:
+        """See `MambaMixer.scans`; all spans at once."""
+        xbc, dt, decay, states, wave = spans
+        mixed = torch.empty(xbc.shape, dtype=xbc.dtype, device=xbc.device)
+        self.conv.scan(xbc, wave, mixed)
+        assert wave.pieces is not None
+        pieces, firsts = wave.pieces
+        exact = xbc.dtype == torch.float32
+        width = width_of(self.plan.value_dim, SCAN_WIDTH // 2 if exact else SCAN_WIDTH)
+        grid = len(firsts) - 1, dt.shape[1], cdiv(self.plan.value_dim, width)
+        launch(
+            kernels.mamba_scan_kernel, grid,
+            constants(
+                **self._sizes(states), P=CHUNK, K=SCAN_KEYS, WIDTH=width, num_warps=4, num_stages=1,
+                PRECISION="tf32x3" if exact else "tf32",
+            ),
+            out, states, mixed, dt, decay, self.heads.d, pieces, firsts,
+        )  # fmt: skip
+
+    def gated(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """See `MambaMixer.gated`."""
+        groups, weight, eps = self.plan.num_key_heads, x, 0.0
+        if self.norm is not None:
+            weight, eps = self.norm.weight, self.norm.eps
+        size = x.shape[1] // groups
+        width = next_power_of_2(size)
+        assert x.is_contiguous() and z.stride(1) == 1, "rows must be contiguous"
+        out = torch.empty(x.shape, dtype=z.dtype, device=z.device)
+        launch(
+            kernels.mamba_norm_kernel, (len(x), groups),
+            constants(
+                GATE_ROW=z.stride(0), GROUPS=groups, SIZE=size, WIDTH=width, EPS=eps,
+                NORM=self.plan.norm or "", num_warps=min(8, max(1, width // 256)),
+            ),
+            out, x, z, weight,
+        )  # fmt: skip
+        return out
+
+    def _sizes(self, states: torch.Tensor) -> dict[str, int]:
+        plan = self.plan
+        return {
+            "STATE_ROW": states.stride(0), "GROUPS": plan.num_key_heads,
+            "HEADS": plan.num_value_heads, "KEY": plan.key_dim, "VALUE": plan.value_dim,
+        }  # fmt: skip

@@ -1,0 +1,107 @@
+"""The Triton kernels of Mamba layers give what the plain forms give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.layers.mamba2 import MambaSpans, MambaTokens
+from nanoengine.layers.triton_mamba import TritonMamba
+from nanoengine.models.mamba import MambaMixer
+from tests.layers.test_triton_states import SPANS, wave_of
+from tests.support.attention_cases import DEVICE
+from tests.support.engines import checkpoint
+from tests.support.model_helpers import make_context
+
+pytestmark = pytest.mark.guards(
+    "nanoengine/*/triton*.py",
+    "nanoengine/layers/mamba2.py",
+    "nanoengine/models/mamba.py",
+)
+
+CLOSE = {"rtol": 1e-5, "atol": 2e-5}
+HEADS, VALUE = 6, 20
+
+
+def pair(groups: int, dtype: torch.dtype = torch.float32, **changes) -> tuple:
+    """A layer whose weights are random, over 9 random states, and its kernels."""
+    config, key = load_model_config(checkpoint("bamba")), changes.pop("key_dim", 12)
+    plan = replace(
+        config.states, num_key_heads=groups, num_value_heads=HEADS, key_dim=key, value_dim=VALUE,
+        channels=HEADS * VALUE + 2 * groups * key, **changes,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    mixer = MambaMixer("layer", replace(config, states=plan), make_context(dtype))
+    for parameter in mixer.parameters():
+        parameter.data.normal_()
+    mixer = mixer.to(DEVICE)
+    mixer.bind(torch.randn(9, plan.size, device=DEVICE))
+    kernel = TritonMamba(plan, mixer.conv1d, mixer.heads, mixer.norm)
+    return mixer, kernel
+
+
+def steps_of(mixer: MambaMixer, count: int) -> list[torch.Tensor]:
+    xbc = torch.randn(count, mixer.plan.channels, device=DEVICE)
+    dt = torch.rand(count, HEADS, device=DEVICE)
+    return [xbc, dt, -dt * torch.rand(HEADS, device=DEVICE)]
+
+
+@pytest.mark.parametrize(("groups", "key_dim"), [(1, 12), (3, 16)])
+def test_single_tokens_give_what_plain_steps_give(groups, key_dim):
+    mixer, kernel = pair(groups, key_dim=key_dim)
+    kept = mixer.rows.clone()
+    reads, writes = (torch.tensor(slots).to(DEVICE) for slots in ([1, 0, 4], [2, 3, 4]))
+    tokens = MambaTokens(*steps_of(mixer, 3), mixer.rows, reads, writes)
+    expected, states = mixer.steps(tokens), mixer.rows
+    mixer.bind(kept)
+    torch.testing.assert_close(kernel.step(tokens._replace(states=kept)), expected, **CLOSE)
+    torch.testing.assert_close(kept, states, **CLOSE)
+
+
+@pytest.mark.parametrize(("groups", "key_dim"), [(1, 12), (3, 24)])
+def test_spans_give_what_each_gives_alone(groups, key_dim):
+    """Of several sequences at once, and of sizes that fill no tile."""
+    mixer, kernel = pair(groups, key_dim=key_dim)
+    kept, shape = mixer.rows.clone(), (86, HEADS, VALUE)
+    expected, found = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
+    spans = MambaSpans(*steps_of(mixer, 86), mixer.rows, wave_of(SPANS))
+    mixer.scans(spans, expected)
+    states = mixer.rows
+    mixer.bind(kept)
+    kernel.scan(spans._replace(states=kept), found)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(kept, states, **CLOSE)
+
+
+@pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.2, 0.9)])
+def test_gates_give_what_torch_gives(limits):
+    """In rows of something wider; of a step that is nothing, and of a long one."""
+    mixer, kernel = pair(2, step_limits=limits)
+    mixer.heads.dt_bias[:3] = torch.tensor([-30.0, 0.5, 90.0])
+    for dtype in (torch.float32, torch.float16):
+        raw = torch.randn(5, 40).to(DEVICE, dtype)[:, 7 : 7 + HEADS]
+        torch.testing.assert_close(kernel.gates(raw), mixer.heads(raw), **CLOSE)
+
+
+@pytest.mark.parametrize("norm", ["behind", "before", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gates_and_norms_in_either_order_give_what_torch_gives(norm, dtype):
+    mixer, kernel = pair(2, dtype, norm=norm)
+    x = torch.randn(5, HEADS * VALUE, device=DEVICE)
+    z = torch.randn(5, 200).to(DEVICE, dtype)[:, 30 : 30 + HEADS * VALUE]
+    found = kernel.gated(x, z)
+    assert found.dtype == dtype
+    close = CLOSE if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    torch.testing.assert_close(found, mixer.gated(x, z), **close)
+
+
+def test_padding_writes_nothing():
+    """Slot 0 holds the zeros from which sequences start."""
+    mixer, kernel = pair(2)
+    mixer.rows.zero_()
+    slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    kernel.step(MambaTokens(*steps_of(mixer, 2), mixer.rows, slots, slots))
+    assert not mixer.rows.any()

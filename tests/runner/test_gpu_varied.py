@@ -1,0 +1,60 @@
+"""Models whose layers differ, on a GPU that is not there: tokens are those of the CPU, by layers of
+two head sizes, in slices that they share, with windows and with keys of an earlier layer."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoengine import SamplingParams
+from nanoengine.checkpoint.config import load_model_config
+from tests.support.attention_cases import DEVICE
+from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one"),
+    pytest.mark.guards(
+        "nanoengine/attention/triton*.py",
+        "nanoengine/models/varied.py",
+        "nanoengine/runner/decode_step.py",
+        "nanoengine/runner/graphs.py",
+        "tests/support/emulated_gpu.py",
+    ),
+]
+SIZES = {"max_num_seqs": 3, "max_model_len": 64, "block_size": 16, "dtype": "float32"}
+ON_GPU = {"device": "cuda", "attention_backend": "triton", "num_kv_blocks": 60}
+PROMPTS = random_prompts(3, [38, 1, 19])
+SCORED = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "params", "options"),
+    [
+        ("gemma4", greedy(4), {"max_num_batched_tokens": 21}),
+        ("gemma4", SCORED, {}),
+        ("gemma4_moe", greedy(4), {"max_num_batched_tokens": 21}),
+        ("gemma4", greedy(3), {"deterministic": True}),
+    ],
+)
+def test_tokens_are_those_of_the_cpu(family, params, options):
+    plain = make_engine(
+        checkpoint(family), **SIZES, num_kv_blocks=60, attention_backend="naive",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    expected = [tokens(run(plain, [prompt], params))[0] for prompt in PROMPTS]
+    with EmulatedGPU() as gpu:
+        engine = make_engine(checkpoint(family), **SIZES, **ON_GPU, **options)
+        gpu.waits.clear()
+        for _ in range(2):
+            assert tokens(run(engine, PROMPTS, params)) == expected
+        if family == "gemma4" and params is not SCORED:
+            assert set(gpu.waits) == {"event.synchronize, runner/transfers.py wait"}
+            assert gpu.num_replayed > 4
+        engine.close()
+        assert not gpu.disorder
+        assert gpu.num_allocated == 0
+
+
+def test_flash_attention_is_asked_for_the_larger_heads():
+    config = load_model_config(checkpoint("gemma4", global_head_dim=512))
+    assert (config.head_dim, config.largest_head) == (16, 512)
