@@ -38,7 +38,7 @@ from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import HeadNorm, RMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding
 
-Layers = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Layers = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """A layer, or several: called as `DecoderLayer.forward`."""
 
 

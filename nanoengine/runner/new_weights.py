@@ -151,6 +151,9 @@ def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) 
             if shape != slots[name].shape
         ],
         "not floats": [f"{n} {stored[n].dtype}" for n in slots if stored[n].dtype not in FLOATS],
+        "not given, though a norm that was multiplied into them is": sorted(
+            {name for slot in slots.values() for name in slot.needs} - slots.keys()
+        ),
     }
     if not slots or any(problems.values()):
         found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
