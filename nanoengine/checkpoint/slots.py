@@ -32,7 +32,6 @@ class WeightSlot:
         pieces: the same weights under other names; used if the checkpoint lacks this one.
         pieces_only: a checkpoint must hold the pieces; this one is for weights that are made up.
         dtypes: of the stored tensor; () is any floating one.
-        needs: slots whose tensors must come anew with this one, since they were multiplied by it.
         absent: makes the tensor optional; called before any is read if the checkpoint lacks it.
     """
 
@@ -42,7 +41,6 @@ class WeightSlot:
     pieces: Mapping[str, WeightSlot] = field(default_factory=dict)
     pieces_only: bool = False
     dtypes: tuple[torch.dtype, ...] = ()
-    needs: tuple[str, ...] = ()
     absent: Callable[[], object] | None = None
 
 
@@ -123,10 +121,6 @@ class TensorNames:
     def of(self, slots: Mapping[str, WeightSlot]) -> dict[str, WeightSlot]:
         """The slots, and their pieces, by the checkpoint's names."""
         return {
-            self(name): replace(
-                slot, pieces=self.of(slot.pieces), needs=tuple(map(self, slot.needs))
-            )
-            if slot.pieces or slot.needs
-            else slot
+            self(name): replace(slot, pieces=self.of(slot.pieces)) if slot.pieces else slot
             for name, slot in slots.items()
         }

@@ -22,13 +22,7 @@ from nanoengine.layers.layer import Layer, ModelContext
 
 
 class RMSNorm(Layer):
-    """x / rms(x) * weight over the last dimension; `dtype` is the weight's, None: the model's.
-
-    Attributes:
-        folded_into: slots of matrices that were multiplied by the weight, in its place.
-    """
-
-    folded_into: tuple[str, ...] = ()
+    """x / rms(x) * weight over the last dimension; `dtype` is the weight's, None: the model's."""
 
     def __init__(
         self, size: int, eps: float, *, context: ModelContext, dtype: torch.dtype | None = None
@@ -49,8 +43,7 @@ class RMSNorm(Layer):
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        shape, needs = tuple(self.weight.shape), self.folded_into
-        return {f"{path}.weight": WeightSlot(shape=shape, store=self.store, needs=needs)}
+        return {f"{path}.weight": WeightSlot(shape=tuple(self.weight.shape), store=self.store)}
 
     def store(self, stored: torch.Tensor) -> None:
         """Takes the checkpoint's weight [N]."""

@@ -16,6 +16,8 @@ Source: torch's CUDA `addmm` is one cuBLAS call where it adds in place, else a c
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ import torch
 from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.triton import TritonBackend
+from nanoengine.errors import EngineDeadError
 from nanoengine.kernels.launch import next_power_of_2
 from nanoengine.kernels.triton_layers import Unnormed
 from nanoengine.layers.kernels import UnquantizedLinear
@@ -35,23 +38,48 @@ WIDTH = 2048
 
 
 class FoldedLinear(UnquantizedLinear):
-    """A weight [O, N] whose columns are multiplied by a norm's factors [N] when it is loaded."""
+    """A weight [O, N] whose columns are multiplied by a norm's factors [N].
 
-    def __init__(self, path: str, linear: MergedLinear, norm: RMSNorm) -> None:
-        super().__init__(path)
+    Attributes:
+        folded: the factors that are in the weight.
+        ends: of its matrices' rows; fresh: those of matrices that came since it was folded.
+    """
+
+    def __init__(self, linear: MergedLinear, norm: RMSNorm) -> None:
+        super().__init__("")
         self.hold(linear.method.weight)
-        self.factors, self.fresh = norm.weight, [slice(None)]
-        slots = linear.weight_slots(path)
-        norm.folded_into = tuple(name for name in slots if name.endswith(".weight"))
-        self.finish()
+        self.factors, self.folded = norm.weight, norm.weight.detach()
+        self.ends = list(itertools.accumulate(linear.parts.values()))
+        self.fresh = set(self.ends)
+        self.fold()
 
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
         super().load(weight, first)
-        self.fresh.append(slice(first, first + len(weight)))
+        self.fresh.add(first + len(weight))
 
-    def finish(self) -> None:
-        for rows in self.fresh:
-            self.weight[rows].mul_(self.factors)
+    def fold(self) -> None:
+        """Before a step runs: multiplies matrices that came by the factors; if these came without
+        some of them, the others by what has changed."""
+        changed = not torch.equal(self.factors, self.folded)
+        if changed and self.fresh != set(self.ends):
+            if torch.any((self.folded == 0) & (self.factors != 0)):
+                raise EngineDeadError(
+                    "a norm's weight, 0 before, came without the matrices behind it, which were"
+                    " multiplied by that: make a new LLM, and give a norm with its matrices"
+                )
+            warnings.warn(
+                "a norm's weight came without a matrix behind it, into which it is multiplied: this"
+                " is rounded once more; give both to keep all digits",
+                stacklevel=2,
+            )
+        ratio = self.factors.float() / self.folded.float()
+        ratio = torch.where(self.factors == self.folded, 1.0, ratio)
+        for first, end in itertools.pairwise([0, *self.ends]):
+            if end in self.fresh:
+                self.weight[first:end].mul_(self.factors)
+            elif changed:
+                self.weight[first:end].mul_(ratio)
+        self.folded = self.factors.detach().clone()
         self.fresh.clear()
 
 
@@ -72,14 +100,11 @@ class FoldedLayer:
             and all(one.bias is None for one in linears[1:])
         )
 
-    def __init__(self, path: str, layer: Any) -> None:
+    def __init__(self, layer: Any) -> None:
         mixer, mlp = layer.self_attn, layer.mlp
         first, second = layer.input_layernorm, layer.post_attention_layernorm
-        for name, linear, norm in (
-            ("self_attn.qkv_proj", mixer.qkv_proj, first),
-            ("mlp.gate_up_proj", mlp.gate_up_proj, second),
-        ):
-            linear.method = FoldedLinear(path + name, linear, norm)
+        for linear, norm in ((mixer.qkv_proj, first), (mlp.gate_up_proj, second)):
+            linear.method = FoldedLinear(linear, norm)
         self.attention, self.head_norm = mixer.attention, mixer.norm_weights
         self.bias, self.gate_up = mixer.qkv_proj.bias, mlp.gate_up_proj.method.weight
         self.qkv, self.gate_up_t = mixer.qkv_proj.method.weight.T, self.gate_up.T

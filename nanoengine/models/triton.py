@@ -101,8 +101,7 @@ class TritonKernels(Kernels):
 
             layers = model.model.layers
             if all(map(FoldedLayer.takes, layers)):
-                model.model.stack = [FoldedLayer(f"model.layers.{i}.", layer)
-                                     for i, layer in enumerate(layers)]  # fmt: skip
+                model.model.stack = [FoldedLayer(layer) for layer in layers]
         if model.config.moe is not None:
             from nanoengine.layers.triton_experts import TritonExperts
             from nanoengine.models.moe import mixtures
