@@ -111,7 +111,7 @@ class Splits(NamedTuple):
     """How the decodes of a step share their contexts: the grid of `decode_kernel`, its `max_splits`
     and its two scratch tensors."""
 
-    grid: tuple[int, int, int]
+    grid: tuple[int, int]
     max_splits: int
     part_out: torch.Tensor
     part_lse: torch.Tensor
@@ -306,7 +306,7 @@ class TritonBackend(AttentionBackend):
         shape = (num_seqs, spec.num_heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=device)
-        grid = spec.num_kv_heads, num_seqs, programs
+        grid = tasks, programs
         return Splits(grid, max_splits, part_out, part_lse)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
@@ -358,9 +358,8 @@ class TritonBackend(AttentionBackend):
             return out
         config = self._config(spec)
         if splits is not None:
-            constants = attention_constants(
-                q, out, cache, config.decode, config.split_tokens, config.max_splits
-            )
+            of_splits = config.split_tokens, config.max_splits, spec.num_kv_heads
+            constants = attention_constants(q, out, cache, config.decode, *of_splits)
             launch(
                 kernels.decode_kernel, splits.grid, constants,
                 out, splits.part_out, splits.part_lse, self.counters, q, k_cache, v_cache, sinks,

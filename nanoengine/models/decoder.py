@@ -100,8 +100,11 @@ class Decoder(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        x, residual = self.embed_tokens(batch.token_ids), None
-        rotation = self.rotary(batch.positions)
+        return self.through(self.embed_tokens(batch.token_ids), self.rotary(batch.positions), batch)
+
+    def through(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
+        """The tokens' embeddings [T, hidden_size] -> hidden states of the rows that give logits."""
+        residual = None
         for layers in self.stack:
             rows = batch.logits_indices if layers is self.stack[-1] else None
             x, residual = layers(x, residual, rotation, batch, rows)

@@ -135,7 +135,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
                 run_quantized(dtype, arch)
             run_experts(dtype)
             run_sampling(dtype)
-            run_rows(block_size)
+            run_rows(dtype, block_size)
             run_states(dtype)
     return caught
 
@@ -228,10 +228,11 @@ def run_sampling(dtype, size=151936):
         sample_lines(logits, params, draws=True, filters=False)
 
 
-def run_rows(block_size, max_num_seqs=256, num_groups=2):
+def run_rows(dtype, block_size, max_num_seqs=256, num_groups=2):
     """What is around a decode's forward."""
     pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
     held = TritonRows(pool, num_groups=num_groups, num_blocks=64, block_size=block_size)
+    held.embedding, held.angles = (torch.zeros(64, size, dtype=dtype) for size in (4096, 128))
     rows = torch.zeros(100, dtype=torch.int64)
     held.gather(rows)
     held.advance(rows, rows)
