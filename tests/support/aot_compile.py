@@ -61,7 +61,6 @@ from tests.support.attention_cases import Case, make_case
 from tests.support.model_helpers import DenseAttention, make_context
 from tests.support.states import delta_plan
 
-
 UNNORMED = Unnormed(4096, 2048, 1e-6, True)
 """Rows of an 8B model."""
 
