@@ -108,8 +108,7 @@ class Decoder(Layer):
         for layers in self.stack:
             rows = batch.logits_indices if layers is self.stack[-1] else None
             x, residual = layers(x, residual, rotation, batch, rows)
-        x, _ = self.norm(x, residual)
-        return x
+        return self.norm(x, residual)[0]
 
 
 class DecoderLayer(Layer):
