@@ -55,6 +55,7 @@ from nanoengine.attention import triton_uniform as uniform
 from nanoengine.attention.triton_kernels import AttentionConstants, CacheConstants, TileConfig
 from nanoengine.attention.triton_splits import NUM_COUNTERS, make_counters
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
+from nanoengine.kernels.triton_layers import Unnormed
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
 """False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
@@ -114,7 +115,7 @@ class Splits(NamedTuple):
     """How the decodes of a step share their contexts: the grid of `decode_kernel`, its `max_splits`
     and its two scratch tensors."""
 
-    grid: tuple[int, int, int]
+    grid: tuple[int, int]
     max_splits: int
     part_out: torch.Tensor
     part_lse: torch.Tensor
@@ -155,7 +156,7 @@ def store_constants(
 @functools.cache
 def rotate_constants(
     num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float | None,
-    heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants,
+    heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants, of: Unnormed | None,
 ) -> tuple[int, Constants]:  # fmt: skip
     """Programs a token of `rotate_store_kernel`, and its constants; without `eps` no norm."""
     assert heads[2] == cos[2] == sin[2] == 1, "heads must be contiguous"
@@ -164,7 +165,7 @@ def rotate_constants(
         TOKEN=heads[0], HEAD=heads[1], COS_TOKEN=cos[0], SIN_TOKEN=sin[0], CACHE=cache,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HALF=next_power_of_2(head_dim // 2), ROWS=rows, NORM=eps is not None, EPS=eps or 0.0,
-        num_warps=4,
+        OF=of, num_warps=4,
     )  # fmt: skip
     return cdiv(num_rows, rows), constants
 
@@ -310,7 +311,7 @@ class TritonBackend(AttentionBackend):
         shape = (num_seqs, spec.num_heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=device)
-        grid = spec.num_kv_heads, num_seqs, programs
+        grid = tasks, programs
         return Splits(grid, max_splits, part_out, part_lse)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
@@ -323,7 +324,11 @@ class TritonBackend(AttentionBackend):
         norm: HeadNormWeights | None,
         cache: LayerCache,
         batch: Batch,
+        x: torch.Tensor | None = None,
+        of: Unnormed | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """With x, `heads` is a product of its rows, which were not normed, without its bias."""
         if norm is not None and norm.together is not None:
             return super().rotate_and_store(heads, rotation, norm, cache, batch)
         k_cache, v_cache, spec = cache
@@ -334,11 +339,12 @@ class TritonBackend(AttentionBackend):
         shared, q = self._shared(batch, spec), heads.new_empty(num_tokens, spec.num_heads, head_dim)
         programs, constants = rotate_constants(
             num_rows, spec.num_heads, spec.num_kv_heads, head_dim, eps,
-            heads.stride(), cos.stride(), sin.stride(), cache_constants(k_cache, v_cache),
+            heads.stride(), cos.stride(), sin.stride(), cache_constants(k_cache, v_cache), of,
         )  # fmt: skip
+        x, bias = heads if x is None else x, heads if bias is None else bias
         launch(
             store_kernels.rotate_store_kernel, (num_tokens, programs), constants,
-            q, heads, cos, sin, weight, k_cache, v_cache, shared.slots,
+            q, heads, cos, sin, weight, x, bias, k_cache, v_cache, shared.slots,
             1.0 / spec.k_scale, 1.0 / spec.v_scale,
         )  # fmt: skip
         return q
@@ -357,9 +363,8 @@ class TritonBackend(AttentionBackend):
             return out
         config = self._config(spec)
         if splits is not None:
-            constants = attention_constants(
-                q, out, cache, config.decode, config.split_tokens, config.max_splits
-            )
+            of_splits = config.split_tokens, config.max_splits, spec.num_kv_heads
+            constants = attention_constants(q, out, cache, config.decode, *of_splits)
             launch(
                 kernels.decode_kernel, splits.grid, constants,
                 out, splits.part_out, splits.part_lse, self.counters, q, k_cache, v_cache, sinks,

@@ -77,7 +77,7 @@ class AttentionConstants(NamedTuple):
         group: query heads of a KV head.
         dim: head_dim rounded up to a power of two.
         m, n: rows and keys of a tile.
-        split: keys of a split; max_splits: longer sequences have longer ones.
+        split: keys of a split; max_splits: longer sequences have longer ones; kv_heads: of decodes.
     """
 
     q_token: int
@@ -95,6 +95,7 @@ class AttentionConstants(NamedTuple):
     n: int
     split: int = 0
     max_splits: int = 0
+    kv_heads: int = 0
 
 
 @triton.jit
@@ -373,9 +374,10 @@ def decode_kernel(
     table_stride, max_splits, k_scale, v_scale,
     CACHE: tl.constexpr, A: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """One query token over some of its sequence's splits, for one KV head. Grid: [K, S, programs].
+    """One query token over some of its sequence's splits, for one KV head. Grid: [S * K, programs].
 
-    Why KV heads first: all heads of a token lie side by side, and are read at one time.
+    Why KV heads first: all heads of a token lie side by side, and are read at one time. Why one
+    axis with sequences: the others of a grid have room for 65,535.
 
     The only split of a sequence is its result. Of more, program p takes the splits p, p + programs,
     ... and writes each one's normalized result to `part_out` [S, H, max_splits, D] and its base-2
@@ -383,13 +385,12 @@ def decode_kernel(
     comes last adds them up. The number of programs is a matter of speed, never of the result.
     """
     after_the_kernel_ahead(EARLY)
-    kv_head, seq = tl.program_id(0), tl.program_id(1)
-    num_kv_heads = tl.num_programs(0)
+    kv_head, seq = tl.program_id(0) % A.kv_heads, tl.program_id(0) // A.kv_heads
     seq_len = tl.load(seq_lens + seq)
     low, size, first_split, num_splits = split_keys(seq_len, A)
     # Why: launches are sized for the longest sequence that may come; the others exit at once.
-    programs = tl.minimum(tl.num_programs(2), tl.maximum(num_splits, 1))
-    if tl.program_id(2) < programs:
+    programs = tl.minimum(tl.num_programs(1), tl.maximum(num_splits, 1))
+    if tl.program_id(1) < programs:
         rows = tl.arange(0, A.m)
         dims = tl.arange(0, A.dim)[None, :]
         mask = (rows < A.group)[:, None] & (dims < A.head_dim)
@@ -402,8 +403,8 @@ def decode_kernel(
             # every key and value. Queries fit: a number above 65,504 would come out as no token.
             query = query.to(tl.float16)
         positions = tl.full([A.m], 0, tl.int32) + (seq_len - 1)
-        part_row = seq.to(tl.int64) * (num_kv_heads * A.group)
-        for split in range(tl.program_id(2), num_splits, programs):
+        part_row = seq.to(tl.int64) * (A.kv_heads * A.group)
+        for split in range(tl.program_id(1), num_splits, programs):
             split_start = (first_split + split) * size
             end = tl.minimum(split_start + size, seq_len)
             acc, total, high = attend(
@@ -428,7 +429,7 @@ def decode_kernel(
                 tl.store(part_out + part[:, None] * A.head_dim + dims, result, mask=mask)
         if num_splits != 1:  # noqa: SIM102
             # Why not `and`: in a kernel both of its sides are computed.
-            if counted_last(counters + seq * num_kv_heads + kv_head, programs):
+            if counted_last(counters + tl.program_id(0), programs):
                 for head in range(kv_head * A.group, kv_head * A.group + A.group):
                     part = (part_row + head) * max_splits
                     combine(

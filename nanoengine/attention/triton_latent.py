@@ -215,12 +215,12 @@ def latent_kernel(
 def merge_latents_kernel(
     out, part_out, part_lse, seq_lens, max_splits, A: tl.constexpr, EARLY: tl.constexpr = False
 ):
-    """Adds up the splits of one head of one decode, where there are several. Grid: [H, S]."""
+    """Adds up the splits of one head of one decode, where there are several. Grid: [S, H]."""
     after_the_kernel_ahead(EARLY)
-    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), A)
     if num_splits > 1:
-        part = (seq * tl.num_programs(0) + head) * max_splits
+        part = (seq * tl.num_programs(1) + head) * max_splits
         row = out + seq * A.o_token + head * A.o_head
         combine(row, part_out, part_lse, part, num_splits, out, A)
 
@@ -335,13 +335,13 @@ class TritonLatentBackend(TritonBackend):
                 *of_layer, *strides, config.decode, (config.split_tokens, config.max_splits)
             )
             launch(
-                latent_kernel, (head_tiles * batch.num_decodes, splits.grid[2]), attending,
+                latent_kernel, (head_tiles * batch.num_decodes, splits.grid[1]), attending,
                 out, splits.part_out, splits.part_lse, q, k_cache, table, batch.query_start_loc,
                 lens, table.stride(0), 0, 0, splits.max_splits,
             )  # fmt: skip
             if splits.max_splits > 1:
                 launch(
-                    merge_latents_kernel, (spec.num_heads, batch.num_decodes), merging,
+                    merge_latents_kernel, (batch.num_decodes, spec.num_heads), merging,
                     out, splits.part_out, splits.part_lse, lens, splits.max_splits,
                 )  # fmt: skip
         if num_prefills:

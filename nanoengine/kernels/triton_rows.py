@@ -11,6 +11,8 @@ Source: SplitMix64, see `runner/sampling_ops.py`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -27,16 +29,33 @@ def uniform(seed, position):
     return ((z ^ (z >> 31)) >> 11).to(tl.int64).to(tl.float64) * (2.0**-53)
 
 
+class RowSizes(NamedTuple):
+    """Numbers of a row of the embedding and of the table of angles."""
+
+    embedding: int
+    angles: int
+
+
+@triton.jit
+def copy_row(target, source, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """SIZE numbers that lie side by side, WIDTH at a time."""
+    for start in range(0, SIZE, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        tl.store(target + at, tl.load(source + at, mask=at < SIZE), mask=at < SIZE)
+
+
 @triton.jit
 def gather_kernel(
     token_ids, positions, slot_mapping, seq_lens, block_tables, draw_params,
-    rows, pool, lengths, tables, columns, seeds,
+    rows, pool, lengths, tables, columns, seeds, x, rotation, embedding, angles,
     LINES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    SIZES: tl.constexpr,
 ):  # fmt: skip
     """The inputs of one row of a decode, in one group of layers. Grid: [S, G].
 
     `draw_params` [5, LINES] takes the row's `columns` [4, LINES] and its random number. All tensors
-    are contiguous; the shapes are in `device_rows.py`.
+    are contiguous; the shapes are in `device_rows.py`. SIZES, if not None: x [S, N] takes the
+    token's row of the embedding, `rotation` [S, D] that of its position.
     """
     at, group = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + at)
@@ -50,7 +69,13 @@ def gather_kernel(
         ids = tl.load(table + entry, mask=entry < NUM_BLOCKS)
         tl.store(block_tables + line * NUM_BLOCKS + entry, ids, mask=entry < NUM_BLOCKS)
     if group == 0:
-        tl.store(token_ids + at, tl.load(pool + row))
+        token = tl.load(pool + row)
+        tl.store(token_ids + at, token)
+        if SIZES is not None:
+            place, line = embedding + token * SIZES.embedding, at.to(tl.int64)
+            copy_row(x + line * SIZES.embedding, place, SIZES.embedding, 2 * WIDTH)
+            place = angles + position * SIZES.angles
+            copy_row(rotation + line * SIZES.angles, place, SIZES.angles, WIDTH // 4)
         tl.store(positions + at, position)
         tl.store(seq_lens + at, (position + 1).to(tl.int32))
         for column in tl.static_range(4):

@@ -38,7 +38,7 @@ from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import HeadNorm, RMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding
 
-Layers = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Layers = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """A layer, or several: called as `DecoderLayer.forward`."""
 
 
@@ -100,13 +100,15 @@ class Decoder(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        x, residual = self.embed_tokens(batch.token_ids), None
-        rotation = self.rotary(batch.positions)
+        return self.through(self.embed_tokens(batch.token_ids), self.rotary(batch.positions), batch)
+
+    def through(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
+        """The tokens' embeddings [T, hidden_size] -> hidden states of the rows that give logits."""
+        residual = None
         for layers in self.stack:
             rows = batch.logits_indices if layers is self.stack[-1] else None
             x, residual = layers(x, residual, rotation, batch, rows)
-        x, _ = self.norm(x, residual)
-        return x
+        return self.norm(x, residual)[0]
 
 
 class DecoderLayer(Layer):

@@ -65,6 +65,8 @@ class DecodeStep:
         self.held = kind(
             rows.pool, num_groups=num_groups, num_blocks=num_blocks, block_size=rows.block_size
         )
+        if device.type == "cuda":
+            self.held.look_up(model)
         self.batch_rows = torch.full((self.num_rows,), self.num_rows, device=device)
         self._query_start_loc = torch.arange(with_padding, dtype=torch.int32, device=device)
         shape = (self.num_rows, sampler.vocab_size)
@@ -150,8 +152,10 @@ class DecodeStep:
     def forward(self, size: int) -> tuple[torch.Tensor]:
         """The logits [size, V] of the first `size` of `batch_rows`, in a buffer that all sizes
         share."""
+        gathered = self.held.gather(self.batch_rows[:size])
+        inputs = gathered.pop("inputs", None)
         batch = Batch(
-            **self.held.gather(self.batch_rows[:size]),
+            **gathered,
             query_start_loc=self._query_start_loc[: size + 1],
             logits_indices=None,
             num_decodes=size,
@@ -164,8 +168,10 @@ class DecodeStep:
             states = batch.block_tables[-1], self._rows.first_state, self._rows.block_size
             batch.state_waves = (decode_wave(batch.positions, *states),)
         batch.attention = self._backend.prepare(batch)
+        model = self._model
+        hidden = model(batch) if inputs is None else model.model.through(*inputs, batch)
         # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
-        return (logits_into(self._model, self._model(batch), self._logits_out[:size]),)
+        return (logits_into(model, hidden, self._logits_out[:size]),)
 
     def sample(self, size: int, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens from the logits of `forward`, [size] int64, and whether they are valid, [size]

@@ -13,6 +13,8 @@ each is one kernel (`triton_rows.py`); this file is its readable form.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nanoengine.runner.sampling_ops import random_bits
@@ -41,7 +43,7 @@ class DeviceRows:
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
         self.draw_params = torch.zeros((5, size), dtype=torch.float64, device=device)
 
-    def gather(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def gather(self, rows: torch.Tensor) -> dict[str, Any]:
         """The inputs of a decode of these rows [S] int64, under the names that they have in a
         `Batch`: token_ids and positions [S] int64, slot_mapping [G, S] int64, seq_lens [S] int32,
         block_tables [G, S, M] int32. Fills `draw_params`."""

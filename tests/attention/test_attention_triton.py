@@ -184,12 +184,14 @@ def test_whoever_comes_last_the_splits_are_merged_alike(small, monkeypatch, dete
     backend = backend_for(case, deterministic=deterministic)
     backend.num_sms = 100
     place, seen = interpreter.InterpreterBuilder.set_grid_idx, []
+    axis = 2 if deterministic else 1  # of the programs that share
 
     def shifted(shift):
         def set_grid_idx(self, x, y, z):
-            z = (z + shift) % self.grid_dim[2]
-            seen.append(self.grid_dim[2])
-            place(self, x, y, z)
+            place_of = [x, y, z]
+            place_of[axis] = (place_of[axis] + shift) % self.grid_dim[axis]
+            seen.append(self.grid_dim[axis])
+            place(self, *place_of)
 
         return set_grid_idx
 
@@ -210,6 +212,23 @@ def test_more_sequences_than_counters_share_nothing(small, monkeypatch):
     backend = backend_for(case)
     backend.counters = torch.full((1,), 2**30, dtype=torch.int32, device=DEVICE)  # never last
     assert torch.equal(case.check(backend), expected)
+
+
+def test_more_sequences_than_an_axis_of_a_grid_has_room_for(monkeypatch):
+    grids, count = [], 70_000
+
+    class Grids:
+        def __getitem__(self, grid):
+            return lambda *args, **options: grids.append(grid)
+
+    monkeypatch.setattr(module.kernels, "decode_kernel", Grids())
+    case = make_case((1, 40), num_kv_heads=2, head_dim=16)
+    lengths = case.batch.seq_lens.expand(count)
+    batch = replace(case.batch, seq_lens=lengths, num_decodes=count)
+    backend = backend_for(case)
+    batch.attention = backend.prepare(batch)
+    backend.attend(case.q, case.cache, batch)
+    assert grids == [(2 * count, 1)]
 
 
 def test_a_graph_captured_for_longer_sequences_gives_the_same(small):

@@ -28,14 +28,15 @@ MAIN = [f"{arch},bfloat16,128,64,8,2,all" for arch in (80, 89, 90)]
 FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
 OTHERS = ["80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention"]
 EXPERTS = [f"{arch},bfloat16,128,64,8,2,experts" for arch in (100, 120)]
-STORES = ("store_kernel", "rotate_store_kernel")
+STORES = ("store_kernel", "rotate_store_kernel", "folded_rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
 EARLY = ("rotate_store_kernel", "varlen_kernel", "decode_kernel", "rms_norm_kernel", "gate_kernel")
-EARLY += ("uniform_kernel", "gemm_kernel", "gated_gemm_kernel")
+EARLY += ("uniform_kernel", "gemm_kernel", "gated_gemm_kernel", "folded_gemm_kernel")
+EARLY += ("folded_rotate_store_kernel", "folded_gate_kernel")
 LATENTS = tuple(f"latent_{form}_{heads}" for form in ("decode", "prompt") for heads in (16, 128))
 OF_LATENTS = (*LATENTS, "turn_latents_kernel", "merge_latents_kernel")
 EARLY += OF_LATENTS
-LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
+LAYERS = ("rms_norm_kernel", "gate_kernel", "folded_gate_kernel", "add_experts_kernel")
 UNIFORM = ("uniform_kernel",)
 OF_EXPERTS = ("expert_gemm_kernel", "gated_expert_gemm_kernel")
 WIDE = ("wide_expert_gemm_kernel", "wide_gated_expert_gemm_kernel")
@@ -44,6 +45,7 @@ PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", *OF_EXPERTS)
 ROUTING = tuple(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
                 for experts in (128, 256, 512))  # fmt: skip
 DRAWN = "drawn_sample_kernel"  # not in float32
+FOLDED = "folded_gemm_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
 PIECES = ("delta_chunks_kernel", "delta_scan_kernel", "mamba_scan_kernel")
@@ -136,7 +138,7 @@ def compile_all(folder):
 def test_every_kernel_compiles_for_every_target(reports):
     targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL + OF_STORED + LATENT + LARGE_HEADS
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
-    of_main = (DRAWN, *WIDE, *NARROW, *STORED)
+    of_main = (DRAWN, FOLDED, *WIDE, *NARROW, *STORED)
     expected |= {(t, k) for t in MAIN for k in of_main} | {(t, ROUNDED) for t in MAIN[1:]}
     expected |= {(t, k) for t in MAIN + BLACKWELL for k in LARGE}
     assert set(reports) == expected
@@ -164,9 +166,9 @@ def test_registers_leave_room_for_enough_programs(reports, target):
     assert reports[target, "decode_kernel"]["registers"] <= (168 if target in FP8 else 128)
     assert reports[target, "varlen_kernel"]["registers"] <= 224
     assert reports[target, "uniform_kernel"]["registers"] <= 248
-    for kernel in (*STORES, *LAYERS, *PRODUCTS, *ROWS):
+    for kernel in (*STORES, *LAYERS, FOLDED, *PRODUCTS, *ROWS):
         if (target, kernel) in reports:
-            product = kernel in PRODUCTS
+            product = kernel in (FOLDED, *PRODUCTS)
             assert reports[target, kernel]["registers"] <= (168 if product else 64)
 
 
@@ -237,7 +239,7 @@ def test_keys_and_values_arrive_by_wide_copies_that_overlap(reports, target, ker
 
 
 @pytest.mark.parametrize("target", MAIN)
-@pytest.mark.parametrize("kernel", ["uniform_kernel", *PRODUCTS])
+@pytest.mark.parametrize("kernel", ["uniform_kernel", FOLDED, *PRODUCTS])
 def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_copies(
     reports, target, kernel
 ):

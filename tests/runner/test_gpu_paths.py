@@ -95,13 +95,21 @@ def test_a_decode_is_one_kernel_before_the_layers_and_two_after_the_logits():
                 decode.sample(1, kind)
             assert gpu.kernels == {"sample_kernel": 1, "advance_kernel": 1}
         gpu.kernels.clear()
+        model = decode._model.model
         with (
             torch.inference_mode(),
-            mock.patch.object(decode, "_model", side_effect=LayersReached),
+            mock.patch.object(model, "through", side_effect=LayersReached),
             pytest.raises(LayersReached),
         ):
             decode.forward(1)
         assert gpu.kernels == {"gather_kernel": 1}
+        gpu.kernels.clear()
+        with torch.inference_mode():
+            decode.forward(1)
+        of_layers = {"mm": 5, "rotate_store_kernel": 2, "decode_kernel": 2, "gate_kernel": 2}
+        of_layers |= {"addmm_": 4}
+        assert gpu.kernels == {"gather_kernel": 1, **of_layers, "rms_norm_kernel": 1}
+        del model
         del decode
         close(gpu, engine)
 

@@ -49,6 +49,7 @@ from nanoengine.kernels import (
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.kernels import triton_quantized as quantized_kernels
 from nanoengine.kernels.launch import early
+from nanoengine.kernels.triton_layers import Unnormed
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
@@ -63,6 +64,9 @@ from tests.support.aot_loops import tile_loop
 from tests.support.attention_cases import Case, make_case
 from tests.support.model_helpers import DenseAttention, make_context
 from tests.support.states import delta_plan
+
+UNNORMED = Unnormed(4096, 2048, 1e-6, True)
+"""Rows of an 8B model."""
 
 
 class Catch:
@@ -139,7 +143,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
                 run_quantized(dtype, arch)
             run_experts(dtype)
             run_sampling(dtype)
-            run_rows(block_size)
+            run_rows(dtype, block_size)
             run_states(dtype)
             run_latents(dtype, arch)
             run_mamba(dtype)
@@ -173,7 +177,10 @@ def run_rotation(backend: TritonBackend, case: Case):
     table = torch.zeros(len(heads), 1, case.spec.head_dim, dtype=heads.dtype)
     shape = (case.spec.num_heads + case.spec.num_kv_heads, case.spec.head_dim)
     norm = HeadNormWeights(weight=torch.ones(shape, dtype=heads.dtype), eps=1e-6)
-    backend.rotate_and_store(heads, table.chunk(2, -1), norm, case.cache, case.batch)
+    step = heads, table.chunk(2, -1), norm, case.cache, case.batch
+    backend.rotate_and_store(*step)
+    x, bias = torch.zeros(len(heads), UNNORMED.size, dtype=heads.dtype), heads[0].flatten()
+    backend.rotate_and_store(*step, x, UNNORMED, bias)
 
 
 def run_layers(dtype, hidden=4096, inner=12288):
@@ -182,6 +189,7 @@ def run_layers(dtype, hidden=4096, inner=12288):
     x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     ops.add_rms_norm(x, x.clone(), weight, 1e-6)
     ops.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu")
+    triton_linear.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu", x, UNNORMED)
 
 
 def run_linear(dtype, hidden=4096, inner=12288):
@@ -192,6 +200,8 @@ def run_linear(dtype, hidden=4096, inner=12288):
     method.apply(x, None)
     method.apply_gated(x, "silu", None)
     if dtype != torch.float32:
+        config = triton_linear.gate_config(triton_linear.arch_of(None), len(x), inner, dtype)
+        triton_linear.multiply(x, method.weight, None, "silu", config, UNNORMED.eps)
         gates = triton_linear.gate_config(90, len(x), inner, dtype)
         assert gates == triton_linear.gemm_config(90, inner, True, dtype)
 
@@ -281,10 +291,11 @@ def run_sampling(dtype, size=151936):
         sample_lines(logits, params, draws=True, filters=False)
 
 
-def run_rows(block_size, max_num_seqs=256, num_groups=2):
+def run_rows(dtype, block_size, max_num_seqs=256, num_groups=2):
     """What is around a decode's forward."""
     pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
     held = TritonRows(pool, num_groups=num_groups, num_blocks=64, block_size=block_size)
+    held.embedding, held.angles = (torch.zeros(64, size, dtype=dtype) for size in (4096, 128))
     rows = torch.zeros(100, dtype=torch.int64)
     held.gather(rows)
     held.advance(rows, rows)
@@ -421,6 +432,9 @@ def counted(ptx):
 def name_of(kernel, options):
     """The kernel's name; kernels of several kinds of code have a name for each."""
     name = kernel.__name__
+    told = {"rotate_store_kernel": "OF", "gate_kernel": "ROWS", "gemm_kernel": "EPS"}.get(name)
+    if told and options[told] is not None:
+        return f"folded_{name}"
     if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
         name = f"gated_{name}"
     if "expert_gemm" in name and options["FORM"]:
