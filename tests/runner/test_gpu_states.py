@@ -44,7 +44,6 @@ CASES = {
     [
         *(("lfm2", case) for case in CASES),
         *((family, "chunks") for family in ("qwen3_5", "falcon_h1", "nemotron_h")),
-        ("granite_hybrid", "hits"),
         ("bamba", "small"),
     ],
 )

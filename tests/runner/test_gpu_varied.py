@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from nanoengine import SamplingParams
-from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.config import parse_model_config
 from tests.support.attention_cases import DEVICE
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -55,6 +55,14 @@ def test_tokens_are_those_of_the_cpu(family, params, options):
         assert gpu.num_allocated == 0
 
 
-def test_flash_attention_is_asked_for_the_larger_heads():
-    config = load_model_config(checkpoint("gemma4", global_head_dim=512))
-    assert (config.head_dim, config.largest_head) == (16, 512)
+def test_a_backend_is_asked_for_the_larger_heads():
+    """The 31B model's layers with a window keep more, in heads of half the size."""
+    text = {
+        "model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 5376,
+        "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "sliding_window": 1024,
+    }  # fmt: skip
+    raw = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    config = parse_model_config(raw)
+    assert (config.head_dim, config.largest_head) == (256, 512)
