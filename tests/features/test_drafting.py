@@ -150,12 +150,13 @@ def test_many_that_never_pay_are_hardly_tried():
 
 @pytest.mark.parametrize("num_rows", [1, 32, 256])
 @pytest.mark.parametrize("share", [0.02, 0.2])
-def test_looks_lose_a_percent_however_long_they_take(num_rows, share):
+def test_looks_lose_a_percent_or_half_of_it_however_long_they_take(num_rows, share):
     """`share`: of a step's time, what a look at all rows takes."""
+    lost = 0.01 if num_rows == 1 else 0.005
     machine = Machine(0.0, steep, num_rows=num_rows, k=0, look_s=share)
     machine.run(400)
-    assert 0.985 < machine.speed_up < 0.995
-    assert machine.looks > 0.01 / share * 400 * num_rows
+    assert 1 - 1.5 * lost < machine.speed_up < 1 - 0.5 * lost
+    assert machine.looks > lost / share * 400 * num_rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 32, 256])
