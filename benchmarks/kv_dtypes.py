@@ -7,9 +7,9 @@ ones, on a model of float32 with random weights. Caches hold random bytes of a p
 computed: what is read takes the same time whatever it says. The blocks of a sequence are drawn from
 all, so that 32 sequences need no 32 contexts of memory, and no two of them share a prefix.
 
-Dtypes take turns step by step, and each step is followed by the attention of all its layers alone. One JSON line a case and round:
-the median step in ms, tok/s, attention's ms and the GB/s at which it reads keys and values, and how
-many tokens a GiB holds; then how many times as fast int8 is, steps and attention alone.
+Dtypes take turns step by step, and each step is followed by the attention of all its layers alone.
+One JSON line a case and round: the median step in ms, tok/s, attention's ms and the GB/s at which
+it reads keys and values, how many tokens a GiB holds; and how many times as fast int8 is.
 """
 
 from __future__ import annotations
