@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.core.sequence import Request, Sequence
+from nanoengine.core.sequence import Extras, Request, Sequence
 from nanoengine.features.drafting import (
     MOST_ASLEEP,
     Acceptance,
@@ -134,6 +136,16 @@ def test_bad_drafts_are_given_up_and_tried_again_now_and_then():
     machine.run(500)
     assert 2 < machine.drafted < 10
     assert machine.speed_up > 0.98
+
+
+def test_a_sequence_that_is_given_no_drafts_stays_a_plain_decode():
+    scheduler = SimpleNamespace(special=None)
+    for extras in (None, Extras()):
+        seq = Machine(0.0, flat).sequences[0]
+        seq.extras, seq.slots_ready_until = extras, 16
+        set_drafts(scheduler, seq, ())
+        assert scheduler.special is None
+        assert seq.slots_ready_until == 16
 
 
 def test_many_that_never_pay_are_hardly_tried():
