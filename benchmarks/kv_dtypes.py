@@ -7,8 +7,9 @@ ones, on a model of float32 with random weights. Caches hold random bytes of a p
 computed: what is read takes the same time whatever it says. The blocks of a sequence are drawn from
 all, so that 32 sequences need no 32 contexts of memory, and no two of them share a prefix.
 
-Dtypes take turns step by step. One JSON line a case and round: the median step in ms, tok/s, and
-how many tokens a GiB holds.
+Dtypes take turns step by step, and each step is followed by the attention of all its layers alone.
+One JSON line a case and round: the median step in ms, tok/s, attention's ms and the GB/s at which
+it reads keys and values, how many tokens a GiB holds; and how many times as fast int8 is.
 """
 
 from __future__ import annotations
@@ -71,6 +72,22 @@ def decode_batch(sequences: int, context: int) -> Batch:
     )  # fmt: skip
 
 
+def attention_alone(engine: LLMEngine, batch: Batch) -> float:
+    """Seconds that the attention of all layers takes, over the same keys and values as in a step.
+
+    Each layer is a call from Python here, some 30 us.
+    """
+    layers, backend = engine.executor.model.attention_layers, engine.executor.backend
+    spec = layers[0].spec
+    q = torch.randn(len(batch.token_ids), spec.num_heads, spec.head_dim)
+    batch.attention = backend.prepare(batch)
+    backend.attend(q, layers[0].cache, batch)  # plans the tasks of all layers
+    start = time.perf_counter()
+    for layer in layers:
+        backend.attend(q, layer.cache, batch)
+    return time.perf_counter() - start
+
+
 def step(engine: LLMEngine, batch: Batch) -> float:
     """Seconds of one decode step."""
     runner = engine.executor
@@ -99,18 +116,31 @@ def main() -> None:
             for engine in engines.values():
                 step(engine, batch)
             for number in range(args.rounds):
-                found: dict[str, list[float]] = {kv: [] for kv in engines}
+                found: dict[str, list[tuple[float, float]]] = {kv: [] for kv in engines}
                 for _ in range(args.steps):
                     for kv, engine in engines.items():
-                        found[kv].append(step(engine, batch))
+                        found[kv].append((step(engine, batch), attention_alone(engine, batch)))
                 line: dict[str, object] = {"case": case, "round": number}
+                medians = {}
                 for kv, taken in found.items():
-                    middle, info = statistics.median(taken), engines[kv].info
+                    middle, alone = map(statistics.median, zip(*taken, strict=True))
+                    info = engines[kv].info
+                    medians[info.kv_cache_dtype] = middle, alone
+                    a_token = info.block_bytes / BLOCK_SIZE
                     line[info.kv_cache_dtype] = {
                         "ms": round(1e3 * middle, 2),
                         "tok/s": round(sequences / middle, 1),
+                        "attention ms": round(1e3 * alone, 2),
+                        "attention GB/s": round(sequences * context * a_token / alone / 1e9, 1),
                         "tokens a GiB": GIB // info.block_bytes * BLOCK_SIZE,
                     }
+                for kv, (middle, alone) in medians.items():
+                    if "int8" in medians and kv != "int8":
+                        of_int8 = medians["int8"]
+                        line[f"int8 over {kv}"] = {
+                            "step": round(middle / of_int8[0], 2),
+                            "attention": round(alone / of_int8[1], 2),
+                        }
                 print(json.dumps(line), flush=True)
 
 

@@ -39,12 +39,12 @@ def _may_draft(seq: Sequence) -> bool:
 
 def set_drafts(scheduler: Scheduler, seq: Sequence, draft_token_ids: tuple[int, ...]) -> None:
     """Has the next step verify these tokens behind a sequence's own."""
+    extras = seq.extras
+    if not draft_token_ids and (extras is None or not extras.draft_token_ids):
+        return
     enlist(scheduler)
-    if seq.extras is None:
-        if not draft_token_ids:
-            return
-        seq.extras = Extras()
-    seq.extras.draft_token_ids = draft_token_ids
+    seq.extras = extras = extras or Extras()
+    extras.draft_token_ids = draft_token_ids
     seq.slots_ready_until = 0  # Why: a step with drafts is no plain decode.
 
 

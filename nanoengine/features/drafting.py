@@ -10,7 +10,7 @@ place in the draft; the engine keeps what a step of so many rows costs. What is 
 again now and then.
 
 Both are estimates, and a look costs time even where nothing is found. So an `Account` holds what
-drafting may still lose: a percent of the time of all steps, and what right drafts have gained. A
+drafting may still lose: a percent or less of the time of all steps, and what right ones gained. A
 step with drafts risks no more than that; where nothing is left, nothing is looked for.
 
 Only speed depends on this file: a draft is kept where it is the token that would be sampled anyway.
@@ -48,8 +48,9 @@ ONE_MORE_EVERY = 48
 """Steps with drafts of which one tries a draft more than seems best: a measurement may be wrong."""
 MOST_DRAFTED_STEPS = 128
 """After so many steps with drafts one without is run, so that its cost stays known."""
-MAY_LOSE = 0.01
-"""Of the time of all steps, what looks and drafts may lose."""
+MAY_LOSE, MAY_LOSE_OF_MANY, MANY = 0.01, 0.005, 8
+"""Of the time of all steps, what looks and drafts may lose; and of steps of MANY rows or more. Why
+less: there what one sequence tries tells of all, and less is to be gained."""
 FIRST_LEFT, MOST_LEFT, MOST_OWED = 0.5, 4.0, 0.5
 """In steps' time: what an account begins with, and its limits. Why limits: gains of one text should
 not pay for the next one for long, nor one long step that nobody is guilty of."""
@@ -195,11 +196,11 @@ class Account:
         self.left = 0.0
         self._is_open = False
 
-    def add(self, plain_s: float, gained_s: float) -> None:
+    def add(self, plain_s: float, gained_s: float, num_rows: int) -> None:
         """Takes in a step that without drafts takes `plain_s`; `gained_s` is what drafting has
         gained in it, below 0 where it has lost."""
         left = self.left if self._is_open else FIRST_LEFT * plain_s
-        left += MAY_LOSE * plain_s + gained_s
+        left += (MAY_LOSE if num_rows < MANY else MAY_LOSE_OF_MANY) * plain_s + gained_s
         self._is_open = True
         self.left = max(-MOST_OWED * plain_s, min(left, MOST_LEFT * plain_s))
 
@@ -435,7 +436,7 @@ class Drafting:
         plain_s, gained_s = self._plain_mean.seconds(num_rows), -deciding_s
         if drafted_s:
             gained_s += plain_s * sum(map(len, result.token_ids)) / num_rows - drafted_s
-        self._account.add(plain_s, gained_s)
+        self._account.add(plain_s, gained_s, num_rows)
 
     def _learn(self, one: Tracked, num_drafts: int, num_right: int) -> None:
         for acceptance in (one.acceptance, self.overall):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.core.sequence import Request, Sequence
+from nanoengine.core.sequence import Extras, Request, Sequence
 from nanoengine.features.drafting import (
     MOST_ASLEEP,
     Acceptance,
@@ -136,6 +138,16 @@ def test_bad_drafts_are_given_up_and_tried_again_now_and_then():
     assert machine.speed_up > 0.98
 
 
+def test_a_sequence_that_is_given_no_drafts_stays_a_plain_decode():
+    scheduler = SimpleNamespace(special=None)
+    for extras in (None, Extras()):
+        seq = Machine(0.0, flat).sequences[0]
+        seq.extras, seq.slots_ready_until = extras, 16
+        set_drafts(scheduler, seq, ())
+        assert scheduler.special is None
+        assert seq.slots_ready_until == 16
+
+
 def test_many_that_never_pay_are_hardly_tried():
     """Also when others take their places: what tries in some have taught, new ones begin with."""
     machine = Machine(0.02, steep, num_rows=32)
@@ -150,12 +162,13 @@ def test_many_that_never_pay_are_hardly_tried():
 
 @pytest.mark.parametrize("num_rows", [1, 32, 256])
 @pytest.mark.parametrize("share", [0.02, 0.2])
-def test_looks_lose_a_percent_however_long_they_take(num_rows, share):
+def test_looks_lose_a_percent_or_half_of_it_however_long_they_take(num_rows, share):
     """`share`: of a step's time, what a look at all rows takes."""
+    lost = 0.01 if num_rows == 1 else 0.005
     machine = Machine(0.0, steep, num_rows=num_rows, k=0, look_s=share)
     machine.run(400)
-    assert 0.985 < machine.speed_up < 0.995
-    assert machine.looks > 0.01 / share * 400 * num_rows
+    assert 1 - 1.5 * lost < machine.speed_up < 1 - 0.5 * lost
+    assert machine.looks > lost / share * 400 * num_rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 32, 256])

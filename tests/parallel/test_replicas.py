@@ -387,6 +387,7 @@ def test_two_replicas_one_killed_give_the_records_of_one_process(tmp_path: Path)
     rows[7] = {"prompt": "the", "temprature": 1, "n": -1}
     source.write_text("\n".join(map(json.dumps, rows)))
     engine = ["--device", "cpu", "--attention-backend", "naive", "--num-kv-blocks", "200"]
+    engine += ["--kv-cache-dtype", "int8"]
     engine += ["--max-num-seqs", "16", "--max-model-len", "128", "--in-order"]
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     victims: list[psutil.Process] = []
