@@ -36,6 +36,7 @@ KV_TILE = 64  # tokens between two updates of the running maximum
 
 # Rows and vectors of the largest register tile: sums, the cache's line and a number of a row.
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
+HALF, HALF_OF_TWO = VECTORS // 2, 2
 OF_TWO = 4  # vectors of a tile of two rows: fewer sums would wait for each other
 HAS_DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 VECTOR_BYTES = CURRENT.vector_bits // 8
@@ -290,7 +291,8 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
     at = 0
     while at < lanes:
         ask = asked + at * ahead
-        if lanes - at > wide - width and room - at >= wide:
+        # Why not vector by vector: their few sums would wait for each other.
+        if 2 * (lanes - at) > wide and room - at >= wide:
             step = asks * wide
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
@@ -299,6 +301,15 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                       factors, factors_at, ask, step, 2, OF_TWO)  # fmt: skip
             at += wide
+        elif lanes - at > width and 2 * (room - at) >= wide:
+            step = asks * wide // 2
+            if rows > 2:
+                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                      factors, factors_at, ask, step, ROWS, HALF)  # fmt: skip
+            else:
+                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                      factors, factors_at, ask, step, 2, HALF_OF_TWO)  # fmt: skip
+            at += wide // 2
         elif room - at >= width:
             step = asks * width
             if rows > 2:
