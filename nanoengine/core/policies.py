@@ -119,7 +119,9 @@ class Predictive:
         # Why: until a sequence ends, the prediction only comes true; asking again is wasted time.
         if seq.seq_id == self._refused:
             return False
-        fits = self._peak(seq, admission, running, manager) <= manager.pool.num_usable
+        # Why before: a large batch would predict all of its sequences at each admission.
+        fits = self._most(seq, admission, running, manager) <= manager.pool.num_usable
+        fits = fits or self._peak(seq, admission, running, manager) <= manager.pool.num_usable
         self._refused = None if fits else seq.seq_id
         return fits
 
@@ -142,6 +144,18 @@ class Predictive:
             deviations = self.spread * float(np.std(longer)) if longer and self.spread else 0.0
             self._lengths[done] = int(mean + deviations) if longer else None
         return self._lengths[done]
+
+    @staticmethod
+    def _most(
+        seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
+    ) -> int:
+        """No peak is higher: all grow to their max_tokens in each group, and nobody ends."""
+        pool, left = manager.pool, seq.max_num_tokens - seq.num_tokens
+        for other in running:
+            left += other.max_num_tokens - other.num_tokens
+        active = pool.num_usable - pool.num_free + admission.num_needed_blocks
+        grown = left // manager.block_size + len(running) + 1
+        return active + grown * len(manager.layout.groups)
 
     def _peak(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager

@@ -36,6 +36,7 @@ KV_TILE = 64  # tokens between two updates of the running maximum
 
 # Rows and vectors of the largest register tile: sums, the cache's line and a number of a row.
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
+HALF = VECTORS // 2
 OF_TWO = 4  # vectors of a tile of two rows: fewer sums would wait for each other
 HAS_DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 VECTOR_BYTES = CURRENT.vector_bits // 8
@@ -286,11 +287,13 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
     """
     width = VECTOR_BYTES // c.itemsize
     wide = (VECTORS if rows > 2 else OF_TWO) * width
+    enough = wide // 2 if rows > 2 else wide - width
     ahead = depth // numbers_a_word(b)
     at = 0
     while at < lanes:
         ask = asked + at * ahead
-        if lanes - at > wide - width and room - at >= wide:
+        # Why few vectors of four rows at once: the sums of one would wait for each other.
+        if lanes - at > enough and room - at >= wide:
             step = asks * wide
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
@@ -299,6 +302,11 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                       factors, factors_at, ask, step, 2, OF_TWO)  # fmt: skip
             at += wide
+        elif rows > 2 and lanes - at > width and 2 * (room - at) >= wide:
+            step = asks * wide // 2
+            _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                  factors, factors_at, ask, step, ROWS, HALF)  # fmt: skip
+            at += wide // 2
         elif room - at >= width:
             step = asks * width
             if rows > 2:

@@ -37,13 +37,24 @@ from nanoengine.kernels.cpu_layers import (
     FASTMATH,
     SMALL,
     gate,
+    gate_row,
     rms_norm,
     rotate_and_store,
 )
-from nanoengine.kernels.cpu_linear import linear, linear_dequantized, linear_of_rounded
-from nanoengine.kernels.cpu_quantized import linear8
+from nanoengine.kernels.cpu_linear import (
+    ROW_BLOCK,
+    as_read,
+    linear,
+    linear_dequantized,
+    linear_of_rounded,
+    linear_panels,
+    rounded_rows,
+)
+from nanoengine.kernels.cpu_quantized import linear8, linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.tiles import PANEL, PANELS
 
 
 @by_types()
@@ -82,6 +93,85 @@ def _leave(x, norm, eps, behind, scale, workers):
                 x[t, i] *= scale
 
 
+@by_types()
+def as_multiplied(x, weight, workers):
+    """x [T, inputs] as `some_panels` reads it: a tuple of arrays, rows first."""
+
+    def of_bytes(x, weight, workers):
+        values, scales, offsets = quantize_rows(x, workers)
+        return values, scales, sums8(offsets)
+
+    if weight[0].dtype == types.uint32:
+        return lambda x, weight, workers: (rounded_rows(x, workers),)
+    return of_bytes if len(weight) == 3 else lambda x, weight, workers: (x,)
+
+
+@by_types()
+def some_panels(inputs, first, last, weight, panel, count, out):
+    """out [R, 16 * count] = rows first ... last - 1 times `count` panels of the weight."""
+
+    def of_floats(inputs, first, last, weight, panel, count, out):
+        x, (w, bias) = inputs[0][first:last], weight
+        w = as_read(w)[panel * (len(w) // (len(bias) // PANEL)) :]
+        linear_panels(x, w, bias[panel * PANEL :], out, 0, count)
+
+    def of_bytes(inputs, first, last, weight, panel, count, out):
+        (values, scales, starts), (w, w_scales, bias) = inputs, weight
+        linear8_panels(
+            values[first:last], scales[first:last], starts[first:last],
+            w[panel * PANEL * values.shape[1] :], w_scales[panel * PANEL :], bias[panel * PANEL :],
+            out, 0, count,
+        )  # fmt: skip
+
+    return of_bytes if len(weight) == 3 else of_floats
+
+
+@compiled(fastmath=FASTMATH)
+def _activate_panels(inputs, weight, activation, out, lo, hi):
+    """`activate` for the outputs of tiles lo ... hi - 1."""
+    inner = out.shape[1] // PANEL
+    lo, hi = lo * PANELS, min(hi * PANELS, inner)
+    both = empty((2, min(ROW_BLOCK, len(out)), (hi - lo) * PANEL), out.dtype)
+    for first in range(0, len(out), ROW_BLOCK):
+        last = min(first + ROW_BLOCK, len(out))
+        for i in range(2):
+            some_panels(inputs, first, last, weight, i * inner + lo, hi - lo,
+                        both[i][: last - first])  # fmt: skip
+        for t in range(first, last):
+            row = out[t, lo * PANEL : hi * PANEL]
+            gate_row(both[0, t - first], both[1, t - first], activation, row)
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _multiply_and_gate(x, weight, activation, out, workers):
+    both = empty((len(x), 2 * out.shape[1]), x.dtype)
+    multiply(x, weight, both, workers)
+    gate(both, activation, out, workers)
+
+
+@by_types(FASTMATH)
+def activate(x, weight, activation, out, workers):
+    """out [T, I] = what the gate makes of x times the weight of [2 I] outputs.
+
+    Why in one pass: what is multiplied would go to memory and back, twice as wide as the result.
+    """
+
+    def together(x, weight, activation, out, workers):
+        if out.shape[1] % PANEL:
+            _multiply_and_gate(x, weight, activation, out, workers)
+        else:
+            tiles = -(-out.shape[1] // (PANELS * PANEL))
+            inputs = as_multiplied(x, weight, workers)
+            parallel_for(_activate_panels, tiles, workers, (inputs, weight, activation, out))
+
+    in_groups = weight[0].dtype in (types.uint8, types.int8) and len(weight) == 2
+    if not in_groups and len(weight) <= 3:
+        return together
+    return lambda x, weight, activation, out, workers: _multiply_and_gate(
+        x, weight, activation, out, workers
+    )
+
+
 @by_types(FASTMATH)
 def gated_mlp(x, mlp, eps, behind, factor, workers):
     """In place: x [L, N] becomes what a gated MLP gives; nothing where `mlp` is ()."""
@@ -90,10 +180,8 @@ def gated_mlp(x, mlp, eps, behind, factor, workers):
 
     def computed(x, mlp, eps, behind, factor, workers):
         gate_up, down, output_norm, inner, activation = mlp
-        both = empty((len(x), 2 * inner), x.dtype)
-        multiply(x, gate_up, both, workers)
         gated = empty((len(x), inner), x.dtype)
-        gate(both, activation, gated, workers)
+        activate(x, gate_up, activation, gated, workers)
         multiply(gated, down, x, workers)
         _leave(x, output_norm, eps, behind, factor, workers)
 

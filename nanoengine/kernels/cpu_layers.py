@@ -38,24 +38,20 @@ def _scale_of_row(row, eps):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _silu_row(gate_up, out):
-    size = len(out)
-    gate, up = gate_up[:size], gate_up[size:]
+def _silu_row(gate, up, out):
     one = out.dtype.type(1)
-    for i in range(size):
+    for i in range(len(out)):
         x = gate[i]
         e = exp(-abs(x))
         out[i] = (x if x >= 0 else x * e) / (one + e) * up[i]
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _gelu_tanh_row(gate_up, out):
-    size = len(out)
-    gate, up = gate_up[:size], gate_up[size:]
+def _gelu_tanh_row(gate, up, out):
     real = out.dtype.type
     one, half, two = real(1), real(0.5), real(2)
     slope, cubic = real(0.7978845608028654), real(0.044715)  # sqrt(2 / pi)
-    for i in range(size):
+    for i in range(len(out)):
         x = gate[i]
         t = slope * (x + cubic * x * x * x)
         e = exp(-two * abs(t))
@@ -63,12 +59,10 @@ def _gelu_tanh_row(gate_up, out):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _clamped_swiglu_row(gate_up, out):
-    size = len(out)
-    gate, up = gate_up[:size], gate_up[size:]
+def _clamped_swiglu_row(gate, up, out):
     real = out.dtype.type
     one, slope, limit = real(1), real(1.702), real(7)
-    for i in range(size):
+    for i in range(len(out)):
         x, y = gate[i], up[i]
         x = limit if x > limit else x  # Why comparisons: they let NaN through
         y = limit if y > limit else -limit if y < -limit else y
@@ -110,14 +104,21 @@ def rms_norm(x, residual, adds, weight, eps, out, workers):
 
 
 @compiled(fastmath=FASTMATH)
+def gate_row(gate, up, kind, out):
+    """out = act(gate) * up, all [I]; `kind` is a value of `GATES`."""
+    if kind == 0:
+        _silu_row(gate, up, out)
+    elif kind == 1:
+        _gelu_tanh_row(gate, up, out)
+    else:
+        _clamped_swiglu_row(gate, up, out)
+
+
+@compiled(fastmath=FASTMATH)
 def _gate_rows(gate_up, kind, out, lo, hi):
+    size = out.shape[1]
     for t in range(lo, hi):
-        if kind == 0:
-            _silu_row(gate_up[t], out[t])
-        elif kind == 1:
-            _gelu_tanh_row(gate_up[t], out[t])
-        else:
-            _clamped_swiglu_row(gate_up[t], out[t])
+        gate_row(gate_up[t, :size], gate_up[t, size:], kind, out[t])
 
 
 @compiled(fastmath=FASTMATH)

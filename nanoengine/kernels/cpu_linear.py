@@ -115,22 +115,22 @@ def linear_panels(x, w, bias, out, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def _linear(x, w, bias, out, lo, hi):
-    """`linear_panels`, and the outputs behind the last whole panel if they are among them."""
+    """`linear_panels` by PANELS, and the outputs behind the last whole panel if among them."""
     whole = out.shape[1] // PANEL
-    linear_panels(x, w, bias, out, lo, min(hi, whole))
-    if hi > whole:
+    linear_panels(x, w, bias, out, lo * PANELS, min(hi * PANELS, whole))
+    if hi * PANELS > whole:
         inputs = x.shape[1] * inputs_in(x)
         last_outputs(len(x), x.reshape(-1), w, bias, out.reshape(-1), inputs, out.shape[1])
 
 
 @compiled(fastmath=FASTMATH)
 def linear(x, w, bias, out, num_workers):
-    """out[T, N] = x[T, K] @ weight^T + bias[N], in pieces of some panels of w.
+    """out[T, N] = x[T, K] @ weight^T + bias[N], in pieces of whole tiles: some panels of w.
 
     w is flat: float32, float16, or bfloat16 as uint16; or the last as uint32, for an x of pairs of
     bfloat16 as `rounded_rows` makes them.
     """
-    parallel_for(_linear, -(-out.shape[1] // PANEL), num_workers, (x, w, bias, out))
+    parallel_for(_linear, -(-out.shape[1] // (PANELS * PANEL)), num_workers, (x, w, bias, out))
 
 
 @by_types()

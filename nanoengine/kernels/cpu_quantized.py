@@ -130,6 +130,13 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
 
 
 @compiled(fastmath=FASTMATH)
+def _linear8(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
+    """`linear8_panels` by PANELS8, so that tiles are whole."""
+    hi = min(hi * PANELS8, out.shape[1] // PANEL)
+    linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo * PANELS8, hi)
+
+
+@compiled(fastmath=FASTMATH)
 def linear8(x, w, w_scales, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
 
@@ -139,6 +146,6 @@ def linear8(x, w, w_scales, bias, out, num_workers):
     starts, panels = sums8(offsets), -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     operands = values, x_scales, starts, w, w_scales, bias, room
-    parallel_for(linear8_panels, panels, num_workers, operands)
+    parallel_for(_linear8, -(-panels // PANELS8), num_workers, operands)
     if out.shape[1] % PANEL:
         keep_outputs(room, out)

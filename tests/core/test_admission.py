@@ -66,6 +66,46 @@ def test_known_lengths_are_never_over_committed():
     assert preemptions[Predictive] == 0
 
 
+class Bounded(Predictive):
+    """Compares each prediction with the bound that is asked before it."""
+
+    num_compared, num_saved = 0, 0
+
+    def _most(self, seq, admission, running, manager):
+        most, peak = (
+            kind(seq, admission, running, manager) for kind in (super()._most, self._peak)
+        )
+        assert peak <= most
+        self.num_compared += 1
+        self.num_saved += most <= manager.pool.num_usable
+        return most
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=2, max_size=12),
+    num_blocks=st.integers(15, 80),
+    ignore_eos=st.booleans(),
+)
+def test_no_prediction_is_above_the_bound_that_saves_it(sizes, num_blocks, ignore_eos):
+    policy = Bounded()
+    engine = make_engine(num_blocks=num_blocks, max_num_seqs=8, policy=policy, eos_token_ids=(0,))
+    for i, (prompt, output) in enumerate(sizes):
+        params = SamplingParams(max_tokens=output, ignore_eos=ignore_eos)
+        engine.add_request(str(i), [1] * prompt, params)
+    run(engine)
+    assert policy.num_compared
+
+
+def test_a_pool_with_room_for_all_is_not_predicted():
+    policy = Bounded()
+    engine = make_engine(num_blocks=80, policy=policy, enable_prefix_caching=False)
+    for i in range(4):
+        engine.add_request(str(i), [i + 1] * 8, exactly(8))
+    run(engine)
+    assert policy.num_saved == policy.num_compared == 3
+
+
 def test_sequences_that_end_at_different_times_hand_their_blocks_on():
     # The short one is gone before the long one needs its blocks, so both are admitted at once.
     engine = make_engine(num_blocks=9, enable_prefix_caching=False, policy=Predictive())

@@ -1,0 +1,57 @@
+"""Gates applied while their products are near: the bits of both steps one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine.kernels.cpu_decoder import activate, multiply
+from nanoengine.kernels.cpu_layers import GATES, gate
+from nanoengine.kernels.jit import compiled
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
+from nanoengine.layers.packed import PackedLinear
+
+INPUTS = 96
+
+
+@compiled(fastmath=())
+def together(x, weight, activation, out, workers):
+    activate(x, weight, activation, out, workers)
+
+
+@compiled(fastmath=())
+def apart(x, weight, activation, both, out, workers):
+    multiply(x, weight, both, workers)
+    gate(both, activation, out, workers)
+
+
+def operands(kind: str, weight: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """A weight in the form that kernels know, as a layer makes it."""
+    method: PackedLinear | CPUQuantizedLinear
+    if kind == "int8":
+        method = CPUQuantizedLinear("layer", bits=8, group_size=None, activations="int8")
+        dtype = torch.float32
+    else:
+        method = PackedLinear("layer", rounds_inputs=kind == "rounded")
+        dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    method.create(tuple(weight.shape), dtype, torch.device("cpu"))
+    method.load(weight.to(dtype))
+    return method.operands(None)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "rounded", "int8"])
+@pytest.mark.parametrize(("inner", "activation"), [(16, 0), (144, 0), (336, 1), (40, 2)])
+def test_a_gate_beside_its_products_gives_the_same_bits(kind, inner, activation):
+    assert activation in GATES.values()
+    draw = torch.Generator().manual_seed(inner)
+    weight = operands(kind, torch.randn(2 * inner, INPUTS, generator=draw))
+    for rows in (1, 2, 7, 96, 131, 300):
+        x = torch.randn(rows, INPUTS, generator=draw).numpy()
+        both, wanted, out = (
+            np.full((rows, size), np.nan, np.float32) for size in (2 * inner, inner, inner)
+        )
+        apart(x, weight, activation, both, wanted, 3)
+        together(x, weight, activation, out, 3)
+        assert np.isfinite(wanted).all()
+        assert np.array_equal(out, wanted)
