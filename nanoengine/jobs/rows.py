@@ -32,6 +32,8 @@ from nanoengine.text.rendering import Renderer
 if TYPE_CHECKING:
     from nanoengine.features.answers import AnswerForm
     from nanoengine.features.pooling import Pools
+    from nanoengine.settings.config import EngineConfig
+    from nanoengine.text.tokenizer import Tokenizer
 
 Kind = Literal["chat", "completion", "simple", "pooled"]
 
@@ -191,6 +193,28 @@ class RowOptions:
     def columns_alone(self) -> bool:
         """Whether a row's columns are data and no parameters."""
         return self.prompt_column is not None or self.template is not None
+
+
+def read_by(
+    model: str, config: EngineConfig, info: Any, tokenizer: Callable[[], Tokenizer]
+) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], Pools]]:
+    """What a `RowReader` takes of a model, behind its options.
+
+    Args:
+        info: what the engine has found, or a part of it.
+        tokenizer: gives the model's, once a row needs it.
+    """
+
+    @functools.cache
+    def pools() -> Pools:
+        from nanoengine.features.pooling import Pools
+
+        return Pools(config, info.max_model_len, tokenizer)
+
+    def template() -> Any:
+        return None if config.skip_tokenizer_init else tokenizer().backend.chat_template
+
+    return model, info.generation_defaults, template, pools
 
 
 class RowReader:

@@ -15,6 +15,7 @@ Called by `cli/batch.py`.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -35,6 +36,7 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.ranks.worker import Worker
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
+from nanoengine.text.tokenizer import Tokenizer
 
 REPLICA = "nanoengine.parallel.replica"
 
@@ -250,7 +252,7 @@ class Replicas:
         config = EngineConfig.from_kwargs(**options)
         if config.trace is not None:
             raise ConfigError("a trace is of one engine: leave out trace, or replicas")
-        self.silent_s = SILENT_S
+        self.config, self.silent_s = config, SILENT_S
         self._max_num_seqs = config.max_num_seqs
         self._replicas = [
             Replica(number=i, launch=launch, options=options, on_stats=self._on_stats)
@@ -274,6 +276,11 @@ class Replicas:
         """Ends all processes, at once."""
         for replica in self._replicas:
             replica.end()
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """One of this process; the engines have theirs in their own."""
+        return Tokenizer.of(self.config)
 
     def stats(self) -> EngineStats:
         """Counters of all engines together."""
