@@ -284,7 +284,7 @@ def beam_search(
                 while waiting and len(running) < room:  # Why: more would only wait for rows.
                     prompt = waiting[-1]
                     search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))
-                    request = engine.queue(next(call.request_ids), prompt.request, chooser=search)
+                    request = engine.queue(next(calls.request_ids), prompt.request, chooser=search)
                     running[request.request_id] = (waiting.pop(), search, request)
                 for request_id in call.step(running):
                     prompt, search, request = running.pop(request_id)

@@ -467,18 +467,15 @@ class RowReader:
         own = translate(own, OPENAI, RequestError)
         biases = own.get("logit_bias")
         if isinstance(biases, dict):
-            own["logit_bias"] = {_token_id(name): bias for name, bias in biases.items()}
+            # Why: keys of JSON objects are strings.
+            ids = (int(k) if isinstance(k, str) and k.isdecimal() else k for k in biases)
+            own["logit_bias"] = dict(zip(ids, biases.values(), strict=True))
         return SamplingParams(**{"max_tokens": MAX_TOKENS[kind], **self._base, **own})
 
 
 def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """What a row holds by these names; null is nothing."""
     return {name: plain(row[name]) for name in names if row.get(name) is not None}
-
-
-def _token_id(name: object) -> object:
-    """Keys of JSON objects are strings."""
-    return int(name) if isinstance(name, str) and name.isdecimal() else name
 
 
 def _structured(response_format: object) -> dict[str, Any] | None:
