@@ -15,12 +15,7 @@ import torch
 
 from nanoengine.attention import resolve_backend
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.find import (
-    resolve_device,
-    resolve_dtype,
-    resolve_model,
-    share_of_memory,
-)
+from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model, share_of_memory
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.layout import KVLayout

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -218,44 +218,31 @@ class LLMEngine:
     @one_at_a_time
     def add_request(
         self,
+        /,
         request_id: str,
         prompt_token_ids: SequenceOf[int],
         params: SamplingParams,
         *,
-        priority: int | None = None,
-        key: str | None = None,
-        cache_salt: str | None = None,
-        bad_word_ids: tuple[tuple[int, ...], ...] = (),
         make_follower: Callable[[int], OutputFollower | None] | None = None,
         chooser: TokenChooser | None = None,
+        **options: Any,
     ) -> Request:
         """Queues a request.
 
         Args:
             request_id: unique among unfinished requests.
             prompt_token_ids: at least one id below the vocabulary size.
-            priority: lower runs first, equal ones in order of arrival; None: that of `params`.
-            key: without a seed in `params`, the random numbers follow from the engine's seed and
-                this; None: from the engine's seed and the order of arrival.
-            cache_salt: prefixes are shared only between requests of equal salt.
-            bad_word_ids: token sequences of `params.bad_words`.
             make_follower: called with each sequence's index; what it returns follows that sequence.
             chooser: decides the tokens in place of the sampler, among the `params.logprobs` most
                 likely ones.
+            options: priority, key, cache_salt and bad_word_ids, as `RequestChecker.check` has them.
 
         Raises:
             RequestError, PromptTooLongError, CapacityError: as `RequestChecker.check`, before
                 anything is queued; RequestError also for a request_id in use.
         """
         self.turns.require_open()
-        request = self.checker.check(
-            prompt_token_ids,
-            params,
-            priority=priority,
-            key=key,
-            cache_salt=cache_salt,
-            bad_word_ids=bad_word_ids,
-        )
+        request = self.checker.check(prompt_token_ids, params, **options)
         return self.queue(request_id, request, make_follower=make_follower, chooser=chooser)
 
     @one_at_a_time

@@ -12,11 +12,11 @@ Special: llm_calls.py (chat, beam search, tables, vLLM's names, bars).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from os import PathLike
 from typing import Any, Self, get_args
 
@@ -29,12 +29,7 @@ from nanoengine.llm_calls import OtherCalls, check_lora, progress_bar, refused_o
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.prompt_forms import (
-    Pause,
-    Row,
-    is_single_prompt,
-    plain_column,
-)
+from nanoengine.text.prompt_forms import Pause, Row, is_single_prompt, plain_column
 from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.turns import Calls
@@ -153,7 +148,7 @@ class LLM(OtherCalls):
         with self._calls.alone():
             read = self.open_reader().read_all(prompts, sampling_params, priority, on_error)
             outputs: list[RequestOutput | None] = [None] * len(read)
-            with contextlib.closing(self._run(read, kind="final", progress=use_tqdm)) as running:
+            with closing(self._run(read, kind="final", progress=use_tqdm)) as running:
                 for output in running:
                     outputs[output.index] = output
         return [output for output in outputs if output is not None]
@@ -220,11 +215,7 @@ class LLM(OtherCalls):
         if isinstance(read, list):
             limit, total = len(read), sum(isinstance(one, CheckedPrompt) for one in read)
         waiting, running = iter(read), dict[str, OutputBuilder]()
-        bar = (
-            contextlib.nullcontext()
-            if progress is False
-            else (progress_bar(progress, call.engine, total))
-        )
+        bar = nullcontext() if progress is False else progress_bar(progress, call.engine, total)
         with bar, call:
             while True:
                 # Why outside of the turn: an iterator of the caller's may do anything.
@@ -235,7 +226,7 @@ class LLM(OtherCalls):
                         break
                     new.append(one)
                 outputs = [
-                    refused_output(next(call.request_ids), one)
+                    refused_output(next(self._calls.request_ids), one)
                     for one in new
                     if isinstance(one, RefusedPrompt)
                 ]
@@ -276,7 +267,7 @@ class LLM(OtherCalls):
         return OutputBuilder(request, prompt, tokenizer, kind)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _no_collections() -> Iterator[None]:
     """Pauses garbage collection: while libraries and kernels load, objects are only added.
 

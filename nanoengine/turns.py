@@ -21,7 +21,6 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
-from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from nanoengine.errors import EngineDeadError, NanoEngineError
@@ -161,23 +160,15 @@ class Call(Generic[EngineT]):
 
     Attributes:
         engine: the one that it runs on.
-        request_ids: names that no request of it has had.
     """
 
     def __init__(self, calls: Calls[EngineT], engine: EngineT) -> None:
-        self.engine = engine
-        self.request_ids = calls.request_ids
-        self._calls = calls
+        self.engine, self._calls = engine, calls
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._calls.latest is self:  # Why: what is cut off need not wait for who cut it off.
             with self.engine.turns.turn():
                 if self._calls.latest is self:  # the requests of a later call are left alone

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoengine.errors import ConfigError
+from nanoengine.settings.checks import require_positive
 
 DRAWN_IDS = 10_001
 """Random prompt ids are below this."""
@@ -70,7 +71,7 @@ class WorkOptions:
     """Timed rounds, each with new ids; the median is reported."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_requests", "prefix_len", "rounds")
+        require_positive(self, ConfigError, "num_requests", "prefix_len", "rounds")
         for name in ("input_len", "output_len"):
             low, high = getattr(self, name) or (1, 1)
             if not 1 <= low <= high:
@@ -81,14 +82,6 @@ class WorkOptions:
         default = SMOKE if self.smoke else STANDARD
         scale = Scale(*(getattr(self, name) or getattr(default, name) for name in Scale._fields))
         return make_workload(self.dataset, scale, self.prefix_len, seed, encode)
-
-
-def require_positive(options: object, *names: str) -> None:
-    """Raises ConfigError where one of these options is given and below 1."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 def make_workload(

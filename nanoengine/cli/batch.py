@@ -6,14 +6,12 @@ manual.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,12 +25,13 @@ from nanoengine.jobs.log import OutputLostError, lost
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.paths import real_path
 from nanoengine.jobs.progress import Progress, summary, table
+from nanoengine.jobs.rows import read_by
 from nanoengine.jobs.signals import Signals, Stopped
 from nanoengine.jobs.work import TooManyErrorsError
+from nanoengine.settings.checks import require_positive
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
-    from nanoengine.features.pooling import Pools
     from nanoengine.llm import LLM
     from nanoengine.observe.watch import Watch
     from nanoengine.parallel.replicas import Replicas
@@ -87,8 +86,7 @@ class BatchArgs(JobOptions, EngineArgs):
             raise ConfigError("--fail-fast is --max-errors 0: give one of them")
         if not 0 <= self.grace <= MOST_GRACE_S:
             raise ConfigError(f"--grace must be from 0 to {MOST_GRACE_S:,}, got {self.grace}")
-        if self.replicas is not None and self.replicas < 1:
-            raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
+        require_positive(self, ConfigError, "replicas", "verify")
         if self.threads is not None and self.replicas is None and self.ray is None:
             raise ConfigError("--threads are those of a replica: give --replicas too")
         if not 0 < self.replica_timeout <= MOST_GRACE_S:
@@ -96,8 +94,6 @@ class BatchArgs(JobOptions, EngineArgs):
                 f"--replica-timeout must be above 0 and at most {MOST_GRACE_S:,}, got"
                 f" {self.replica_timeout}"
             )
-        if self.verify is not None and self.verify < 1:
-            raise ConfigError(f"--verify must be at least 1, got {self.verify}")
         if self.verify is not None and self.dry_run:
             raise ConfigError("--dry-run answers no row, so --verify has none: give one of them")
         if self.watch and (self.replicas is not None or self.ray is not None):
@@ -112,32 +108,23 @@ def job_options(args: BatchArgs) -> JobOptions:
     return JobOptions(**asked | {"max_errors": 0 if args.fail_fast else args.max_errors})
 
 
-def job_facts(options: dict[str, Any], name: str) -> Callable[[], dict[str, Any]]:
-    """What gives all of model and engine that results depend on."""
-    config = EngineConfig.from_kwargs(**options)
-    directory = Path(config.model)
-    if not (directory / "config.json").is_file():
-        from nanoengine.checkpoint.find import resolve_model
-
-        directory = resolve_model(config)
-    return lambda: describe_engine(config, directory, name)
-
-
 def main(args: BatchArgs) -> int:
     """Runs the command; returns its exit code."""
-    with _warnings_as_lines():
+    with warnings.catch_warnings():
+        # Why: a warning is for who runs the job, who asks for no place in the code.
+        warnings.showwarning = lambda told, *place, **more: print("warning:", told, file=sys.stderr)
+        options = engine_options(args)
+        config = EngineConfig.from_kwargs(**options)
         if args.dry_run:
             from nanoengine.jobs.dry_run import dry_run
 
-            config = EngineConfig.from_kwargs(**engine_options(args))
             return dry_run(job_options(args), config, args.model)
         if args.watch:
             require_terminal()
         if args.summary_json is not None:
-            _check_writable(args.summary_json)
-        options = engine_options(args)
+            _require_writable(real_path(args.summary_json))
         try:
-            job = Job(job_options(args), job_facts(options, args.model))
+            job = Job(job_options(args), lambda: describe_engine(config, args.model))
         except OutputLostError as error:
             raise ConfigError(str(error)) from error
         try:
@@ -171,7 +158,7 @@ def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
             llm.reset_prefix_cache()
             return llm.stream(rows, on_error="record")
 
-        count, told = verify(job, alone, args.verify or 0, args.seed, *_facts(llm, args))
+        count, told = verify(job, alone, args.verify or 0, args.seed, *of_model(llm, args))
     for one in told:
         print(one, file=sys.stderr)
     print(
@@ -203,7 +190,7 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
 
 def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
     """Answers the rows that are left; returns the exit code."""
-    work = job.work(*_facts(llm, args))
+    work = job.work(*of_model(llm, args))
     signals.work = work
     progress = Progress(job, work.counts, llm.stats)
     from nanoengine.llm import LLM
@@ -253,32 +240,9 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
     return code
 
 
-def _facts(llm: LLM | Replicas, args: BatchArgs) -> tuple[Any, ...]:
-    """What rows are read by: the model's name, its own sampling parameters, and what gives its chat
-    template and what knows its vectors and scores."""
-
-    @functools.cache
-    def pools() -> Pools:
-        from nanoengine.features.pooling import Pools
-        from nanoengine.text.tokenizer import Tokenizer
-
-        config = EngineConfig.from_kwargs(**engine_options(args))
-        return Pools(config, llm.info.max_model_len, lambda: Tokenizer.of(config))
-
-    template = functools.partial(chat_template, llm, args)
-    return args.model, llm.info.generation_defaults, template, pools
-
-
-def chat_template(llm: LLM | Replicas, args: EngineArgs) -> Any:
-    """The model's chat template, by which the form of answers is known."""
-    from nanoengine.llm import LLM
-    from nanoengine.text.tokenizer import Tokenizer
-
-    if isinstance(llm, LLM):
-        return llm.tokenizer.backend.chat_template
-    # Why: replicas have theirs in their processes.
-    config = EngineConfig.from_kwargs(**engine_options(args))
-    return None if config.skip_tokenizer_init else Tokenizer.of(config).backend.chat_template
+def of_model(llm: LLM | Replicas, args: EngineArgs) -> Any:
+    """What a `RowReader` takes of a model."""
+    return read_by(args.model, llm.config, llm.info, lambda: llm.tokenizer)
 
 
 def require_terminal() -> None:
@@ -287,26 +251,7 @@ def require_terminal() -> None:
         raise ConfigError("--watch draws on a terminal, and stderr is none: leave it out")
 
 
-def _check_writable(path: Path) -> None:
-    real_path(path)
-    is_new = not path.exists()
-    try:
-        path.open("a").close()
-        if is_new:
-            os.unlink(os.path.realpath(path))  # Why real: a link is not ours to remove.
-    except OSError as error:
-        raise ConfigError(
-            f"--summary-json {str(path)!r} can't be written: {error.strerror}"
-        ) from error
-
-
-@contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    """A warning is for who runs the job: no place in the code."""
-
-    def show(message: Warning | str, *args: object, **kwargs: object) -> None:
-        print(f"warning: {message}", file=sys.stderr)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
+def _require_writable(path: Path) -> None:
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        told = f"--summary-json {str(path)!r} can't be written: no such directory, or no right to"
+        raise ConfigError(told)

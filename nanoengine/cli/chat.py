@@ -42,7 +42,7 @@ class ChatArgs(EngineArgs):
     system: str | None = None
 
 
-def main(args: ChatArgs) -> int:
+def main(args: ChatArgs) -> None:
     """Talks until the end of the input."""
     given = sampling_fields(args.sampling)
     if given.get("n", 1) != 1:
@@ -55,7 +55,6 @@ def main(args: ChatArgs) -> int:
     with LLM(**engine_options(args)) as llm:
         unbounded = replace(llm.default_sampling_params, max_tokens=None)
         Chat(llm, replace(unbounded, **given), args.system).run()
-    return 0
 
 
 @dataclass
@@ -116,10 +115,9 @@ class Chat:
 
     def _command(self, line: str) -> None:
         match line.split(maxsplit=1):
-            case ["/system", *rest]:
-                self.system = rest[0] if rest else None
-                self._reset()
-            case ["/reset", *_]:
+            case ["/system" | "/reset" as name, *rest]:
+                if name == "/system":
+                    self.system = rest[0] if rest else None
                 self._reset()
             case ["/save", path]:
                 self._save(path)

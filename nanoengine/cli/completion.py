@@ -1,8 +1,15 @@
-"""`nanoengine completion SHELL`: the script that completes commands and options in a shell.
+"""usage: nanoengine completion SHELL
 
-tyro writes it, from the options of all commands. What it leaves out is added here: what commands
-do, and files where no option is typed, as inputs are.
+Prints the script that completes commands and options in bash, zsh or fish.
+
+  bash   nanoengine completion bash > ~/.local/share/bash-completion/completions/nanoengine
+  zsh    nanoengine completion zsh > ~/.zfunc/_nanoengine      (with ~/.zfunc in fpath)
+  fish   nanoengine completion fish > ~/.config/fish/completions/nanoengine.fish
+
+A new shell has it; `source <(nanoengine completion bash)` gives it to this one.
 """
+# tyro writes it, from the options of all commands. What it leaves out is added here: what commands
+# do, and files where no option is typed, as inputs are.
 
 from __future__ import annotations
 
@@ -17,17 +24,6 @@ from nanoengine.cli import groups
 from nanoengine.cli import main as program
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import nearest
-
-USAGE = """usage: nanoengine completion SHELL
-
-Prints the script that completes commands and options in bash, zsh or fish.
-
-  bash   nanoengine completion bash > ~/.local/share/bash-completion/completions/nanoengine
-  zsh    nanoengine completion zsh > ~/.zfunc/_nanoengine      (with ~/.zfunc in fpath)
-  fish   nanoengine completion fish > ~/.config/fish/completions/nanoengine.fish
-
-A new shell has it; `source <(nanoengine completion bash)` gives it to this one."""
-
 
 FILES: dict[str, str] = {
     "bash": """
@@ -64,7 +60,7 @@ def main(args: Sequence[str]) -> int:
             config=(tyro.conf.OmitArgPrefixes,),
         )
     script = written.getvalue().rstrip()
-    for name, (_, what) in program.COMMANDS.items():
+    for name, what in program.COMMANDS.items():
         known, told = (f"{name!r}: {{'description': {text!r}" for text in (name, what))
         script = script.replace(known, told)
     print(script + FILES[args[0]])

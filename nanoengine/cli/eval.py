@@ -1,17 +1,4 @@
-"""`nanoengine eval MODEL ...`: scores a model on tasks of lm-evaluation-harness.
-
-Its own command line takes over: `--tasks`, `--num_fewshot`, `--apply_chat_template` and all others
-are the harness's, and `--model_args name=value,...` sets fields of EngineConfig.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from nanoengine.cli.options import DEMO
-from nanoengine.errors import ConfigError
-
-USAGE = """usage: nanoengine eval MODEL --tasks TASK [TASK ...] [options of lm-eval run]
+"""usage: nanoengine eval MODEL --tasks TASK [TASK ...] [options of lm-eval run]
 
 Scores MODEL (a directory, a hub id, or `demo`) with lm-evaluation-harness.
 
@@ -19,7 +6,15 @@ Scores MODEL (a directory, a hub id, or `demo`) with lm-evaluation-harness.
   nanoengine eval Qwen/Qwen3-0.6B --tasks arc_easy hellaswag --num_fewshot 5
   nanoengine eval ./model --tasks gsm8k --apply_chat_template --model_args dtype=bfloat16
 
-Fields of EngineConfig go into --model_args; `lm-eval run --help` shows the other options."""
+Fields of EngineConfig go into --model_args; `lm-eval run --help` shows the other options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanoengine.cli.options import model_path
+from nanoengine.errors import ConfigError
 
 
 def main(args: Sequence[str]) -> int:
@@ -29,10 +24,6 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"nanoengine eval MODEL ...: the model comes first, got {model!r}")
     if "," in model or "=" in model:
         raise ConfigError(f"a path for lm-eval can't hold ',' or '=', got {model!r}")
-    if model == DEMO:
-        from nanoengine.assets import demo_model_path
-
-        model = str(demo_model_path())
     from nanoengine.bench import evaluation
 
-    return evaluation.run(model, rest)
+    return evaluation.run(model_path(model), rest)

@@ -7,7 +7,6 @@ stdin, is a job of `nanoengine batch` (cli/batch.py) without most of its options
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,8 +79,7 @@ def main(args: GenerateArgs) -> int:
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm, contextlib.ExitStack() as stack:
-        template = functools.partial(batch.chat_template, llm, args)
-        reader = RowReader(rows, args.model, llm.info.generation_defaults, template)
+        reader = RowReader(rows, *batch.of_model(llm, args))
         tasks = [
             reader.task(Line(i, PROMPTS, i + 1, {"prompt": prompt}))
             for i, prompt in enumerate(args.prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,24 +56,27 @@ def main(args: InfoArgs) -> None:
     dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
     where = f"{device.type}, {_name(dtype)}, head_dim {model.head_dim}"
-    _print_section("versions", (f"{name} {version}" for name, version in versions().items()))
-    _print_section("device", device_lines(device))
-    lines = backend_lines(
-        device, dtype, model.head_dim, kv_dtype, latent=model.plan.latent is not None
-    )
-    _print_section(f"attention backends ({where})", lines)
-    _print_section(f"model {args.model}", model_lines(model, directory, dtype, kv_dtype))
+    latent = model.plan.latent is not None
+    backends = backend_lines(device, dtype, model.head_dim, kv_dtype, latent=latent)
+    sections: dict[str, Iterable[str]] = {
+        "versions": map(" ".join, versions().items()),
+        "device": device_lines(device),
+        f"attention backends ({where})": backends,
+        f"model {args.model}": model_lines(model, directory, dtype, kv_dtype),
+    }
     if directory.suffix == GGUF:
-        _print_section("GGUF file", gguf_lines(directory))
+        sections["GGUF file"] = gguf_lines(directory)
         if model.quantization is not None and device.type == "cpu":
-            asked = args.quantization, model.quantization
-            runs_as = resolve_quantization(*asked, device=device.type)
-            print(f"  runs as {runs_as}")
-            if runs_as is not None:
-                for line in kernel_lines(directory, runs_as.activations):
-                    print(f"  {line}")
+            runs = resolve_quantization(args.quantization, model.quantization, device="cpu")
+            sections[f"  runs as {runs}"] = (
+                kernel_lines(directory, runs.activations) if runs else ()
+            )
     if args.load:
-        _print_section("engine", engine_lines(config))
+        sections["engine"] = engine_lines(config)
+    for title, lines in sections.items():
+        print(title)
+        for line in lines:
+            print(f"  {line}")
 
 
 def engine_lines(config: EngineConfig) -> Iterable[str]:
@@ -88,7 +91,7 @@ def engine_lines(config: EngineConfig) -> Iterable[str]:
     yield from (*info.products, *info.memory_plan.splitlines())
 
 
-def device_lines(device: torch.device) -> list[str]:
+def device_lines(device: torch.device) -> Iterator[str]:
     """The device that `--device` means, with its memory."""
     import torch
 
@@ -98,28 +101,27 @@ def device_lines(device: torch.device) -> list[str]:
     if device.type == "cuda":
         free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
         name = torch.cuda.get_device_name(device)
-        return [f"{device}: {name}, {free:.1f} of {total:.1f} GiB free"]
+        yield f"{device}: {name}, {free:.1f} of {total:.1f} GiB free"
+        return
     from nanoengine.kernels.threads import num_workers, why_so_many
     from nanoengine.runner.numerics import use_allowed_cores
 
     use_allowed_cores()
-    return [
-        f"cpu: {num_workers()} threads ({why_so_many()}), {free_cpu_bytes() / GIB:.1f} GiB free,"
-        f" {torch.backends.cpu.get_cpu_capability()}",
-        f"kernels for {CURRENT}",
-        f"cpu_isa may be {', '.join(isa.name for isa in available(cpu_features()))}",
-    ]
+    capability, free = torch.backends.cpu.get_cpu_capability(), free_cpu_bytes() / GIB
+    yield f"cpu: {num_workers()} threads ({why_so_many()}), {free:.1f} GiB free, {capability}"
+    yield f"kernels for {CURRENT}"
+    yield f"cpu_isa may be {', '.join(isa.name for isa in available(cpu_features()))}"
 
 
 def backend_lines(
     device: torch.device, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None,
     **kind: bool,
-) -> list[str]:  # fmt: skip
+) -> Iterable[str]:  # fmt: skip
     """Each attention backend: chosen by auto, available, or why not; `kind` as in
     `make_backend`."""
     from nanoengine.attention import BACKENDS, backend_class, make_backend, resolve_backend
 
-    chosen, lines = resolve_backend("auto", device, dtype), []
+    chosen = resolve_backend("auto", device, dtype)
     same = {"device": device, "dtype": dtype, "head_dim": head_dim, "kv_dtype": kv_dtype}
     for name in BACKENDS:
         try:
@@ -128,54 +130,41 @@ def backend_lines(
             state = f"available, {block_size} tokens a block"
         except (NanoEngineError, ImportError) as error:
             state = f"not available: {error}"
-        lines.append(f"{name}: {state}{', chosen by auto' if name == chosen else ''}")
-    return lines
-
-
-def _num_slices(model: ModelConfig) -> int:
-    """How many layers keep keys and values, those that share a slice of the cache as one."""
-    if model.plan.varied is not None:
-        return len(model.plan.varied.slices(model.sliding_windows))
-    return len(model.attending)
+        yield f"{name}: {state}{', chosen by auto' if name == chosen else ''}"
 
 
 def model_lines(
     model: ModelConfig, directory: Path, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> list[str]:
+) -> Iterable[str]:
     """The model's shape, and what its KV cache costs."""
     from nanoengine.runner.kv_cache import block_bytes, state_bytes
 
-    m, states, moe = model, model.states, model.moe
-    token_bytes = block_bytes(
-        block_size=1,
-        num_kv_heads=m.num_key_value_heads,
-        head_dim=m.head_dim,
-        num_layers=_num_slices(m),
-        dtype=kv_dtype,
-        parts=2 if m.plan.latent is None else 1,
-    )
+    m, states, moe, varied = model, model.states, model.moe, model.plan.varied
+    slices = m.attending if varied is None else varied.slices(m.sliding_windows)
+    sizes = {"num_kv_heads": m.num_key_value_heads, "head_dim": m.head_dim, "dtype": kv_dtype}
+    parts = 2 if m.plan.latent is None else 1
+    token_bytes = block_bytes(block_size=1, num_layers=len(slices), parts=parts, **sizes)
     windows = {window for window in m.sliding_windows if window is not None}
-    lines = [
-        str(directory),
+    yield str(directory)
+    yield (
         f"{m.architecture}: {m.num_hidden_layers} layers, hidden size {m.hidden_size},"
         f" {m.num_attention_heads} query and {m.num_key_value_heads} KV heads of {m.head_dim},"
-        f" vocabulary {m.vocab_size:,}",
+        f" vocabulary {m.vocab_size:,}"
+    )
+    yield (
         f"context {m.max_position_embeddings:,} tokens, stored as {m.dtype},"
-        f" runs in {_name(dtype)}, EOS {list(m.eos_token_ids)}",
-        f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)},"
-        f" {GIB // token_bytes:,} tokens a GiB",
-    ]
+        f" runs in {_name(dtype)}, EOS {list(m.eos_token_ids)}"
+    )
+    per_gib = f"{GIB // token_bytes:,} tokens a GiB"
+    yield f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)}, {per_gib}"
     if windows:
-        lines.append(f"sliding windows of {sorted(windows)} tokens")
+        yield f"sliding windows of {sorted(windows)} tokens"
     if moe:
-        lines.append(f"{moe.num_experts} experts, {moe.num_experts_per_tok} a token")
+        yield f"{moe.num_experts} experts, {moe.num_experts_per_tok} a token"
     if states:
-        size = state_bytes([states] * len(states.layers), dtype)
-        lines.append(
-            f"state: {size:,} bytes a sequence in {len(states.layers)} layers, as much as"
-            f" {size / token_bytes:,.0f} tokens"
-        )
-    return lines
+        size, count = state_bytes([states] * len(states.layers), dtype), len(states.layers)
+        much = f"as much as {size / token_bytes:,.0f} tokens"
+        yield f"state: {size:,} bytes a sequence in {count} layers, {much}"
 
 
 def gguf_lines(path: Path) -> Iterable[str]:
@@ -226,9 +215,3 @@ GGUF_PARTS = {
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _print_section(title: str, lines: Iterable[str]) -> None:
-    print(title)
-    for line in lines:
-        print(f"  {line}")

@@ -26,21 +26,21 @@ from nanoengine.errors import ConfigError, NanoEngineError
 T = TypeVar("T")
 
 COMMANDS = {
-    "batch": ("BatchArgs", "answer files of rows; what is finished is kept, and a run resumes"),
-    "generate": ("GenerateArgs", "complete prompts of the command line, a file or stdin"),
-    "chat": ("ChatArgs", "talk to a model, turn by turn"),
-    "bench": ("BenchArgs", "measure how fast a model runs here"),
-    "viz": ("VizArgs", "draw a trace as a page, to step through a run and look at it"),
-    "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
-    "explain": ("ExplainArgs", "say in sentences what a trace shows: run, request or step"),
-    "trace": ("TraceArgs", "convert a trace for Perfetto"),
-    "embed": ("EmbedArgs", "write a vector for each text of a file"),
-    "eval": (None, "score a model on tasks of lm-evaluation-harness"),
-    "info": ("InfoArgs", "show versions, device, attention backends and a model"),
-    "completion": (None, "print what completes these commands in bash, zsh or fish"),
+    "batch": "answer files of rows; what is finished is kept, and a run resumes",
+    "generate": "complete prompts of the command line, a file or stdin",
+    "chat": "talk to a model, turn by turn",
+    "bench": "measure how fast a model runs here",
+    "viz": "draw a trace as a page, to step through a run and look at it",
+    "simulate": "try pool sizes and admission policies on a workload, no model",
+    "explain": "say in sentences what a trace shows: run, request or step",
+    "trace": "convert a trace for Perfetto",
+    "embed": "write a vector for each text of a file",
+    "eval": "score a model on tasks of lm-evaluation-harness",
+    "info": "show versions, device, attention backends and a model",
+    "completion": "print what completes these commands in bash, zsh or fish",
 }
-"""Command -> its options class in `nanoengine.cli.COMMAND`, and what it does. None: the command
-reads its command line itself, and its help is `USAGE`."""
+"""Command -> what it does. Its options are `nanoengine.cli.COMMAND.CommandArgs`; without such a
+class it reads its command line itself, and its help is its module's docstring."""
 
 IN_THE_REPOSITORY = {"gpu-report", "plot", "--gpu-report", "--ablate", "--compare", "--plot",
                      "--rate", "--shape", "--sweep"}  # fmt: skip
@@ -54,7 +54,7 @@ INTERRUPTED, PIPE_CLOSED = 130, 141
 
 def usage() -> str:
     """The help of `nanoengine` itself."""
-    commands = "\n".join(f"  {name:<10}  {what}" for name, (_, what) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<10}  {what}" for name, what in COMMANDS.items())
     return f"""nanoengine {__version__}: LLM inference, offline
 
 usage: nanoengine COMMAND [OPTIONS]
@@ -67,8 +67,7 @@ nanoengine COMMAND --help shows the options of a command."""
 def find_command(name: str) -> tuple[Any, type | None]:
     """The module of a command, and the class of its options if it has one."""
     module = importlib.import_module(f"nanoengine.cli.{name}")
-    options_class = COMMANDS[name][0]
-    return module, options_class and getattr(module, options_class)
+    return module, getattr(module, f"{name.capitalize()}Args", None)
 
 
 def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
@@ -112,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options_class is not None:
             options = parse(options_class, f"nanoengine {name}", args[1:])
         elif not args[1:] or args[1] in HELP:
-            print(module.USAGE)
+            print(module.__doc__.rstrip())
             return 0
         status = int(module.main(options) or 0)
         sys.stdout.flush()

@@ -74,12 +74,14 @@ def engine_options(args: EngineConfig) -> dict[str, Any]:
 
     The model `demo` is the small one that comes with the package.
     """
-    options = shared(EngineConfig, args)
-    if args.model == DEMO:
-        from nanoengine.assets import demo_model_path
+    return shared(EngineConfig, args) | {"model": model_path(args.model)}
 
-        options["model"] = str(demo_model_path())
-    return options
+
+def model_path(name: str) -> str:
+    """Where the model `demo` is; any other name as it is."""
+    from nanoengine.assets import demo_model_path
+
+    return str(demo_model_path()) if name == DEMO else name
 
 
 def sampling_fields(args: object) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from nanoengine.bench.simulator import format_report, load_time_model, make_scheduler, simulate
-from nanoengine.bench.workload import STANDARD, make_workload, require_positive
+from nanoengine.bench.workload import STANDARD, make_workload
 from nanoengine.cli.options import shared
 from nanoengine.core.policies import make_policy
+from nanoengine.errors import ConfigError
 from nanoengine.observe.trace import Trace
+from nanoengine.settings.checks import require_positive
 from nanoengine.settings.config import EngineConfig
 
 SCHEDULER_OPTIONS = (
@@ -78,7 +80,7 @@ class SimulateArgs:
 
     def __post_init__(self) -> None:
         self.engine_config()
-        require_positive(self, "num_requests", "prefix_len", "length_cap")
+        require_positive(self, ConfigError, "num_requests", "prefix_len", "length_cap")
 
     def engine_config(self) -> EngineConfig:
         """These settings as an engine's: the same names, so the same bounds and the same errors."""

@@ -53,9 +53,17 @@ class RequestChecker:
         cache_salt: str | None = None,
         bad_word_ids: SequenceOf[SequenceOf[int]] = (),
     ) -> Request:
-        """The request, which has no name yet; the arguments are those of `LLMEngine.add_request`.
+        """The request, which has no name yet.
 
         Its `params` count log-probabilities in tokens, where -1 asked for all.
+
+        Args:
+            prompt_token_ids: at least one id below the vocabulary size.
+            priority: lower runs first, equal ones in order of arrival; None: that of `params`.
+            key: without a seed in `params`, the random numbers follow from the engine's seed and
+                this; None: from the engine's seed and the order of arrival.
+            cache_salt: prefixes are shared only between requests of equal salt.
+            bad_word_ids: token sequences of `params.bad_words`.
 
         Raises:
             RequestError: a value of another type or out of range.

@@ -27,7 +27,7 @@ from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.checks import checked, require_positive
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import BEAM_SEARCH_PARAMS, translate
@@ -66,9 +66,7 @@ class BeamSearchParams:
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} must be at least 1, got {shown(getattr(self, name))}")
+        require_positive(self, RequestError, "beam_width", "max_tokens")
         if self.temperature != 0:
             raise RequestError(
                 f"temperature must be 0, got {self.temperature!r}: a beam search draws no tokens;"
@@ -286,7 +284,7 @@ def beam_search(
                 while waiting and len(running) < room:  # Why: more would only wait for rows.
                     prompt = waiting[-1]
                     search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))
-                    request = engine.queue(next(call.request_ids), prompt.request, chooser=search)
+                    request = engine.queue(next(calls.request_ids), prompt.request, chooser=search)
                     running[request.request_id] = (waiting.pop(), search, request)
                 for request_id in call.step(running):
                     prompt, search, request = running.pop(request_id)

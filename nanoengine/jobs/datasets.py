@@ -19,7 +19,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.checkpoint.find import resolve_model
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.log import replacing
@@ -66,7 +65,7 @@ def generate_dataset(
         """Runs a job from file to file, resuming what is there."""
         job = Job(
             JobOptions(inputs=(path,), output=output, **vars(options)),
-            lambda: describe_engine(config, resolve_model(config), config.model),
+            lambda: describe_engine(config, config.model),
         )
         with contextlib.closing(job):
             job.work(config.model, defaults).run(stream)

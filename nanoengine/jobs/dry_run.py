@@ -9,10 +9,9 @@ the KV cache has room for a prompt, and what fails while it runs. Called by `cli
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_model
@@ -20,16 +19,13 @@ from nanoengine.core.requests import RequestChecker
 from nanoengine.features.stages import Stages
 from nanoengine.jobs.job import JobOptions, count_rows, tasks_of
 from nanoengine.jobs.paths import Paths
-from nanoengine.jobs.rows import RowReader
+from nanoengine.jobs.rows import RowReader, read_by
 from nanoengine.jobs.source import find_inputs
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE
 from nanoengine.text.prompts import PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanoengine.features.pooling import Pools
 
 
 def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
@@ -48,22 +44,12 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         max_model_len=config.max_model_len or model_config.max_position_embeddings,
+        generation_defaults=model_config.generation_defaults,
     )
     room: Any = SimpleNamespace(can_ever_allocate=lambda num_tokens: True)
     checker = RequestChecker(limits, room, Stages(config, model_config, directory).check)
     prompts = PromptReader(tokenizer, checker, SamplingParams)
-    defaults = model_config.generation_defaults
-
-    @functools.cache
-    def pools() -> Pools:
-        from nanoengine.features.pooling import Pools
-
-        return Pools(config, limits.max_model_len, lambda: prompts.tokenizer)
-
-    def template() -> Any:
-        return prompts.tokenizer.backend.chat_template
-
-    reader = RowReader(options, model, defaults, template, pools)
+    reader = RowReader(options, *read_by(model, config, limits, lambda: prompts.tokenizer))
     num_rows = num_failed = num_prompt = longest = num_output = 0
     for task in tasks_of(inputs, options, reader):
         if task is PAUSE:

@@ -57,12 +57,16 @@ def changed_inputs(before: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{one['name']}: its content has changed"
 
 
-def describe_engine(config: EngineConfig, directory: Path, name: str) -> dict[str, Any]:
+def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
     """All of model and engine that results depend on: settings, and a digest of each file.
 
     Raises:
+        ConfigError: there is no such model.
         WeightLoadError: the checkpoint has no weights that can be read.
     """
+    from nanoengine.checkpoint.find import resolve_model
+
+    directory = resolve_model(config)
     weights = checkpoint_files(directory) if config.load_format == "auto" else []
     facts = {
         "model": {"name": name, "files": _digests(directory, weights)},

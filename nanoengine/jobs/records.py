@@ -55,7 +55,9 @@ class Recorder:
             outputs = list(map(task.form.taken_apart, outputs, keys))
             output = outputs[-1]
         if task.answer is not None:
-            return self._pooled(task, sorted(outputs, key=lambda one: one.index))
+            own = {"id": f"{task.kind}-{task.row}", "created": self._created, "model": self._model}
+            body = own | task.answer(sorted(outputs, key=lambda one: one.index))
+            return json_line(_openai_record(task, _response(task, body), None))
         usage = _usage(outputs)
         if task.kind == "simple":
             texts = [
@@ -67,7 +69,7 @@ class Recorder:
         is_chat = task.kind == "chat"
         asked = (task.params.logprobs, task.form)
         choose = functools.partial(_chat_choice, *asked) if is_chat else _text_choice
-        body: dict[str, Any] = {
+        body = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{task.row}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": self._created,
@@ -77,13 +79,6 @@ class Recorder:
         }
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = _prompt_logprobs(output)
-        return json_line(_openai_record(task, _response(task, body), None))
-
-    def _pooled(self, task: Task, outputs: list[RequestOutput]) -> bytes:
-        """The record of a row of vectors or scores."""
-        assert task.answer is not None
-        own = {"id": f"{task.kind}-{task.row}", "created": self._created, "model": self._model}
-        body = own | task.answer(outputs)
         return json_line(_openai_record(task, _response(task, body), None))
 
     def _failure(self, task: Task, error: RowError) -> bytes:

@@ -32,6 +32,8 @@ from nanoengine.text.rendering import Renderer
 if TYPE_CHECKING:
     from nanoengine.features.answers import AnswerForm
     from nanoengine.features.pooling import Pools
+    from nanoengine.settings.config import EngineConfig
+    from nanoengine.text.tokenizer import Tokenizer
 
 Kind = Literal["chat", "completion", "simple", "pooled"]
 
@@ -191,6 +193,28 @@ class RowOptions:
     def columns_alone(self) -> bool:
         """Whether a row's columns are data and no parameters."""
         return self.prompt_column is not None or self.template is not None
+
+
+def read_by(
+    model: str, config: EngineConfig, info: Any, tokenizer: Callable[[], Tokenizer]
+) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], Pools]]:
+    """What a `RowReader` takes of a model, behind its options.
+
+    Args:
+        info: what the engine has found, or a part of it.
+        tokenizer: gives the model's, once a row needs it.
+    """
+
+    @functools.cache
+    def pools() -> Pools:
+        from nanoengine.features.pooling import Pools
+
+        return Pools(config, info.max_model_len, tokenizer)
+
+    def template() -> Any:
+        return None if config.skip_tokenizer_init else tokenizer().backend.chat_template
+
+    return model, info.generation_defaults, template, pools
 
 
 class RowReader:
@@ -443,18 +467,15 @@ class RowReader:
         own = translate(own, OPENAI, RequestError)
         biases = own.get("logit_bias")
         if isinstance(biases, dict):
-            own["logit_bias"] = {_token_id(name): bias for name, bias in biases.items()}
+            # Why: keys of JSON objects are strings.
+            ids = (int(k) if isinstance(k, str) and k.isdecimal() else k for k in biases)
+            own["logit_bias"] = dict(zip(ids, biases.values(), strict=True))
         return SamplingParams(**{"max_tokens": MAX_TOKENS[kind], **self._base, **own})
 
 
 def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """What a row holds by these names; null is nothing."""
     return {name: plain(row[name]) for name in names if row.get(name) is not None}
-
-
-def _token_id(name: object) -> object:
-    """Keys of JSON objects are strings."""
-    return int(name) if isinstance(name, str) and name.isdecimal() else name
 
 
 def _structured(response_format: object) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import Job
-from nanoengine.jobs.log import Log, Record
+from nanoengine.jobs.log import Log
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
 from nanoengine.jobs.work import Stream, Work
@@ -52,10 +52,7 @@ def verify(job: Job, stream: Stream, count: int, seed: int, *facts: Any) -> tupl
     """
     log = readable_log(job)
     found = (record for record in log.records(job.num_rows) if record and not record.failed)
-
-    def by_seed(one: Record) -> int:
-        return xxh3_64_intdigest(b"%d/%d" % (seed, one.row))
-
+    by_seed = lambda one: xxh3_64_intdigest(b"%d/%d" % (seed, one.row))  # noqa: E731
     drawn = heapq.nsmallest(count, found, key=by_seed)
     recorded = log.lines(one.offset for one in drawn)
     lines = dict(zip((one.row for one in drawn), recorded, strict=True))

@@ -30,7 +30,7 @@ import numpy as np
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.byte_tiles import UNIT
 from nanoengine.kernels.cpu_linear import ROW_BLOCK as ROW_BLOCK_OF_FLOATS
-from nanoengine.kernels.cpu_linear import _rows_of_panels
+from nanoengine.kernels.cpu_linear import rows_of_panels
 from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, ROW_BLOCK, quantize_rows
 from nanoengine.kernels.grouped_tiles import (
     PAIRED,
@@ -47,9 +47,8 @@ from nanoengine.kernels.tiles import LINE, PANEL, PANELS
 
 HEAD, RECORD = 8, 24  # words of 64 bits, see above
 PARTS, ALL_PANELS, OUTPUTS, IS_WHOLE, INPUTS = range(5)
-BEFORE, OF_PART, START, STEP, SHIFT, HEADER, ROWS, FIRST, COUNT, SPREAD, PAIRS, FUNCTIONS = range(
-    12
-)
+BEFORE, OF_PART, START, STEP, SHIFT, HEADER = range(6)
+ROWS, FIRST, COUNT, SPREAD, PAIRS, FUNCTIONS = range(6, 12)
 TILES_OF_SPREAD = 4  # of rows, from which on a panel is spread out for them
 PAIRED_ROWS = 64  # that take turns on one panel: they take more room than others
 
@@ -184,7 +183,7 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
                              k * step)  # fmt: skip
             for row in range(0, num_rows, ROW_BLOCK_OF_FLOATS):
                 rows = min(ROW_BLOCK_OF_FLOATS, num_rows - row)
-                _rows_of_panels(rows, panels, inputs, row * size, size, floats, 0, step, size, bias,
+                rows_of_panels(rows, panels, inputs, row * size, size, floats, 0, step, size, bias,
                                 n, 0, outputs, row * num_outputs + n, num_outputs, 0)  # fmt: skip
             p += panels
 

@@ -17,7 +17,7 @@ from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_tiles import stored
 from nanoengine.kernels.cpu_decoder import gated_mlp, multiply
 from nanoengine.kernels.cpu_latent import attend_latents
-from nanoengine.kernels.cpu_layers import ADDS, ALONE, FASTMATH, SMALL, _norm_row, rms_norm
+from nanoengine.kernels.cpu_layers import ADDS, ALONE, FASTMATH, SMALL, norm_row, rms_norm
 from nanoengine.kernels.cpu_linear import FASTMATH as ONE_CHAIN
 from nanoengine.kernels.cpu_linear import linear_panels
 from nanoengine.kernels.held import of_place
@@ -81,7 +81,7 @@ def _turn_tokens(q, keys, norm, eps, table, queries, slots, cache, still, lo, hi
         cos, sin = table[t, :half], table[t, half:]
         for h in range(queries.shape[1]):
             _turn(q[t, h, still:], cos, sin, queries[t, h, rank:])
-        _norm_row(keys[t, :rank], norm, eps, key[:rank])
+        norm_row(keys[t, :rank], norm, eps, key[:rank])
         _turn(keys[t, rank:], cos, sin, key[rank:])
         line = cache[slots[t] * size : (slots[t] + 1) * size]
         for d in range(size):

@@ -75,7 +75,7 @@ GATES = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _norm_row(x, weight, eps, out):
+def norm_row(x, weight, eps, out):
     scale = _scale_of_row(x, eps)
     for i in range(len(x)):
         out[i] = x[i] * scale * weight[i]
@@ -88,9 +88,9 @@ def _norm_rows(x, residual, adds, weight, eps, out, lo, hi):
             row, added = residual[t], x[t]
             for i in range(len(row)):
                 row[i] += added[i]
-            _norm_row(row, weight, eps, out[t])
+            norm_row(row, weight, eps, out[t])
         else:
-            _norm_row(x[t], weight, eps, out[t])
+            norm_row(x[t], weight, eps, out[t])
 
 
 @compiled(fastmath=FASTMATH)

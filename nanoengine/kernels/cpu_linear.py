@@ -53,7 +53,7 @@ FASTMATH = ("contract", "nsz")
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _rows_of_panels(
+def rows_of_panels(
     rows, panels, x, x_at, x_step, w, w_at, w_step, size, start, start_at, s_step,
     out, out_at, o_step, to_next,
 ):  # fmt: skip
@@ -107,7 +107,7 @@ def linear_panels(x, w, bias, out, lo, hi):
                 n, o = p * PANEL, row * num_outputs + p * PANEL
                 start, start_at, s_step = (bias, n, 0) if first == 0 else (outputs, o, num_outputs)
                 ahead = AHEAD if few else panels * step * w.itemsize
-                _rows_of_panels(rows, panels, inputs, a, num_inputs, w,
+                rows_of_panels(rows, panels, inputs, a, num_inputs, w,
                                 p * step + first * PANEL, step, size, start, start_at, s_step,
                                 outputs, o, num_outputs, ahead)  # fmt: skip
                 p += panels
@@ -215,7 +215,7 @@ def dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
             for row in range(0, num_rows, ROW_BLOCK):
                 a, o = row * size + first, row * num_outputs + n
                 start, start_at, s_step = (bias, n, 0) if first == 0 else (outputs, o, num_outputs)
-                _rows_of_panels(min(ROW_BLOCK, num_rows - row), panels, inputs, a, size, floats, 0,
+                rows_of_panels(min(ROW_BLOCK, num_rows - row), panels, inputs, a, size, floats, 0,
                                 step, last - first, start, start_at, s_step, outputs, o,
                                 num_outputs, 0)  # fmt: skip
         p += panels

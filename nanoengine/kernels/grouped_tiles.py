@@ -38,6 +38,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanoengine.kernels.byte_tiles import UNIT, ByteTile, most_rows
+from nanoengine.kernels.code_tables import E2M1, IQ4
 from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_function
@@ -45,13 +46,8 @@ from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_function
 UNITS = 8  # of a block
 PAIRED = 80  # bytes of a unit of inputs from `pair_inputs`
 NONE, ZEROS, MINS = range(3)
-TABLES: tuple[tuple[int, ...], ...] = (
-    (),
-    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
-    (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
-)
-"""What codes of 4 bits stand for: themselves, IQ4_NL's numbers, twice those of e2m1. Source: ggml's
-IQ4_NL; OCP Microscaling Formats (MX) v1.0, section 5.3.3."""
+TABLES: tuple[tuple[int, ...], ...] = ((), IQ4, E2M1)
+"""What codes of 4 bits stand for; none: themselves."""
 
 
 class Form(NamedTuple):

@@ -25,11 +25,8 @@ import torch
 
 from nanoengine.checkpoint.gguf import TYPES
 from nanoengine.errors import WeightLoadError
-from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight
-
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""The number that each code stands for: close together near 0, as weights are.
-Source: kvalues_iq4nl of ggml-common.h."""
+from nanoengine.kernels.code_tables import E2M1, IQ4
+from nanoengine.layers.quantized_weight import QuantizedWeight
 
 Planes = tuple[int, int]
 """Bits a value, and bytes of a run: all lowest bits of its bytes are the first values of the run's,

@@ -30,8 +30,9 @@ import torch
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.errors import WeightLoadError
+from nanoengine.kernels.code_tables import E2M1
 from nanoengine.layers.gguf_blocks import read_blocks
-from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight, unpack_pairs
+from nanoengine.layers.quantized_weight import QuantizedWeight, unpack_pairs
 
 INT32 = (torch.int32,)
 INTEGERS = (torch.int32, torch.int64)

@@ -16,10 +16,6 @@ import torch
 
 from nanoengine.errors import WeightLoadError
 
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the number that each code of 4 bits stands for: a sign, two bits of exponent and one of
-fraction. Source: OCP Microscaling Formats (MX) v1.0, section 5.3.3."""
-
 GROUP_SIZE = 32
 """Inputs that share a scale in int4 weights made here. Source: Q4_0 of ggml."""
 

@@ -19,7 +19,6 @@ from nanoengine.layers.variants import make_norm
 from nanoengine.models.decoder import GatedMLP, taken
 from nanoengine.models.variants import (
     VariantAttention,
-    VariantDecoder,
     VariantLayer,
     VariantLM,
     make_mixer,
@@ -35,10 +34,13 @@ class SideBySide(VariantLayer):
     ) -> None:
         super().__init__(index, rotation, config, context)
         assert config.plan.factors is not None
-        path = f"model.layers.{index}"
-        self.self_attn = VariantAttention(f"{path}.self_attn", index, config, context)
-        self.mlp = FactorMLP(f"{path}.mlp", config.intermediate_size, config, context)
+        path = f"model.layers.{index}.self_attn"
+        self.self_attn = VariantAttention(path, index, config, context)
         self.mixer = Both(self.mixer, self.self_attn, config.plan.factors)
+
+    @staticmethod
+    def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
+        return FactorMLP(path, config.intermediate_size, config, context)
 
 
 class Both(Layer):
@@ -112,23 +114,13 @@ class LoneBlock(VariantLayer):
         return self.mixer(x, rotations[self.rotation], batch, rows), taken(residual, rows)
 
 
-class SideBySideDecoder(VariantDecoder):
-    layer = SideBySide
-
-
 class SideBySideLM(VariantLM):
     """Falcon-H1."""
 
-    def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariantDecoder:
-        return SideBySideDecoder(config, context)
-
-
-class LoneBlockDecoder(VariantDecoder):
-    layer = LoneBlock
+    layer = SideBySide
 
 
 class LoneBlockLM(VariantLM):
     """Nemotron-H."""
 
-    def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariantDecoder:
-        return LoneBlockDecoder(config, context)
+    layer = LoneBlock

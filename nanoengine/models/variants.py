@@ -52,7 +52,13 @@ Norm = RMSNorm | variants.LayerNorm | None
 
 
 class VariantLM(CausalLM):
-    """A language model of any family, on one rank."""
+    """A language model of any family, on one rank.
+
+    Attributes:
+        layer: the kind of its layers; None: `VariantLayer`.
+    """
+
+    layer: type[VariantLayer] | None = None
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
@@ -69,7 +75,7 @@ class VariantLM(CausalLM):
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariantDecoder:
         """What is between token ids and the last norm."""
-        return VariantDecoder(config, context)
+        return VariantDecoder(config, context, self.layer or VariantLayer)
 
     @property
     def graph_safe(self) -> bool:
@@ -111,22 +117,17 @@ class CappedHead(OutputHead):
 
 
 class VariantDecoder(Decoder):
-    """The stack of layers, with a list of rotations in place of one.
+    """The stack of layers, of this kind, with a list of rotations in place of one."""
 
-    Attributes:
-        layer: the kind of its layers; None: `VariantLayer`.
-    """
-
-    layer: type[VariantLayer] | None = None
-
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(
+        self, config: ModelConfig, context: ModelContext, layer: type[VariantLayer]
+    ) -> None:
         Layer.__init__(self)
         sizes, scale = (config.vocab_size, config.hidden_size), config.plan.embedding_scale
         embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
         self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
         self.rotary = Rotaries(kinds, config, context)
-        layer = self.layer or VariantLayer
         self.layers = nn.ModuleList(
             layer(index, kinds.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
@@ -183,7 +184,7 @@ class VariantLayer(DecoderLayer):
         self.rotation, path = rotation, f"model.layers.{index}"
         mixer = make_mixer(path, index, config, context)
         setattr(self, mixer.name, mixer)  # as checkpoints call it
-        self.mixer, self.mlp = mixer, make_mlp(f"{path}.mlp", index, config, context)
+        self.mixer, self.mlp = mixer, self.make_mlp(f"{path}.mlp", index, config, context)
         norms, self.scale = config.plan.norms, config.plan.residual_scale
         self.is_parallel = norms == "parallel"
         before, behind = norms != "behind", norms in ("behind", "both")
@@ -195,6 +196,11 @@ class VariantLayer(DecoderLayer):
         self.attention_output_norm = norm(behind)
         self.post_attention_layernorm = norm(before and not self.is_parallel)
         self.mlp_output_norm = norm(behind)
+
+    @staticmethod
+    def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
+        """See the function `make_mlp`."""
+        return make_mlp(path, index, config, context)
 
     @property
     def needs_torch(self) -> bool:

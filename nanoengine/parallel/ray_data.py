@@ -38,6 +38,7 @@ from nanoengine.jobs.feed import Feed
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Line, RowError
 from nanoengine.jobs.work import Work
+from nanoengine.settings.checks import plain
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE, Pause
 
@@ -127,8 +128,7 @@ class _Tasks(Iterator["Task | Pause"]):
 
     def __init__(self, reader: RowReader, attempts: Attempts) -> None:
         self.work = Work(self, self._finish, note=lambda task: attempts.begin(task.key))
-        self._reader = reader
-        self._attempts = attempts
+        self._reader, self._attempts = reader, attempts
         self._feed: Feed[Task] = Feed()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._num_rows = 0
@@ -156,7 +156,8 @@ class _Tasks(Iterator["Task | Pause"]):
         self._attempts.end(task.key)
         answer = self._waiting.pop(task.row)
         failed = isinstance(result, RowError)
-        found = _failed(result) if failed else _answer([*task.outputs, result])
+        error = f"{result.code}: {result}" if failed else ""
+        found = _answer([] if failed else [*task.outputs, result], error)
         answer.get_loop().call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
 
 
@@ -164,7 +165,7 @@ Answer = tuple[list[dict[str, Any]], dict[str, int], str]
 """Of a row: the values of the new columns."""
 
 
-def _answer(outputs: list[RequestOutput]) -> Answer:
+def _answer(outputs: list[RequestOutput], error: str = "") -> Answer:
     texts = [
         {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
         for output in outputs
@@ -174,11 +175,7 @@ def _answer(outputs: list[RequestOutput]) -> Answer:
         "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
         "completion_tokens": sum(len(c.token_ids) for o in outputs for c in o.outputs),
     }
-    return texts, usage, ""
-
-
-def _failed(error: RowError) -> Answer:
-    return [], {"prompt_tokens": 0, "completion_tokens": 0}, f"{error.code}: {error}"
+    return texts, usage, error
 
 
 def _arrow_types() -> dict[str, Any]:
@@ -197,8 +194,7 @@ def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    value = plain(value)
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, dict):
@@ -260,8 +256,7 @@ class Attempts:
         if what == "begin":
             self._running[value] += 1
         elif what == "end":
-            if (count := self._running.pop(value, 0)) > 1:
-                self._running[value] = count - 1
+            self._running -= Counter([value])
             self.deaths.pop(value, None)
         else:  # the life before ended under what ran
             self.deaths.update(self._running.keys())

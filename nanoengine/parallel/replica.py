@@ -88,8 +88,7 @@ class _Reporter:
     """An observer that tells the parent how far the engine is."""
 
     def __init__(self, connection: Connection, llm: LLM) -> None:
-        self._connection = connection
-        self._llm = llm
+        self._connection, self._llm = connection, llm
         self._told = time.monotonic()
 
     def on_step(self, plan: object, result: object, scheduler: object) -> None:

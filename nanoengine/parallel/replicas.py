@@ -15,6 +15,7 @@ Called by `cli/batch.py`.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -35,6 +36,7 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.ranks.worker import Worker
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
+from nanoengine.text.tokenizer import Tokenizer
 
 REPLICA = "nanoengine.parallel.replica"
 
@@ -247,11 +249,9 @@ class Replicas:
     def __init__(self, options: dict[str, Any], launches: Sequence[Launch]) -> None:
         self.observers: list[Observer] = []
         self._lock = threading.Lock()
-        config = EngineConfig.from_kwargs(**options)
-        if config.trace is not None:
+        self.config, self.silent_s = EngineConfig.from_kwargs(**options), SILENT_S
+        if self.config.trace is not None:
             raise ConfigError("a trace is of one engine: leave out trace, or replicas")
-        self.silent_s = SILENT_S
-        self._max_num_seqs = config.max_num_seqs
         self._replicas = [
             Replica(number=i, launch=launch, options=options, on_stats=self._on_stats)
             for i, launch in enumerate(launches)
@@ -275,6 +275,11 @@ class Replicas:
         for replica in self._replicas:
             replica.end()
 
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """One of this process; the engines have theirs in their own."""
+        return Tokenizer.of(self.config)
+
     def stats(self) -> EngineStats:
         """Counters of all engines together."""
         found = [stats for replica in self._replicas for stats in (*replica.past, replica.stats)]
@@ -290,7 +295,7 @@ class Replicas:
             EngineDeadError: no replica is left.
             Exception: what `Work.run` raises; rows that ran are dropped.
         """
-        window = self._max_num_seqs + LOOK_AHEAD + AHEAD
+        window = self.config.max_num_seqs + LOOK_AHEAD + AHEAD
         while live := [replica for replica in self._replicas if not replica.is_lost]:
             share = window if num_rows is None else -(-num_rows // len(live))
             self._answer(work, live, max(1, min(window, share)))

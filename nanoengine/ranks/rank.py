@@ -10,7 +10,7 @@ has missed a message ends, before anything is summed that belongs to different s
 Each samples its own tokens: the gathered logits are the same on all, and a token follows from seed,
 position and logits.
 
-RankStarted by `executor.py` as a worker (`worker.py`).
+Started by `executor.py` as a worker (`worker.py`).
 """
 
 from __future__ import annotations

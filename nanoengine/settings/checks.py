@@ -129,6 +129,14 @@ def nearest(name: object, known: Collection[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
+def require_positive(options: object, error: type[Exception], *names: str) -> None:
+    """Raises `error` where one of these options is given and below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise error(f"{name} must be at least 1, got {shown(value)}")
+
+
 def checked(
     error: type[Exception], translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 ) -> Callable[[type[T]], type[T]]:

@@ -13,7 +13,7 @@ from os import PathLike, fspath
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.checks import checked, require_positive, shown
 from nanoengine.settings.tiers import Tier, check_tiers
 from nanoengine.settings.vllm_names import LLM_OPTIONS, translate
 
@@ -198,14 +198,13 @@ class EngineConfig:
     def _check_ranges(self) -> None:
         size, budget = self.block_size, self.max_num_batched_tokens
         fraction, share = self.memory_fraction, self.gpu_memory_utilization
+        counts = "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"
+        require_positive(self, ConfigError, *counts)
         sizings = [self.num_kv_blocks, self.kv_cache_gib, fraction, share]
         rules = (
             ("model", bool(self.model), "a directory or hub id"),
-            ("tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1"),
             ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
-            ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
-            ("max_num_batched_tokens", budget is None or budget >= 1, "at least 1"),
             ("long_prefill_threshold", self.long_prefill_threshold >= 0, "at least 0"),
             ("block_size", size is None or (size >= 8 and size & (size - 1) == 0),
              "a power of two of at least 8"),

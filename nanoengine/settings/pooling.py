@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.checks import checked, require_positive, shown
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import Alias, Idle, Refused, Table, translate
 
@@ -59,15 +59,10 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"dimensions": self.dimensions, "truncate_prompt_tokens": self._truncated}
-        for name, value in least.items():
-            if value is not None and value < 1:
-                also = "-1 or " if name == "truncate_prompt_tokens" else ""
-                raise RequestError(f"{name} must be {also}at least 1, got {shown(value)}")
-
-    @property
-    def _truncated(self) -> int | None:
-        return None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        require_positive(self, RequestError, "dimensions")
+        cut = self.truncate_prompt_tokens
+        if cut is not None and cut != -1 and cut < 1:
+            raise RequestError(f"truncate_prompt_tokens must be -1 or at least 1, got {shown(cut)}")
 
 
 @dataclass(frozen=True, slots=True)

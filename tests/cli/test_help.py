@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import os
 import re
 import shutil
@@ -21,12 +20,13 @@ from nanoengine.cli.docs import field_docs
 from nanoengine.errors import ConfigError
 from nanoengine.settings.config import EngineConfig
 
-COMMANDS = [name for name, (options, _) in cli.COMMANDS.items() if options is not None]
+COMMANDS = [name for name in cli.COMMANDS if cli.find_command(name)[1] is not None]
 
 
 def options_class(command: str) -> type:
-    module = importlib.import_module(f"nanoengine.cli.{command}")
-    return getattr(module, cli.COMMANDS[command][0] or "")
+    found = cli.find_command(command)[1]
+    assert found is not None
+    return found
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -169,7 +169,7 @@ def test_fish_completes_commands_options_values_and_files(tmp_path: Path) -> Non
             capture_output=True, text=True, check=True, cwd=tmp_path,
         )  # fmt: skip
         found.append([tuple(one.split("\t")) for one in done.stdout.splitlines()])
-    assert found[0] == [("batch", cli.COMMANDS["batch"][1])]
+    assert found[0] == [("batch", cli.COMMANDS["batch"])]
     assert [flag for flag, _ in found[1]] == ["--temperature"]
     assert found[2][0][0] == "rows.jsonl"
     assert [value for value, _ in found[3]] == ["bfloat16"]

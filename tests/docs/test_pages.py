@@ -23,7 +23,7 @@ import pytest
 from benchmarks.suite import options
 from nanoengine.attention import BACKENDS
 from nanoengine.checkpoint.families import FAMILIES
-from nanoengine.cli.main import COMMANDS, main, parse
+from nanoengine.cli.main import COMMANDS, find_command, main, parse
 from tests.support import pages
 from tests.support.pages import ROOT, Block
 
@@ -197,9 +197,8 @@ def why_wrong(arguments: list[str]) -> str:
             options.parse(rest[1:])
         elif program != "nanoengine" or rest[0] not in COMMANDS:
             return f"no command {program} {rest[0]}"
-        elif COMMANDS[rest[0]][0] is not None and "..." not in rest:
-            module = importlib.import_module(f"nanoengine.cli.{rest[0]}")
-            parse(getattr(module, COMMANDS[rest[0]][0]), "nanoengine", rest[1:])
+        elif (options_class := find_command(rest[0])[1]) is not None and "..." not in rest:
+            parse(options_class, "nanoengine", rest[1:])
     return complaints.getvalue()
 
 

@@ -160,10 +160,10 @@ def test_info_says_how_many_threads_and_why(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
-    assert "2 threads (torch's choice, of 3 cores" in device_lines(cpu)[0]
+    assert "2 threads (torch's choice, of 3 cores" in next(device_lines(cpu))
     with monkeypatch.context() as quota:
         quota.setattr("nanoengine.settings.cores.cpu_quota", lambda _: 1.5)
         quota.setattr("nanoengine.kernels.threads.cpu_quota", lambda: 1.5)
-        assert "2 threads (the quota of its control group is 1.5 cores;" in device_lines(cpu)[0]
+        assert "2 threads (the quota of its control group is 1.5 cores;" in next(device_lines(cpu))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert "2 threads (OMP_NUM_THREADS=2)" in device_lines(cpu)[0]
+    assert "2 threads (OMP_NUM_THREADS=2)" in next(device_lines(cpu))

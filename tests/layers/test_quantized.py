@@ -25,6 +25,7 @@ from nanoengine.cli import main as cli
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.options import engine_options
 from nanoengine.errors import WeightLoadError
+from nanoengine.kernels.code_tables import E2M1
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import (
@@ -33,7 +34,6 @@ from nanoengine.layers.quantized import (
     quantize_rows,
 )
 from nanoengine.layers.quantized_weight import (
-    E2M1,
     QuantizedWeight,
     pack_pairs,
     quantize,

@@ -27,12 +27,13 @@ from nanoengine.checkpoint.quantization import (
     resolve_quantization,
 )
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
+from nanoengine.kernels.code_tables import E2M1
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.cpu_quantized import CPUWeightOnlyLinear
 from nanoengine.layers.expanded import expanded_linears
 from nanoengine.layers.kernels import Kernels, UnquantizedLinear
 from nanoengine.layers.quantized import QuantizedLinear
-from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight
+from nanoengine.layers.quantized_weight import QuantizedWeight
 from nanoengine.models.decoder import CausalLM
 from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
 from tests.support.checkpoints import make_checkpoint

@@ -440,10 +440,10 @@ def test_options_of_quantization(tmp_path: Path) -> None:
 def test_a_batch_knows_its_file(tmp_path: Path) -> None:
     make_gguf(tmp_path / "m.gguf", "llama")
     config = EngineConfig(model=str(tmp_path / "m.gguf"))
-    before = describe_engine(config, resolve_model(config), "m")["model"]["files"]
+    before = describe_engine(config, "m")["model"]["files"]
     assert list(before) == ["m.gguf"]
     make_gguf(tmp_path / "m.gguf", "llama", seed=1)
-    assert describe_engine(config, resolve_model(config), "m")["model"]["files"] != before
+    assert describe_engine(config, "m")["model"]["files"] != before
 
 
 def test_info_says_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -355,7 +355,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--replicas", "0"], "--replicas must be at least 1"),
+        (["--replicas", "0"], "replicas must be at least 1"),
         (["--threads", "2"], "give --replicas"),
         (["--replica-timeout", "0"], "--replica-timeout must be above 0 and at most 86,400"),
     ],

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nanoengine.layers.quantized_weight import E2M1
+from nanoengine.kernels.code_tables import E2M1
 from tests.support.checkpoints import make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
