@@ -192,11 +192,12 @@ def _keep_best_groups(preferred, groups, kept, compared):
 
 
 @compiled(fastmath=FASTMATH)
-def route(logits, correction, sigmoid, groups, kept, compared, normalized, factor, ids, weights):
+def route(logits, correction, routing, ids, weights):
     """ids, weights [T, k]: the experts with the largest scores, and these; see `Router`.
 
-    logits: [T, E], become scores. correction: [E], or none. Of equals the first is chosen.
+    logits: [T, E], become scores. Of equals the first is chosen. The rest is as in `mixture`.
     """
+    sigmoid, groups, kept, compared, normalized, least, epsilon, factor = routing
     num_experts, taken = logits.shape[1], ids.shape[1]
     preferred = empty((num_experts,), logits.dtype)
     for t in range(len(logits)):
@@ -216,6 +217,7 @@ def route(logits, correction, sigmoid, groups, kept, compared, normalized, facto
             ids[t, i], weights[t, i] = best, scores[best]
             total += scores[best]
             preferred[best] = -np.inf
+        total = (least if total < least else total) + epsilon
         for i in range(taken):
             weights[t, i] = (weights[t, i] / total if normalized else weights[t, i]) * factor
 
@@ -297,14 +299,14 @@ def mixture(x, router, correction, routing, gate_up, down, sizes, out, num_worke
         router: panels and bias of its linear layer.
         correction: [E], or none.
         routing: whether scores are sigmoids; groups, how many a token keeps, and how many experts
-            of each are compared; whether weights are divided by their sum; a factor on them.
+            of each are compared; whether weights are divided by their sum, what that is at least,
+            and what is added to it; a factor on them.
         sizes: E, k, I, and the gate's number in `cpu_layers.GATES`.
     """
-    sigmoid, groups, kept, compared, normalized, factor = routing
     num_experts, taken, inner, activation = sizes
     logits = empty((len(x), num_experts), x.dtype)
     linear(x, router[0], router[1], logits, num_workers)
     ids, weights = empty((len(x), taken), np.int64), empty((len(x), taken), x.dtype)
-    route(logits, correction, sigmoid, groups, kept, compared, normalized, factor, ids, weights)
+    route(logits, correction, routing, ids, weights)
     out[:] = 0
     add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, out, num_workers)

@@ -13,7 +13,7 @@ from nanoengine.kernels import cpu_experts as kernels
 from nanoengine.layers.cpu_experts import CPUExperts
 from nanoengine.models.cpu import CPUKernels
 from nanoengine.models.moe import SparseMLP
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.engines import checkpoint
 from tests.support.model_helpers import DenseAttention, build, cpu_kernels
 
@@ -89,7 +89,7 @@ def test_the_same_experts_are_chosen(family: str) -> None:
     logits = mlp.gate.method.apply(x, mlp.gate.bias).numpy()
     ids = np.empty((300, moe.num_experts_per_tok), np.int64)
     weights = np.empty(ids.shape, np.float32)
-    kernels.route(logits, *mlp.routed.first[1:2], *mlp.routed.first[2], ids, weights)
+    kernels.route(logits, *mlp.routed.first[1:3], ids, weights)
     expected, experts = mlp.gate(x)
     found = torch.from_numpy(weights), torch.from_numpy(ids)
     order, expected_order = (each.argsort(1) for each in (found[1], experts))
@@ -116,3 +116,36 @@ def test_experts_of_no_whole_panels_run_one_by_one(tmp_path: Path) -> None:
     assert not isinstance(mlp.routed, CPUExperts)
     x = torch.randn(9, 64)
     assert torch.equal(mlp.routed(x), mlp.experts(x, *mlp.gate(x)))
+
+
+def small_sums(family: str, gate: torch.nn.Module) -> None:
+    """Has a router of transformers choose experts whose scores have sums of about what the family
+    adds to these, or takes them to be at least."""
+    with torch.no_grad():
+        if family == "ernie4_5_moe":  # the first takes all of the softmax, others are preferred
+            gate.weight.mul_(0.1)[0].fill_(28 / 51)  # 64 inputs, 0.8 each
+            bias = gate.moe_statics.e_score_correction_bias
+            bias.copy_(torch.arange(bias.numel()).view_as(bias) * 2)
+        else:
+            logit = {"lfm2_moe": -14, "glm4_moe": -46}[family]
+            gate.weight.mul_(0.1).add_(logit / 51)
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "glm4_moe", "ernie4_5_moe"])
+def test_sums_of_next_to_nothing_are_as_in_transformers(family: str, tmp_path: Path) -> None:
+    """LFM2 and GLM add to a sum, ERNIE takes it to be at least a number."""
+    model = make_model(family)
+    block = [m for m in model.modules() if type(m).__name__.endswith(("MoeBlock", "MoeMoE", "MoE"))]
+    small_sums(family, block[-1].gate)
+    model.save_pretrained(tmp_path)
+    x = torch.randn(20, 64).abs()
+    with torch.no_grad():
+        expected = block[-1](x[None])
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    mlp = mixture(tmp_path)
+    sums = mlp.gate(x)[0].sum(1) / mlp.gate.moe.scaling_factor
+    assert 0.1 < sums.mean() < 0.9, "the sums are too large or too small to tell"
+    atol = 1e-4 * expected.abs().max().item()  # what logits of -46 have no digits for
+    for routed in (mlp.routed, mlp._one_by_one):
+        mlp.routed = routed
+        torch.testing.assert_close(mlp(x), expected.view(20, 64), rtol=1e-4, atol=atol)
