@@ -35,16 +35,25 @@ from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
-from nanoengine.kernels.widen import widen_e2m1, widen_e4m3, widen_pairs, widen_whole
+from nanoengine.kernels.widen import (
+    AT_ONCE,
+    E4M3,
+    ZEROS,
+    multiply_widened,
+    widen_e2m1,
+    widen_e4m3,
+    widen_pairs,
+    widen_whole,
+)
 
 INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) stay in the L2 cache
 WIDENED = 1024  # inputs made floats at a time: with two panels 128 KiB, which stay in the L2 cache
+FEW_WIDENED = 2  # rows, of which each makes its floats for itself
 ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
 AHEAD = 80 * LINE  # bytes: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
 MOST_FEW = max(FEW)
 DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 ROUNDED = np.uint32 if DOTS else np.float32
-E2M1, E4M3 = 2, 3  # forms of small floats, see `linear_dequantized`
 PANELS_OF_FEW = tuple(FEW.get(rows, 1) for rows in range(MOST_FEW + 1))
 
 # Why no "reassoc": a result is one chain, whose order gives a row its bits. No "nnan" and "ninf": a
@@ -199,10 +208,28 @@ def _dequantize(w, p, form, scales, zeros, group_size, size, first, last, panel)
             widen_e2m1(w, pairs, zeros, z, scales, at, panel, to, k, count)
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _few_rows(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
+    """`dequantized_panels` of so few rows that numbers become floats in registers for each."""
+    (num_rows, size), num_outputs, p = x.shape, out.shape[1], lo
+    step, bytes = size // group_size * PANEL, (size if form in (8, E4M3) else size // 2) * PANEL
+    inputs, outputs, kind = x.reshape(-1), out.reshape(-1), form + ZEROS if len(zeros) else form
+    while p < hi:
+        panels, n = AT_ONCE if p + AT_ONCE <= hi else 1, p * PANEL
+        for row in range(num_rows):
+            multiply_widened(inputs, row * size, w, p * bytes, bytes, zeros, p * step, scales,
+                             p * step, step, size, group_size, bias, n, outputs,
+                             row * num_outputs + n, kind, panels)  # fmt: skip
+        p += panels
+
+
 @compiled(fastmath=FASTMATH)
 def dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
     """`linear_dequantized` for the outputs of panels lo ... hi - 1: what one worker does."""
     (num_rows, size), num_outputs = x.shape, out.shape[1]
+    if num_rows <= FEW_WIDENED:
+        _few_rows(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
+        return
     inputs, outputs, step = x.reshape(-1), out.reshape(-1), WIDENED * PANEL
     floats, p = empty((PANELS * step,), np.float32), lo
     while p < hi:

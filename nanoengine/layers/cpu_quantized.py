@@ -21,6 +21,7 @@ from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
+from nanoengine.kernels.widen import E2M1, E4M3
 from nanoengine.layers.gguf_blocks import read_scales, stored_codes
 from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
 from nanoengine.layers.kernels import Masks
@@ -208,7 +209,7 @@ class CPUWeightOnlyLinear(PanelLinear):
 
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
-        small = floats.E4M3 if weight.floats else floats.E2M1
+        small = E4M3 if weight.floats else E2M1
         self.form = small if weight.floats or weight.table else weight.bits
         self.values = _panels(_padded(_in_bytes(weight)))
         self.scales = _panels(_padded(weight.scales))
