@@ -1,5 +1,5 @@
 """widen: small numbers of a panel as floats, a line of 16 at a time; for
-`cpu_linear.linear_dequantized`.
+`cpu_weight_only.py`.
 
 Many rows multiply floats that were written down once; one row multiplies them in registers, as
 `multiply_widened` has them, with the same bits.

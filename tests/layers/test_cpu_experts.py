@@ -17,9 +17,9 @@ from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.engines import checkpoint
 from tests.support.model_helpers import DenseAttention, build, cpu_kernels
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2")
-"""A softmax divided by the sum; biases and a clamped gate; sigmoids, groups, a correction and a
-factor; sigmoids without groups."""
+FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "qwen3_next")
+"""A softmax divided by the sum; biases and a clamped gate; sigmoids, groups, a correction, a factor
+and a shared expert; sigmoids without groups; a shared expert that has a gate."""
 WAYS = {
     "int8": Quantization(bits=8, activations="int8"),
     "int4": Quantization(bits=4, activations="int8"),
@@ -45,11 +45,18 @@ def mixture(directory: str | Path, way: str = "float32") -> SparseMLP:
 def check(mlp: SparseMLP, tokens: int, size: int = 64) -> None:
     """The call against its parts, and each token alone: the same bits."""
     x = torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens))
-    found, expected = mlp.routed(x), mlp.experts(x, *mlp.gate(x))
+    found, expected = mlp(x), by_parts(mlp, x)
     atol = 2e-6 * max(1.0, expected.abs().max().item())
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=atol)
     for one in {0, tokens // 2, tokens - 1}:
-        assert torch.equal(mlp.routed(x[one : one + 1])[0], found[one]), "other bits alone"
+        assert torch.equal(mlp(x[one : one + 1])[0], found[one]), "other bits alone"
+
+
+def by_parts(mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
+    fused, mlp.routed = mlp.routed, mlp._one_by_one
+    found = mlp(x)
+    mlp.routed = fused
+    return found
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])
@@ -75,7 +82,7 @@ def test_experts_give_the_bits_of_each_alone() -> None:
     mlp = mixture(checkpoint("gpt_oss"))
     x, (weights, ids) = torch.randn(40, 64), mlp.gate(torch.randn(40, 64))
     out = np.zeros((40, 64), np.float32)
-    gate_up, down, sizes = mlp.routed.first[3:]
+    gate_up, down, sizes, _ = mlp.routed.first[3:]
     kernels.add_experts(
         x.numpy(), ids.numpy(), weights.numpy(), gate_up, down, sizes[0], *sizes[2:], out, 2
     )
@@ -146,6 +153,5 @@ def test_sums_of_next_to_nothing_are_as_in_transformers(family: str, tmp_path: P
     sums = mlp.gate(x)[0].sum(1) / mlp.gate.moe.scaling_factor
     assert 0.1 < sums.mean() < 0.9, "the sums are too large or too small to tell"
     atol = 1e-4 * expected.abs().max().item()  # what logits of -46 have no digits for
-    for routed in (mlp.routed, mlp._one_by_one):
-        mlp.routed = routed
-        torch.testing.assert_close(mlp(x), expected.view(20, 64), rtol=1e-4, atol=atol)
+    for found in (mlp(x), by_parts(mlp, x)):
+        torch.testing.assert_close(found, expected.view(20, 64), rtol=1e-4, atol=atol)
