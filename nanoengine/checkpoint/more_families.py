@@ -44,7 +44,10 @@ QWEN = {"layers": more_readers.sparse_layers, **NORM_TOPK}
 QWEN_SHARED = experts(
     shared_size=size("shared_expert_intermediate_size"), shared_gate=True, **QWEN,
 )
-SCALED = {"score": "sigmoid", "scaling_factor": key("routed_scaling_factor"), **NORM_TOPK}
+SCALED = {
+    "score": "sigmoid", "scaling_factor": key("routed_scaling_factor"), "norm_epsilon": 1e-20,
+    **NORM_TOPK,
+}
 DEEPSEEK_KEYS = {
     "count": "n_routed_experts", "correction_bias": True, "num_groups": key("n_group"),
     "groups_per_token": key("topk_group"), "shared_size": shared_size(),
@@ -133,7 +136,7 @@ MORE_FAMILIES: dict[str, Family] = {
         ),
         windows=all_but_every("global_attn_every_n_layers"), turned=readers.only_with_window,
         moe=experts(
-            score="sigmoid", scaling_factor=key("route_scale"),
+            score="sigmoid", scaling_factor=key("route_scale"), norm_epsilon=1e-20,
             layers=layers_from("num_dense_layers"), **SHARED,
         ),
         defaults={
@@ -220,7 +223,7 @@ MORE_FAMILIES: dict[str, Family] = {
         "ernie4_5_moe",
         plan=plan(only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, interleaved=True),
         moe=experts(
-            count="moe_num_experts", taken="moe_k", correction_bias="row", norm_epsilon=1e-12,
+            count="moe_num_experts", taken="moe_k", correction_bias="row", norm_least=1e-12,
             shared_size=shared_size("moe_num_shared_experts"),
             layers=more_readers.ernie_layers,
         ),
@@ -367,7 +370,7 @@ MORE_FAMILIES: dict[str, Family] = {
     "HYV3ForCausalLM": Family(
         "hy_v3", plan=plan(head_norm="head", **LLAMA),
         moe=experts(
-            score="sigmoid", scaling_factor=key("router_scaling_factor"),
+            score="sigmoid", scaling_factor=key("router_scaling_factor"), norm_epsilon=1e-20,
             layers=more_readers.named_sparse_layers, **SHARED,
         ),
         defaults={
@@ -395,8 +398,8 @@ MORE_FAMILIES: dict[str, Family] = {
     "Lfm2MoeForCausalLM": Family(
         "lfm2_moe", plan=LFM2, states=more_readers.conv_states,
         moe=experts(
-            correction_bias=key("use_expert_bias"), norm_epsilon=1e-6,
-            layers=layers_from("num_dense_layers"), **SCALED,
+            correction_bias=key("use_expert_bias"), layers=layers_from("num_dense_layers"),
+            **{**SCALED, "norm_epsilon": 1e-6},
         ),
         defaults=LFM2_DEFAULTS | {"norm_topk_prob": True},
         names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},

@@ -186,8 +186,8 @@ class MoEConfig:
         score: what router logits become; sums of "softmax" are 1 over all experts. "sparsemixer"
             takes one expert, then another, each with its share of a softmax over those that come
             near it, as `jitter` says.
-        norm_topk_prob: the weights of a token's experts are divided by their sum, and
-            `norm_epsilon`.
+        norm_topk_prob: the weights of a token's experts are divided by their sum, which is
+            `norm_least` at least, plus `norm_epsilon`.
         correction_bias: the checkpoint has a bias that is added where experts are chosen, and not
             to their weights; "row": as a matrix of one row.
         num_groups, groups_per_token: experts are chosen from the best groups only.
@@ -208,6 +208,7 @@ class MoEConfig:
     layers: tuple[int, ...]
     norm_topk_prob: bool = True
     norm_epsilon: float = 0.0
+    norm_least: float = 0.0
     score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     jitter: float = 0.0
     correction_bias: bool | Literal["row"] = False

@@ -55,9 +55,9 @@ def main(args: InfoArgs) -> None:
     model = load_model_config(directory)
     dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
-    where = f"{device.type}, {_name(dtype)}, head_dim {model.head_dim}"
+    where = f"{device.type}, {_name(dtype)}, head_dim {model.largest_head}"
     latent = model.plan.latent is not None
-    backends = backend_lines(device, dtype, model.head_dim, kv_dtype, latent=latent)
+    backends = backend_lines(device, dtype, model.largest_head, kv_dtype, latent=latent)
     sections: dict[str, Iterable[str]] = {
         "versions": map(" ".join, versions().items()),
         "device": device_lines(device),

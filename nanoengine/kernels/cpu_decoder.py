@@ -4,19 +4,13 @@
                   o ─ norm ─ gate_up ─ gate ─ down ─ x, residual
 
 Some families have norms behind o and down too, or only there (`LayerPlan.norms`). Where the MLP is
-another than the gated one, the call ends before it.
+a mixture of experts, `cpu_experts.py` computes it; where no kernel does, the call ends before it.
 
 Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Each
 is the one that the layer's parts call by themselves, so the results are the same bit for bit; the
 readable form is `DecoderLayer.forward`, `tests/layers/test_cpu_decoder.py` compares them.
 
-What is the same at each step comes from a `Held`. A weight is a tuple, whose form says what it is:
-
-    (panels, bias)                                     floats: `cpu_linear.linear`, or of pairs
-                                                       `linear_of_rounded`; bytes, in groups:
-                                                       `linear_grouped`, signed `linear_floats`
-    (values, scales, bias)                             int8: `cpu_quantized.linear8`
-    (values, form, scales, zeros, group_size, bias)    weight-only: `linear_dequantized`
+What is the same at each step comes from a `Held`. Weights are as in `multiply.py`.
 
 Perf: Python's share of a token of a model of 16 layers, one Zen 3 core: docs/experiments.md.
 
@@ -30,7 +24,6 @@ from numba import types
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_attention import ask_for_slots, attend, combine
-from nanoengine.kernels.cpu_grouped import linear_floats, linear_grouped
 from nanoengine.kernels.cpu_layers import (
     ADDS,
     ALONE,
@@ -41,33 +34,13 @@ from nanoengine.kernels.cpu_layers import (
     rms_norm,
     rotate_and_store,
 )
-from nanoengine.kernels.cpu_linear import (
-    ROW_BLOCK,
-    as_read,
-    linear,
-    linear_dequantized,
-    linear_of_rounded,
-    linear_panels,
-    rounded_rows,
-)
-from nanoengine.kernels.cpu_quantized import linear8, linear8_panels, quantize_rows, sums8
+from nanoengine.kernels.cpu_linear import ROW_BLOCK, as_read, linear_panels, rounded_rows
+from nanoengine.kernels.cpu_quantized import linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.multiply import multiply
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL, PANELS
-
-
-@by_types()
-def multiply(x, weight, out, workers):
-    """out[T, outputs] = x[T, inputs] times the weight, by the kernel for its form."""
-    of_panels = {
-        types.uint32: linear_of_rounded, types.uint8: linear_grouped, types.int8: linear_floats
-    }  # fmt: skip
-    if len(weight) == 2:
-        kernel = of_panels.get(weight[0].dtype, linear)
-    else:
-        kernel = linear8 if len(weight) == 3 else linear_dequantized
-    return lambda x, weight, out, workers: kernel(x, *weight, out, workers)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -174,9 +147,23 @@ def activate(x, weight, activation, out, workers):
 
 @by_types(FASTMATH)
 def gated_mlp(x, mlp, eps, behind, factor, workers):
-    """In place: x [L, N] becomes what a gated MLP gives; nothing where `mlp` is ()."""
+    """In place: x [L, N] becomes what a gated MLP gives, or a mixture of experts; nothing where
+    `mlp` is ()."""
     if len(mlp) == 0:
         return lambda x, mlp, eps, behind, factor, workers: None
+    if isinstance(mlp[-1], types.Array):
+        from nanoengine.kernels.cpu_experts import mixture
+
+        def mixed(x, mlp, eps, behind, factor, workers):
+            router, correction, routing, gate_up, down, sizes, shared, output_norm = mlp
+            out = empty(x.shape, x.dtype)
+            mixture(x, router, correction, routing, gate_up, down, sizes, shared, out, workers)
+            for t in range(len(x)):
+                for i in range(x.shape[1]):
+                    x[t, i] = out[t, i]
+            _leave(x, output_norm, eps, behind, factor, workers)
+
+        return mixed
 
     def computed(x, mlp, eps, behind, factor, workers):
         gate_up, down, output_norm, inner, activation = mlp

@@ -1,4 +1,5 @@
-"""The experts of a step on the CPU as one call: route, sort rows by expert, multiply, add up.
+"""The experts of a step on the CPU as one call: route, sort rows by expert, multiply, add up, and
+add what an expert gives that every token takes.
 
     hidden [T, N] ─ router ─ choose k experts each ─┐
     rows sorted by expert [T k, N] ◄────────────────┘
@@ -11,7 +12,7 @@ its expert gives it alone, and a token's results are added in the order of exper
 result has the same bits alone and in any batch**.
 
 Weights of a layer's experts lie at equal distances (`layers/placement.py`). A weight is a tuple, as
-in `cpu_decoder.py`, but that each array reaches from the first expert's to the last's, and is
+in `multiply.py`, but that each array reaches from the first expert's to the last's, and is
 followed by the distance. The number of entries says which form it is: 4 floats or, of bytes, in
 groups, 6 int8, 10 weight-only.
 
@@ -31,14 +32,15 @@ from nanoengine.kernels.cpu_grouped import grouped_float_panels, grouped_panels
 from nanoengine.kernels.cpu_layers import gate
 from nanoengine.kernels.cpu_linear import (
     as_read,
-    dequantized_panels,
     linear,
     linear_panels,
     rounded_rows,
 )
 from nanoengine.kernels.cpu_quantized import linear8_panels, quantize_rows, sums8
+from nanoengine.kernels.cpu_weight_only import dequantized_panels
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.multiply import multiply
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL
 
@@ -192,11 +194,12 @@ def _keep_best_groups(preferred, groups, kept, compared):
 
 
 @compiled(fastmath=FASTMATH)
-def route(logits, correction, sigmoid, groups, kept, compared, normalized, factor, ids, weights):
+def route(logits, correction, routing, ids, weights):
     """ids, weights [T, k]: the experts with the largest scores, and these; see `Router`.
 
-    logits: [T, E], become scores. correction: [E], or none. Of equals the first is chosen.
+    logits: [T, E], become scores. Of equals the first is chosen. The rest is as in `mixture`.
     """
+    sigmoid, groups, kept, compared, normalized, least, epsilon, factor = routing
     num_experts, taken = logits.shape[1], ids.shape[1]
     preferred = empty((num_experts,), logits.dtype)
     for t in range(len(logits)):
@@ -216,6 +219,7 @@ def route(logits, correction, sigmoid, groups, kept, compared, normalized, facto
             ids[t, i], weights[t, i] = best, scores[best]
             total += scores[best]
             preferred[best] = -np.inf
+        total = (least if total < least else total) + epsilon
         for i in range(taken):
             weights[t, i] = (weights[t, i] / total if normalized else weights[t, i]) * factor
 
@@ -290,21 +294,68 @@ def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, 
 
 
 @compiled(fastmath=FASTMATH)
-def mixture(x, router, correction, routing, gate_up, down, sizes, out, num_workers):
+def _add_weighed(results, scores, out, lo, hi):
+    for t in range(lo, hi):
+        row, result, score = out[t], results[t], scores[t, 0]
+        for i in range(len(row)):
+            row[i] += result[i] * score
+
+
+@by_types(FASTMATH)
+def score_rows(x, gate, scores, workers):
+    """scores [T, 1] = the sigmoid of what the gate's linear layer gives, or 1 without one."""
+
+    def ones(x, gate, scores, workers):
+        for t in range(len(scores)):
+            scores[t, 0] = 1
+
+    def sigmoids(x, gate, scores, workers):
+        multiply(x, gate, scores, workers)
+        _sigmoid(scores.reshape(-1))
+
+    return sigmoids if len(gate) else ones
+
+
+@by_types(FASTMATH)
+def add_shared(x, shared, out, workers):
+    """out [T, N] += what a gated MLP gives, times a gate's score if there is one; see `mixture`."""
+    if len(shared) == 0:
+        return lambda x, shared, out, workers: None
+
+    def added(x, shared, out, workers):
+        gate_up, down, inner, activation, gate_of_rows = shared
+        both, gated = empty((len(x), 2 * inner), x.dtype), empty((len(x), inner), x.dtype)
+        results, scores = empty(x.shape, x.dtype), empty((len(x), 1), x.dtype)
+        multiply(x, gate_up, both, workers)
+        gate(both, activation, gated, workers)
+        multiply(gated, down, results, workers)
+        score_rows(x, gate_of_rows, scores, workers)
+        parallel_for(
+            _add_weighed, len(x), 1 if x.size <= SMALL else workers, (results, scores, out)
+        )
+
+    return added
+
+
+@compiled(fastmath=FASTMATH)
+def mixture(x, router, correction, routing, gate_up, down, sizes, shared, out, num_workers):
     """out [T, N] = what a mixture of experts gives x [T, N].
 
     Args:
         router: panels and bias of its linear layer.
         correction: [E], or none.
         routing: whether scores are sigmoids; groups, how many a token keeps, and how many experts
-            of each are compared; whether weights are divided by their sum; a factor on them.
+            of each are compared; whether weights are divided by their sum, what that is at least,
+            and what is added to it; a factor on them.
         sizes: E, k, I, and the gate's number in `cpu_layers.GATES`.
+        shared: nothing, or of an expert that every token takes the weights of [2 J, N] and [N, J],
+            J, the gate's number, and the weight of [1, N] whose outputs weigh it, or nothing.
     """
-    sigmoid, groups, kept, compared, normalized, factor = routing
     num_experts, taken, inner, activation = sizes
     logits = empty((len(x), num_experts), x.dtype)
     linear(x, router[0], router[1], logits, num_workers)
     ids, weights = empty((len(x), taken), np.int64), empty((len(x), taken), x.dtype)
-    route(logits, correction, sigmoid, groups, kept, compared, normalized, factor, ids, weights)
+    route(logits, correction, routing, ids, weights)
     out[:] = 0
     add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, out, num_workers)
+    add_shared(x, shared, out, num_workers)

@@ -12,11 +12,12 @@ Legend: T tokens, N hidden size, C channels, W kernel.
 from __future__ import annotations
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.cpu_decoder import enter, finish_layer, multiply
+from nanoengine.kernels.cpu_decoder import enter, finish_layer
 from nanoengine.kernels.cpu_delta import convolve, copy, delta_rule, keep_last
 from nanoengine.kernels.cpu_layers import FASTMATH, SMALL
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.multiply import multiply
 from nanoengine.kernels.pool import parallel_for
 
 CHANNELS = 64  # of a task: a line of memory holds 16, and neighbours are asked for together

@@ -66,7 +66,7 @@ def route_kernel(
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, CHOICES: tl.constexpr,
     ROWS: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
     GROUPS: tl.constexpr, GROUP_WIDTH: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
-    NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, FACTOR: tl.constexpr,
+    NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """ids [T, k] int32, weights [T, k] of logits [T, E]; counts [blocks, E]: how many of a block's
     tokens took each expert. Grid: [blocks] of steps * ROWS tokens.
@@ -105,7 +105,8 @@ def route_kernel(
             chosen = tl.where(here, best[:, None], chosen)
             picked = tl.where(here, score[:, None], picked)
         if NORMALIZED:
-            picked = picked / (tl.sum(picked, 1)[:, None] + EPSILON)
+            total = tl.maximum(tl.sum(picked, 1)[:, None], LEAST)
+            picked = picked / (total + EPSILON)
         mask = there & (choices < TAKEN)[None, :]
         place = row * TAKEN + choices[None, :]
         tl.store(ids + place, chosen, mask=mask)

@@ -1,4 +1,8 @@
-"""widen: lines of 16 small numbers of a panel as floats; for `cpu_linear.linear_dequantized`.
+"""widen: small numbers of a panel as floats, a line of 16 at a time; for
+`cpu_weight_only.py`.
+
+Many rows multiply floats that were written down once; one row multiplies them in registers, as
+`multiply_widened` has them, with the same bits.
 
 Why written out: the arrays that are read and written may overlap for all that the compiler knows,
 so it looks before each line whether they do, which takes seven times as long. Vectors have 16
@@ -7,14 +11,24 @@ lanes, which LLVM cuts to those of the CPU.
 
 from __future__ import annotations
 
+import math
+
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import I32, Emit
-from nanoengine.kernels.tiles import I8, I64, PANEL
+from nanoengine.kernels.grouped_tiles import TABLES
+from nanoengine.kernels.isa import CURRENT, ISA
+from nanoengine.kernels.tiles import I8, I16, I64, PANEL, tile_call, tile_function
 
 AHEAD = 4096  # bytes of a panel, asked for before they are needed
+LOOKS_UP = CURRENT.vector_bits == 512 and CURRENT.byte_dots != "generic"  # numbers in a table of 16
+AT_ONCE = 4 if CURRENT.vector_bits == 512 else 2  # panels of one row, which waits for its own sums
+E2M1, E4M3 = 2, 3  # forms of small floats; those of whole numbers are their bits, 4 or 8
+ZEROS = 16  # added to a form that has zeros
+SHORTS, HALVES = ir.VectorType(I16, PANEL), ir.VectorType(ir.HalfType(), PANEL)
 WORDS, FLOATS = ir.VectorType(I32, PANEL), ir.VectorType(ir.FloatType(), PANEL)
 
 
@@ -26,7 +40,16 @@ def _whole(build, words):
     return build.sitofp(words, FLOATS)
 
 
+def _of_table(build, words, table):
+    """The float that the lowest 4 bits of each word stand for, where it `LOOKS_UP`."""
+    name, kind = "llvm.x86.avx512.permvar.sf.512", ir.FunctionType(FLOATS, [FLOATS, WORDS])
+    look_up = cgutils.get_or_insert_function(build.module, kind, name)
+    return build.call(look_up, [ir.Constant(FLOATS, table), words])
+
+
 def _less_eight(build, words):
+    if LOOKS_UP:
+        return _of_table(build, words, [float(code - 8) for code in range(16)])
     return build.sitofp(build.sub(build.and_(words, _every(15)), _every(8)), FLOATS)
 
 
@@ -34,10 +57,19 @@ def _small_floats(build, words, size, shift, scale):
     """Floats of a sign and `size` other bits, which go to where a float32 has its own, `shift` bits
     up. What comes out is too small by the exponents' middles, hence the `scale`; this also makes
     their smallest numbers normal ones."""
-    sign = build.and_(build.shl(words, _every(31 - size)), _every(1 << 31))
-    others = build.and_(build.shl(words, _every(shift)), _every((1 << size) - 1 << shift))
-    bits = build.bitcast(build.or_(sign, others), FLOATS)
-    return build.fmul(bits, _every(scale, FLOATS))
+    kind, bits = WORDS, 32
+    if CURRENT.halves:  # By way of these, whose smallest numbers take no longer than others.
+        kind, bits, shift, scale = SHORTS, 16, shift - 13, scale * 2.0**-112
+        words = build.trunc(words, kind)
+    sign = build.and_(build.shl(words, _every(bits - 1 - size, kind)), _every(1 << bits - 1, kind))
+    others = build.shl(build.and_(words, _every((1 << size) - 1, kind)), _every(shift, kind))
+    both = build.or_(sign, others)
+    wide = (
+        build.bitcast(both, FLOATS)
+        if bits == 32
+        else build.fpext(build.bitcast(both, HALVES), FLOATS)
+    )
+    return build.fmul(wide, _every(scale, FLOATS))
 
 
 def _e4m3(build, words):
@@ -46,6 +78,8 @@ def _e4m3(build, words):
 
 def _e2m1(build, words):
     """Twice the numbers."""
+    if LOOKS_UP:
+        return _of_table(build, words, [math.copysign(t, 7.5 - i) for i, t in enumerate(TABLES[2])])
     return _small_floats(build, words, 3, 22, 2.0**127)
 
 
@@ -83,3 +117,69 @@ widen_e4m3, widen_e2m1 = _lines_of(_e4m3, False), _lines_of(_e2m1, True)
 those of 4 bits plus 8, or small floats, none of them NaN. Each array is followed by a place in it,
 that of w being where its panel begins. Inputs 2 i and 2 i + 1 of 4 bits are the halves of a byte.
 """
+
+FORMS = {8: (_whole, 1), 4: (_less_eight, 2), E4M3: (_e4m3, 1), E2M1: (_e2m1, 2)}
+"""What makes floats of a form, and how many inputs are in a byte."""
+
+
+@tile_function(
+    "float* x, byte* w, w_step, float* zeros, float* scales, step, size, group, float* start,"
+    " float* out"
+)
+def widened_tile(builder, isa: ISA, of, form: int, panels: int):
+    """out[16 p + j] = start[16 p + j] + the sum over inputs k of x[k] * (value[p, k, j] - zero[j])
+    * scale[j], in the steps of `widen_whole` and `float_tile`; a form + `ZEROS` has zeros.
+
+    A panel begins `w_step` bytes behind the one before, its scales and zeros `step` numbers. Of
+    `size` inputs each `group` has its own. Panels ask for what they will read `AHEAD` bytes later;
+    near their end, for panels behind those of this tile.
+    """
+    emit, (convert, inputs) = Emit(None, builder, isa=isa), FORMS[form % ZEROS]
+    sums = [emit.variable(emit.get(FLOATS, at)) for at in emit.rows(of.start, I64(PANEL), panels)]
+    place, x, last = emit.variable(of.w), emit.variable(of.x), emit.at(of.w, of.w_step)
+    beyond = builder.mul(of.w_step, I64(panels - 1))
+    is_small = builder.icmp_signed("<", of.w_step, I64(AHEAD))
+    asked = emit.variable(emit.at(of.w, builder.select(is_small, of.w_step, I64(AHEAD))))
+
+    def of_group(array, index):
+        rows = emit.rows(emit.at(array, builder.mul(index, I64(PANEL))), of.step, panels)
+        for row in rows:
+            emit.prefetch(emit.at(row, builder.mul(of.step, I64(panels))), level=0)
+        return [emit.get(FLOATS, row) for row in rows]
+
+    def group(index):
+        scales = of_group(of.scales, index)
+        zeros = of_group(of.zeros, index) if form >= ZEROS else scales
+
+        def line(_):
+            lines = emit.rows(emit.moved(place, I64(PANEL)), of.w_step, panels)
+            values, ask = emit.moved(x, I64(inputs)), emit.moved(asked, I64(PANEL))
+            inside = builder.icmp_unsigned("<", ask, last)
+            ask = emit.at(ask, builder.select(inside, I64(0), beyond))
+            for each in emit.rows(ask, of.w_step, panels):
+                emit.prefetch(each, level=0)
+            words = [builder.sext(emit.get(ir.VectorType(I8, PANEL), at), WORDS) for at in lines]
+            for i in range(inputs):
+                value = emit.splat(builder.load(emit.at(values, I64(i))), FLOATS)
+                for word, zero, scale, total in zip(words, zeros, scales, sums, strict=True):
+                    number = convert(builder, builder.ashr(word, _every(4)) if i else word)
+                    number = builder.fsub(number, zero) if form >= ZEROS else number
+                    given = builder.fmul(number, scale), value, builder.load(total)
+                    builder.store(emit.call(f"llvm.fmuladd.v{PANEL}f32", FLOATS, *given), total)
+
+        emit.loop(builder.udiv(of.group, I64(inputs)), line, unroll=2)
+
+    emit.loop(builder.udiv(of.size, of.group), group)
+    for total, at in zip(sums, emit.rows(of.out, I64(PANEL), panels), strict=True):
+        emit.store(builder.load(total), at)
+
+
+@tile_call(
+    lambda isa: [
+        (form + z, panels) for form in FORMS for z in (0, ZEROS) for panels in {1, AT_ONCE}
+    ],
+    lambda module, kinds, form, panels: widened_tile(module, CURRENT, form, panels),
+)
+def multiply_widened(x, x_at, w, w_at, w_step, zeros, zeros_at, scales, scales_at, step, size,
+                     group, start, start_at, out, out_at, form, panels):  # fmt: skip
+    """`widened_tile` for one row and some panels, 1 or `AT_ONCE`."""

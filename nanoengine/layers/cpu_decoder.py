@@ -34,8 +34,9 @@ class LayerParts:
 
     Attributes:
         before, behind: the norms of attention and of the MLP, before them and behind; None: none.
-        gated: the MLP, where it is a gated one; else `rest` is what computes it without a kernel,
-            and what stands behind it.
+        gated: the MLP, where it is a gated one.
+        experts: what `cpu_experts.mixture` has behind x and out, where it computes the MLP.
+        rest: what computes any other without a kernel, and what stands behind it.
         scale: the factor on what attention and MLP add.
         rotation: which of the model's rotations the layer has; None: there is one.
         kernel: computes several of them.
@@ -51,7 +52,10 @@ class LayerParts:
         self.behind = tuple(getattr(layer, name, None) for name in behind)
         self.norms = [norm for norm in (*self.before, *self.behind) if norm is not None]
         self.gated = mlp if hasattr(mlp, "gate_up_proj") else None
-        self.rest = None if self.gated else layer.mlp_part
+        routed = getattr(mlp, "routed", None)
+        whole = getattr(mlp, "shared_experts", None) is None or getattr(routed, "adds_shared", 0)
+        self.experts: tuple[Any, ...] | None = getattr(routed, "first", None) if whole else None
+        self.rest = None if self.gated or self.experts else layer.mlp_part
         if self.gated:
             self.linears += [mlp.gate_up_proj, mlp.down_proj]
         self.scale = getattr(layer, "scale", 1.0)
@@ -112,6 +116,8 @@ class LayerParts:
             inner = sum(self.gated.gate_up_proj.parts.values()) // 2
             gate = GATES[self.gated.activation]
             mlp = *of_mlp, self.weight_of(mlp_output_norm), inner, gate
+        elif self.experts:
+            mlp = *self.experts, self.weight_of(mlp_output_norm)
         numbers = np.float32(self.norms[0].eps), output_norm is not None, np.float32(self.scale)
         return operands, ((o, self.weight_of(output_norm), self.weight_of(mlp_norm)), mlp, numbers)
 

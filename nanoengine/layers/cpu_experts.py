@@ -1,8 +1,8 @@
-"""CPUExperts: a mixture of experts as one compiled call on the CPU.
+"""CPUExperts: a mixture of experts as one compiled call on the CPU, or a part of one.
 
 Why: one call for each expert costs Python 30 us, and a token has eight in each layer. The readable
-form is `Router` and `Experts`; tests/layers/test_cpu_experts.py compares the two. Made by
-`models/cpu.py` once the weights are loaded.
+form is `SparseMLP`; tests/layers/test_cpu_experts.py compares the two. Made by `models/cpu.py` once
+the weights are loaded; `cpu_decoder.py` takes it into the call of its layer where it can.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from nanoengine.layers.packed import PackedLinear
 
 
 class CPUExperts:
-    """Called with hidden states [T, hidden_size]; returns what the experts add to them."""
+    """Called with hidden states [T, hidden_size]; returns what the experts add to them.
+
+    Attributes:
+        adds_shared: the expert that every token takes is among them.
+        first: what `mixture` has behind x.
+    """
 
     @staticmethod
     def takes(router: Router, experts: Experts) -> bool:
@@ -39,7 +44,9 @@ class CPUExperts:
             and 2 * experts.local % PANEL == experts.shape[2] % PANEL == 0
         )
 
-    def __init__(self, router: Router, experts: Experts) -> None:
+    def __init__(self, mlp: Any) -> None:
+        """`mlp` is a `SparseMLP`."""
+        router, experts, shared = mlp.gate, mlp.experts, mlp.shared_experts
         moe, self.all_reduce = router.moe, experts.all_reduce
         correction, no_bias = router.e_score_correction_bias, np.zeros(0, np.float32)
         down_bias = experts.down_bias if experts.shard.rank == 0 else None
@@ -49,7 +56,8 @@ class CPUExperts:
             no_bias if correction is None else correction.numpy(),
             (
                 moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.best_of_group,
-                moe.norm_topk_prob, np.float32(moe.scaling_factor),
+                moe.norm_topk_prob, np.float32(moe.norm_least), np.float32(moe.norm_epsilon),
+                np.float32(moe.scaling_factor),
             ),
             _over_all([each.gate_up for each in all_of_them], experts.gate_up_bias, 2 * inner),
             _over_all([each.down for each in all_of_them], down_bias, experts.shape[2]),
@@ -58,6 +66,21 @@ class CPUExperts:
                 GATES[all_of_them[0].activation],
             ),
         )  # fmt: skip
+        linears = getattr(shared, "gate_up_proj", None), getattr(shared, "down_proj", None)
+        self.adds_shared = experts.shard.world_size == 1 and all(
+            linear is not None and linear.method.has_kernel for linear in linears
+        )
+        if self.adds_shared:
+            gate = mlp.shared_expert_gate
+            self.first += (
+                (
+                    *(linear.method.operands(linear.bias) for linear in linears),
+                    sum(shared.gate_up_proj.parts.values()) // 2, GATES[shared.activation],
+                    () if gate is None else gate.method.operands(None),
+                ),
+            )  # fmt: skip
+        else:
+            self.first += ((),)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = np.empty(x.shape, np.float32)

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import cpu_grouped as grouped
-from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
+from nanoengine.kernels import cpu_weight_only as weight_only
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
+from nanoengine.kernels.widen import E2M1, E4M3
 from nanoengine.layers.gguf_blocks import read_scales, stored_codes
 from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
 from nanoengine.layers.kernels import Masks
@@ -208,7 +209,7 @@ class CPUWeightOnlyLinear(PanelLinear):
 
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
-        small = floats.E4M3 if weight.floats else floats.E2M1
+        small = E4M3 if weight.floats else E2M1
         self.form = small if weight.floats or weight.table else weight.bits
         self.values = _panels(_padded(_in_bytes(weight)))
         self.scales = _panels(_padded(weight.scales))
@@ -221,7 +222,7 @@ class CPUWeightOnlyLinear(PanelLinear):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = np.empty((x.shape[0], self.out_features), np.float32)
         operands = self.operands(bias)
-        floats.linear_dequantized(x.contiguous().numpy(), *operands, out, num_workers())
+        weight_only.linear_dequantized(x.contiguous().numpy(), *operands, out, num_workers())
         return torch.from_numpy(out)
 
     def weight_operands(self) -> tuple[Any, ...]:

@@ -71,7 +71,8 @@ class Router(ExactLinear):
         experts = preferred.topk(moe.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(1, experts)
         if moe.norm_topk_prob:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + moe.norm_epsilon)
+            total = weights.sum(dim=-1, keepdim=True).clamp(min=moe.norm_least)
+            weights = weights / (total + moe.norm_epsilon)
         return (weights * moe.scaling_factor).to(hidden.dtype), experts
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

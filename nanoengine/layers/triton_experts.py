@@ -166,7 +166,8 @@ def route(
             SIGMOID=moe.score == "sigmoid", CORRECTED=correction is not None,
             GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
             KEPT=moe.groups_per_token, BEST=moe.best_of_group, NORMALIZED=moe.norm_topk_prob,
-            EPSILON=moe.norm_epsilon, FACTOR=moe.scaling_factor, **sizes,
+            EPSILON=moe.norm_epsilon, LEAST=moe.norm_least,
+            FACTOR=moe.scaling_factor, **sizes,
         ),
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,
     )  # fmt: skip

@@ -45,6 +45,8 @@ class FoldedLinear(UnquantizedLinear):
         ends: of its matrices' rows; fresh: those of matrices that came since it was folded.
     """
 
+    product = "floats with a norm's factors, by torch; gates of up to 64 rows by Triton"
+
     def __init__(self, linear: MergedLinear, norm: RMSNorm) -> None:
         super().__init__("")
         self.hold(linear.method.weight)

@@ -128,7 +128,7 @@ class CPUKernels(Kernels):
 
             for mlp in mixtures(model):
                 if CPUExperts.takes(mlp.gate, mlp.experts):
-                    mlp.routed = CPUExperts(mlp.gate, mlp.experts)
+                    mlp.routed = CPUExperts(mlp)
         states = model.config.states
         is_mamba = states is not None and states.kind == "mamba"
         if is_mamba:

@@ -29,7 +29,7 @@ class SparseMLP(Layer):
 
     Attributes:
         routed: what runs as router and experts, [T, hidden_size] -> the same: these themselves, or
-            what computes them in one call once the weights are loaded.
+            what computes them in one call once the weights are loaded, which may do all of it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SparseMLP(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.routed(x)
-        if self.shared_experts is None:
+        if self.shared_experts is None or getattr(self.routed, "adds_shared", False):
             return out
         shared = self.shared_experts(x)
         if self.shared_expert_gate is None:

@@ -13,13 +13,13 @@ from nanoengine.kernels import cpu_experts as kernels
 from nanoengine.layers.cpu_experts import CPUExperts
 from nanoengine.models.cpu import CPUKernels
 from nanoengine.models.moe import SparseMLP
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.engines import checkpoint
 from tests.support.model_helpers import DenseAttention, build, cpu_kernels
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2")
-"""A softmax divided by the sum; biases and a clamped gate; sigmoids, groups, a correction and a
-factor; sigmoids without groups."""
+FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "qwen3_next")
+"""A softmax divided by the sum; biases and a clamped gate; sigmoids, groups, a correction, a factor
+and a shared expert; sigmoids without groups; a shared expert that has a gate."""
 WAYS = {
     "int8": Quantization(bits=8, activations="int8"),
     "int4": Quantization(bits=4, activations="int8"),
@@ -45,11 +45,18 @@ def mixture(directory: str | Path, way: str = "float32") -> SparseMLP:
 def check(mlp: SparseMLP, tokens: int, size: int = 64) -> None:
     """The call against its parts, and each token alone: the same bits."""
     x = torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens))
-    found, expected = mlp.routed(x), mlp.experts(x, *mlp.gate(x))
+    found, expected = mlp(x), by_parts(mlp, x)
     atol = 2e-6 * max(1.0, expected.abs().max().item())
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=atol)
     for one in {0, tokens // 2, tokens - 1}:
-        assert torch.equal(mlp.routed(x[one : one + 1])[0], found[one]), "other bits alone"
+        assert torch.equal(mlp(x[one : one + 1])[0], found[one]), "other bits alone"
+
+
+def by_parts(mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
+    fused, mlp.routed = mlp.routed, mlp._one_by_one
+    found = mlp(x)
+    mlp.routed = fused
+    return found
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])
@@ -75,7 +82,7 @@ def test_experts_give_the_bits_of_each_alone() -> None:
     mlp = mixture(checkpoint("gpt_oss"))
     x, (weights, ids) = torch.randn(40, 64), mlp.gate(torch.randn(40, 64))
     out = np.zeros((40, 64), np.float32)
-    gate_up, down, sizes = mlp.routed.first[3:]
+    gate_up, down, sizes, _ = mlp.routed.first[3:]
     kernels.add_experts(
         x.numpy(), ids.numpy(), weights.numpy(), gate_up, down, sizes[0], *sizes[2:], out, 2
     )
@@ -89,7 +96,7 @@ def test_the_same_experts_are_chosen(family: str) -> None:
     logits = mlp.gate.method.apply(x, mlp.gate.bias).numpy()
     ids = np.empty((300, moe.num_experts_per_tok), np.int64)
     weights = np.empty(ids.shape, np.float32)
-    kernels.route(logits, *mlp.routed.first[1:2], *mlp.routed.first[2], ids, weights)
+    kernels.route(logits, *mlp.routed.first[1:3], ids, weights)
     expected, experts = mlp.gate(x)
     found = torch.from_numpy(weights), torch.from_numpy(ids)
     order, expected_order = (each.argsort(1) for each in (found[1], experts))
@@ -116,3 +123,35 @@ def test_experts_of_no_whole_panels_run_one_by_one(tmp_path: Path) -> None:
     assert not isinstance(mlp.routed, CPUExperts)
     x = torch.randn(9, 64)
     assert torch.equal(mlp.routed(x), mlp.experts(x, *mlp.gate(x)))
+
+
+def small_sums(family: str, gate: torch.nn.Module) -> None:
+    """Has a router of transformers choose experts whose scores have sums of about what the family
+    adds to these, or takes them to be at least."""
+    with torch.no_grad():
+        if family == "ernie4_5_moe":  # the first takes all of the softmax, others are preferred
+            gate.weight.mul_(0.1)[0].fill_(28 / 51)  # 64 inputs, 0.8 each
+            bias = gate.moe_statics.e_score_correction_bias
+            bias.copy_(torch.arange(bias.numel()).view_as(bias) * 2)
+        else:
+            logit = {"lfm2_moe": -14, "glm4_moe": -46}[family]
+            gate.weight.mul_(0.1).add_(logit / 51)
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "glm4_moe", "ernie4_5_moe"])
+def test_sums_of_next_to_nothing_are_as_in_transformers(family: str, tmp_path: Path) -> None:
+    """LFM2 and GLM add to a sum, ERNIE takes it to be at least a number."""
+    model = make_model(family)
+    block = [m for m in model.modules() if type(m).__name__.endswith(("MoeBlock", "MoeMoE", "MoE"))]
+    small_sums(family, block[-1].gate)
+    model.save_pretrained(tmp_path)
+    x = torch.randn(20, 64).abs()
+    with torch.no_grad():
+        expected = block[-1](x[None])
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    mlp = mixture(tmp_path)
+    sums = mlp.gate(x)[0].sum(1) / mlp.gate.moe.scaling_factor
+    assert 0.1 < sums.mean() < 0.9, "the sums are too large or too small to tell"
+    atol = 1e-4 * expected.abs().max().item()  # what logits of -46 have no digits for
+    for found in (mlp(x), by_parts(mlp, x)):
+        torch.testing.assert_close(found, expected.view(20, 64), rtol=1e-4, atol=atol)

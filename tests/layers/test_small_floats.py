@@ -335,8 +335,8 @@ def test_dummy_weights_need_no_stored_form(tmp_path: Path) -> None:
 def weight_of(form: str) -> QuantizedWeight:
     """Every code there is, in a matrix with an incomplete panel of outputs."""
     generator = torch.Generator().manual_seed(1)
-    codes, group_size = torch.randint(0, 256, (40, 192), generator=generator), 32
-    scales = torch.rand(40, 6, generator=generator) + 0.5
+    codes, group_size = torch.randint(0, 256, (88, 192), generator=generator), 32
+    scales = torch.rand(88, 6, generator=generator) + 0.5
     more: dict[str, Any] = {"bits": 4}
     if form == "e4m3":
         numbers = torch.where(codes & 127 == 127, 0, codes).to(torch.uint8).view(torch.int8)
@@ -347,7 +347,7 @@ def weight_of(form: str) -> QuantizedWeight:
         numbers = (codes % 16 - 8).to(torch.int8)
     else:
         numbers, more["bits"] = (codes - 128).to(torch.int8), 8
-    zeros = torch.randint(-8, 8, (40, 6), generator=generator).float() if "zeros" in form else None
+    zeros = torch.randint(-8, 8, (88, 6), generator=generator).float() if "zeros" in form else None
     return QuantizedWeight(
         values=numbers, scales=scales, zeros=zeros, group_size=group_size, **more
     )
@@ -357,7 +357,7 @@ def weight_of(form: str) -> QuantizedWeight:
 def test_the_kernel_widens_every_code_exactly(form: str) -> None:
     weight = weight_of(form)
     method = CPUWeightOnlyLinear("layer", bits=weight.bits, group_size=32, activations="float")
-    method.create((40, 192), torch.float32, torch.device("cpu"))
+    method.create((88, 192), torch.float32, torch.device("cpu"))
     method.load_quantized(weight)
     assert torch.equal(method.apply(torch.eye(192), None).T, weight.dequantized())
     x = torch.randn(70, 192, generator=torch.Generator().manual_seed(2))

@@ -159,11 +159,13 @@ def test_of_equal_scores_those_of_the_lowest_indices_are_taken(few_blocks, form)
     shape = 60, moe.num_experts_per_tok
     expected, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
     none = np.zeros(0, np.float32)
-    cpu_experts.route(
-        logits.numpy(), none if correction is None else correction.cpu().numpy(),
+    routing = (
         moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.best_of_group,
-        moe.norm_topk_prob, np.float32(moe.scaling_factor), expected, weights,
+        moe.norm_topk_prob, np.float32(moe.norm_least), np.float32(moe.norm_epsilon),
+        np.float32(moe.scaling_factor),
     )  # fmt: skip
+    correction = none if correction is None else correction.cpu().numpy()
+    cpu_experts.route(logits.numpy(), correction, routing, expected, weights)
     assert ids.tolist() == expected.tolist()
     assert ids[7].tolist() == list(range(moe.num_experts_per_tok))
     check_places(ids, places, moe.num_experts)

@@ -1,0 +1,112 @@
+"""Linear layers of weight-only integers and small floats on a CPU: numbers become floats while they
+are read, and multiply float32. Many rows share the floats of a panel; few make their own, in
+registers. A row's result has the same bits either way.
+
+The readable form is `layers/quantized.py`; `layers/cpu_quantized.py` packs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanoengine.kernels.arrays import empty
+from nanoengine.kernels.arrays import zeros as new_zeros
+from nanoengine.kernels.cpu_linear import FASTMATH, ROW_BLOCK, rows_of_panels, keep_outputs
+from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.tiles import PANEL, PANELS
+from nanoengine.kernels.widen import (
+    AT_ONCE,
+    E4M3,
+    ZEROS,
+    multiply_widened,
+    widen_e2m1,
+    widen_e4m3,
+    widen_pairs,
+    widen_whole,
+)
+
+WIDENED = 1024  # inputs made floats at a time: with two panels 128 KiB, which stay in the L2 cache
+FEW_WIDENED = 2  # rows, of which each makes its floats for itself
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _dequantize(w, p, form, scales, zeros, group_size, size, first, last, panel):
+    """panel[k - first, j] = (value - zero) * scale of inputs first ... last - 1 of panel p. All of
+    its inputs, `size`, share scales in groups."""
+    groups, has_zeros = size // group_size, len(zeros) > 0
+    if not has_zeros:
+        zeros = new_zeros((PANEL,), np.float32)
+    values, pairs = p * size * PANEL, p * (size // 2) * PANEL
+    for g in range(first // group_size, (last - 1) // group_size + 1):
+        at = (p * groups + g) * PANEL
+        z, k = at if has_zeros else 0, max(first, g * group_size)
+        count, to = min(last, (g + 1) * group_size) - k, (k - first) * PANEL
+        if form == 8:
+            widen_whole(w, values, zeros, z, scales, at, panel, to, k, count)
+        elif form == E4M3:
+            widen_e4m3(w, values, zeros, z, scales, at, panel, to, k, count)
+        elif form == 4:
+            widen_pairs(w, pairs, zeros, z, scales, at, panel, to, k, count)
+        else:
+            widen_e2m1(w, pairs, zeros, z, scales, at, panel, to, k, count)
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _few_rows(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
+    """`dequantized_panels` of so few rows that numbers become floats in registers for each."""
+    (num_rows, size), num_outputs, p = x.shape, out.shape[1], lo
+    step, bytes = size // group_size * PANEL, (size if form in (8, E4M3) else size // 2) * PANEL
+    inputs, outputs, kind = x.reshape(-1), out.reshape(-1), form + ZEROS if len(zeros) else form
+    while p < hi:
+        panels, n = AT_ONCE if p + AT_ONCE <= hi else 1, p * PANEL
+        for row in range(num_rows):
+            multiply_widened(inputs, row * size, w, p * bytes, bytes, zeros, p * step, scales,
+                             p * step, step, size, group_size, bias, n, outputs,
+                             row * num_outputs + n, kind, panels)  # fmt: skip
+        p += panels
+
+
+@compiled(fastmath=FASTMATH)
+def dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
+    """`linear_dequantized` for the outputs of panels lo ... hi - 1: what one worker does."""
+    (num_rows, size), num_outputs = x.shape, out.shape[1]
+    if num_rows <= FEW_WIDENED:
+        _few_rows(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
+        return
+    inputs, outputs, step = x.reshape(-1), out.reshape(-1), WIDENED * PANEL
+    floats, p = empty((PANELS * step,), np.float32), lo
+    while p < hi:
+        panels, n = PANELS if p + PANELS <= hi else 1, p * PANEL
+        for first in range(0, size, WIDENED):
+            last = min(first + WIDENED, size)
+            for i in range(panels):
+                panel = floats[i * step : (i + 1) * step]
+                _dequantize(w, p + i, form, scales, zeros, group_size, size, first, last, panel)
+            for row in range(0, num_rows, ROW_BLOCK):
+                a, o = row * size + first, row * num_outputs + n
+                start, start_at, s_step = (bias, n, 0) if first == 0 else (outputs, o, num_outputs)
+                rows_of_panels(min(ROW_BLOCK, num_rows - row), panels, inputs, a, size, floats, 0,
+                                step, last - first, start, start_at, s_step, outputs, o,
+                                num_outputs, 0)  # fmt: skip
+        p += panels
+
+
+@compiled(fastmath=FASTMATH)
+def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
+    """`linear` over small numbers with scales, made floats panel by panel: T rows share the work.
+
+    w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits; form: 8, 4 (plus
+    8), E4M3 (the bits of floats, none of them NaN) or E2M1; scales, zeros: flat float32 [panels,
+    groups, 16], no zeros: an empty array; bias: padded to panels.
+    """
+    if len(x) == 0:
+        return  # or each panel would be made floats for nobody
+    panels = -(-out.shape[1] // PANEL)
+    room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
+    parallel_for(
+        dequantized_panels, panels, num_workers,
+        (x, w, form, scales, zeros, group_size, bias, room),
+    )  # fmt: skip
+    if out.shape[1] % PANEL:
+        keep_outputs(room, out)
