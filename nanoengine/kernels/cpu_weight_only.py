@@ -11,7 +11,7 @@ import numpy as np
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.arrays import zeros as new_zeros
-from nanoengine.kernels.cpu_linear import FASTMATH, ROW_BLOCK, rows_of_panels, keep_outputs
+from nanoengine.kernels.cpu_linear import FASTMATH, ROW_BLOCK, keep_outputs, rows_of_panels
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL, PANELS
