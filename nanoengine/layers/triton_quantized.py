@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import triton_quantized
+from nanoengine.kernels.code_tables import E2M1
 from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
 from nanoengine.layers.kernels import Kernels, LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
-from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight, codes_of
+from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of
 from nanoengine.layers.triton_linear import arch_of
 
 HELD = (
