@@ -18,9 +18,13 @@ import pytest
 import torch
 import triton
 
-pytestmark = pytest.mark.guards(
-    "nanoengine/*/triton*.py", "nanoengine/attention/fp8.py", "tests/support/aot_*.py"
-)
+pytestmark = [
+    pytest.mark.guards(
+        "nanoengine/*/triton*.py", "nanoengine/attention/fp8.py", "tests/support/aot_*.py"
+    ),
+    # Why so long: all compilations are in the time of the first test.
+    pytest.mark.timeout(900),
+]
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
