@@ -5,7 +5,8 @@
 The readable form is `Router` and `Experts`, which waits for the number of rows of each expert and
 calls them one by one. Put in its place by `TritonKernels.fuse` once the weights are loaded. This
 file chooses grids and tiles; the arithmetic is in `kernels/triton_routing.py` and
-`kernels/triton_experts.py`.
+`kernels/triton_experts.py`. What a router of `layers/routers.py` has of its own is plain torch, in
+more launches.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
