@@ -36,7 +36,8 @@ class CPUExperts:
         gates, downs = zip(*((each.gate_up, each.down) for each in experts.experts), strict=True)
         methods = (*gates, *downs)
         return (
-            router.moe.gated
+            type(router) is Router
+            and router.moe.gated
             and type(router.method) is PackedLinear
             and all(method.has_kernel for method in methods)
             and _are_alike(gates)

@@ -73,11 +73,16 @@ class Router(ExactLinear):
         if moe.norm_topk_prob:
             total = weights.sum(dim=-1, keepdim=True).clamp(min=moe.norm_least)
             weights = weights / (total + moe.norm_epsilon)
-        return (weights * moe.scaling_factor).to(hidden.dtype), experts
+        weights = (weights * moe.scaling_factor).to(hidden.dtype)
+        return self.weighed(weights, experts), experts
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, E]."""
         return self.method.apply(hidden, self.bias)
+
+    def weighed(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Weights [T, k] times what each expert has of its own, in some families."""
+        return weights
 
     def _best_groups(self, preferred: torch.Tensor) -> torch.Tensor:
         """The scores [T, E], -inf in all groups but a token's best, by the sum of their best

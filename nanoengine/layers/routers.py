@@ -1,6 +1,7 @@
-"""Routers that choose experts as no kernel does; in plain torch everywhere.
+"""Routers of a few families, which choose by a rule of their own, or of an input of their own.
 
-Taken by `models/moe.py` for a plan that asks for one.
+Taken by `models/moe.py` and `models/varied.py`. What differs from `Router` is plain torch, on a GPU
+too, where nothing here may wait for the host: graphs hold it.
 
 Legend: T tokens, E experts.
 """
@@ -50,10 +51,12 @@ class ScaledRouter(Router):
             context.parameter(moe.num_experts),
         )
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = F.rms_norm(hidden, (self.hidden,), None, self.eps)
-        weights, experts = super().forward(normed * self.scale * self.hidden**-0.5)
-        return weights * self.per_expert_scale[experts], experts
+        return super().logits(normed * self.scale * self.hidden**-0.5)
+
+    def weighed(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return weights * self.per_expert_scale[experts]
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         scales = {"scale": self.scale, "per_expert_scale": self.per_expert_scale}

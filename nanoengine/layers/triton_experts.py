@@ -5,7 +5,8 @@
 The readable form is `Router` and `Experts`, which waits for the number of rows of each expert and
 calls them one by one. Put in its place by `TritonKernels.fuse` once the weights are loaded. This
 file chooses grids and tiles; the arithmetic is in `kernels/triton_routing.py` and
-`kernels/triton_experts.py`.
+`kernels/triton_experts.py`. What a router of `layers/routers.py` has of its own is plain torch, in
+more launches.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
@@ -84,7 +85,8 @@ class TritonExperts:
         self.gate_up_bias = experts.gate_up_bias
         self.down_bias = experts.down_bias if experts.shard.rank == 0 else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        """`seen`: what the router takes in the place of x."""
         if not len(x):  # the last layer, in a step that is only a chunk of a prompt
             return torch.empty_like(x)
         moe, arch, inner = self.router.moe, arch_of(x.device), self.down.shape[2]
@@ -94,8 +96,14 @@ class TritonExperts:
         first = expert_config(arch, inner, self.plain is None, x.dtype, rows, self.gate_up.form)
         second = expert_config(arch, x.shape[1], False, x.dtype, rows, self.down.form)
         assert first.rows == second.rows, "both products have the same tiles of rows"
-        correction = self.router.e_score_correction_bias
-        weights, _, places = route(self.router.logits(x), correction, moe, first.rows)
+        router, seen = self.router, x if seen is None else seen
+        if moe.score == "sparsemixer":
+            weights, ids = router(seen)
+            places = places_of(ids, moe.num_experts, first.rows)
+        else:
+            correction = router.e_score_correction_bias
+            weights, ids, places = route(router.logits(seen), correction, moe, first.rows)
+            weights = router.weighed(weights, ids)
         gated = self._multiply(x, self.gate_up, self.gate_up_bias, places, self.activation, first)
         if self.plain is not None:
             gated = self.plain(gated)
@@ -176,6 +184,15 @@ def route(
         order, starts, tiles, ids, counts, tokens, steps, blocks,
     )  # fmt: skip
     return weights, ids, (order, starts, tiles)
+
+
+def places_of(ids: torch.Tensor, experts: int, rows: int) -> Places:
+    """What `align_kernel` gives, in torch, of any ids [T, k]: a token may take one expert twice."""
+    chosen, order = ids.flatten().sort(stable=True)
+    numbers = torch.arange(experts + 1, device=ids.device)
+    starts = torch.searchsorted(chosen, numbers, out_int32=True)
+    tiles = (starts.diff() + (rows - 1)) // rows
+    return order.int(), starts, (tiles.cumsum(0) - tiles).int()
 
 
 def tile_rows(per_expert: float) -> int:

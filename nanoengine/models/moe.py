@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,7 +77,6 @@ class SparseMLP(Layer):
         return self.experts(x, *self.gate(x))
 
 
-def mixtures(model: nn.Module) -> list[SparseMLP]:
-    """Those of a model that kernels may compute."""
-    found = [module for module in model.modules() if isinstance(module, SparseMLP)]
-    return [mlp for mlp in found if type(mlp.gate) is Router]
+def mixtures(model: nn.Module) -> list[Any]:
+    """Those of a model that kernels may compute: each has a `gate`, `experts` and `routed`."""
+    return [module for module in model.modules() if hasattr(module, "routed")]

@@ -23,7 +23,7 @@ Legend: T tokens, H / K query / KV heads of this rank, D head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -91,7 +91,8 @@ class VariedLM(VariantLM):
 
     @property
     def graph_safe(self) -> bool:
-        return self.config.moe is None  # experts one by one wait for the host
+        experts = [layer.routed for layer in self.model.layers if layer.experts is not None]
+        return all(getattr(routed, "graph_safe", False) for routed in experts)
 
     @property
     def attention_layers(self) -> list[SharedSlice]:
@@ -260,6 +261,7 @@ class VariedLayer(VariantLayer):
         if moe is not None:
             self.router = ScaledRouter(f"{path}.router", hidden, moe, config, context)
             self.experts = Experts(f"{path}.experts", hidden, moe, plan.activation, context=context)
+            self.routed: Callable[..., torch.Tensor] = self._one_by_one
             norms += "post_mlp_norm", "post_experts_norm", "pre_experts_norm"
         self.activation = ACTIVATIONS[plan.activation]
         if varied.input_size:
@@ -301,9 +303,17 @@ class VariedLayer(VariantLayer):
         if self.experts is None:
             return self.mlp_part(normed)
         dense = self._added(self.post_mlp_norm, self.mlp(normed))
-        sparse = self.experts(self._added(self.pre_experts_norm, x), *self.router(x))
+        sparse = self.routed(self._added(self.pre_experts_norm, x), x)
         both = dense + self._added(self.post_experts_norm, sparse)
         return self._added(self.mlp_output_norm, both)
+
+    @property
+    def gate(self) -> ScaledRouter:
+        """The router, by its name in a `SparseMLP`."""
+        return self.router
+
+    def _one_by_one(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, *self.router(seen))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         return whole_slots(path, layer_scalar=self.layer_scalar)

@@ -18,6 +18,7 @@ from nanoengine.layers.triton_experts import TritonExperts, expert_config
 from nanoengine.layers.triton_linear import GemmConfig
 from nanoengine.models.moe import SparseMLP
 from nanoengine.models.triton import TritonKernels
+from nanoengine.settings.params import SamplingParams
 from tests.support.attention_cases import DEVICE
 from tests.support.emulated_gpu import CUDA, EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -29,6 +30,7 @@ ATOL = {torch.float32: 2e-5, torch.float16: 8e-3}
 pytestmark = pytest.mark.guards(
     "nanoengine/*/triton*.py", "nanoengine/models/moe.py", "tests/support/emulated_gpu.py"
 )
+SCORED = SamplingParams(temperature=0, max_tokens=4, logprobs=1, ignore_eos=True)
 NO_GPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one")
 
 
@@ -50,7 +52,7 @@ def mixture(family: str, dtype: torch.dtype) -> tuple[SparseMLP, TritonExperts]:
 
 @pytest.mark.parametrize("dtype", ATOL)
 @pytest.mark.parametrize("tokens", [0, 1, 3, 40])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "phimoe"])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_grouped_products_give_what_experts_give_one_by_one(small, family, tokens, dtype):
     mlp, grouped = mixture(family, dtype)
@@ -236,22 +238,46 @@ def test_a_layer_is_at_most_12_launches(family, tokens, most):
         engine.close()
 
 
+def test_experts_beside_an_mlp_see_a_norm_of_what_their_router_sees(small):
+    model = build(Path(checkpoint("gemma4_moe")), torch.float32, device=DEVICE)
+    layer, generator = model.model.layers[-1], torch.Generator().manual_seed(0)
+    layer.router.per_expert_scale.copy_(torch.rand(6, generator=generator))
+    x, seen = torch.randn(2, 9, 64, generator=generator).to(DEVICE)
+    expected = layer.experts(x, *layer.router(seen))
+    found = TritonExperts(layer.gate, layer.experts)(x, seen)
+    torch.testing.assert_close(found, expected, rtol=0, atol=ATOL[torch.float32])
+
+
+def test_places_are_those_of_a_stable_sort_even_if_a_token_takes_an_expert_twice():
+    """Scores of nothing but -inf have two best ones at the same place."""
+    ids = torch.randint(7, (70, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids[5] = ids[6] = 3
+    ids[ids == 2] = 4
+    check_places(ids, triton_experts.places_of(ids, 7, 16), 7)
+
+
 @NO_GPU
-def test_a_mixture_of_experts_runs_in_graphs_and_waits_for_nothing():
-    prompts, params = random_prompts(3, (5, 9, 3)), greedy(4)
+@pytest.mark.parametrize("family", ["qwen3_moe", "phimoe", "gemma4_moe"])
+def test_a_mixture_of_experts_runs_in_graphs_and_waits_for_nothing(family):
+    prompts, params = random_prompts(3, (5, 9, 3)), SCORED
     sizes = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 16, "num_kv_blocks": 20}
-    directory = checkpoint("qwen3_moe")
+    directory = checkpoint(family)
     engine = make_engine(directory, dtype="float32", attention_backend="naive", **sizes)
-    expected = tokens(run(engine, prompts, params))
+    plain = run(engine, prompts, params)
     with EmulatedGPU() as gpu:
         options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
         engine = make_engine(directory, **options, **sizes)
         gpu.waits.clear()
-        assert tokens(run(engine, prompts, params)) == expected
+        fused = run(engine, prompts, params)
         assert set(gpu.waits) == {"event.synchronize, runner/transfers.py wait"}
         assert gpu.num_replayed
         engine.close()
         assert not gpu.disorder
+        assert gpu.num_allocated == 0
+    assert tokens(fused) == tokens(plain)
+    for one, other in zip(fused, plain, strict=True):
+        found, expected = (r.sequences[0].extras.cumulative_logprob for r in (one, other))
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 @NO_GPU

@@ -28,9 +28,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-WAITING = ("phimoe", "gemma4_moe")
-"""Families whose experts run one by one, because no kernel routes as they do."""
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,6 +46,5 @@ def test_every_family_starts_and_runs_on_a_gpu_in_bfloat16(tmp_path):
     for row in rows:
         assert "error" not in row, row
         assert row["launches"] > 100, row
-        assert not (row["disorder"] or row["left"]), row
-        assert not row["waits"] or row["family"] in WAITING, row
+        assert not (row["disorder"] or row["left"] or row["waits"]), row
     assert sum(row["compiled"] for row in rows) > 50
