@@ -265,7 +265,7 @@ def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
     [
         ({"dtype": torch.float64}, "float64"),
         ({"dtype": torch.int8}, "int8"),
-        ({"head_dim": 320}, "640"),
+        ({"head_dim": 640}, "640"),
         ({"block_size": 8}, "power of two of at least 16, got 8"),
         ({"block_size": 48}, "power of two of at least 16, got 48"),
     ],
