@@ -261,6 +261,7 @@ def mixture_of(gate_up, down, dtype):
     mixture.router = types.SimpleNamespace(
         moe=moe, e_score_correction_bias=None,
         logits=lambda x: torch.zeros(len(x), experts, dtype=dtype),
+        weighed=lambda weights, ids: weights,
     )  # fmt: skip
     return mixture
 
