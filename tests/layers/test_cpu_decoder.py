@@ -41,6 +41,7 @@ def outputs(llm: LLM) -> list[tuple[object, ...]]:
         llm.reset_prefix_cache()
         for output in llm.generate(prompts, params, use_tqdm=False):
             (result,) = output.outputs
+            assert result.finish_reason == "length", result.error
             found.append((result.token_ids, result.logprobs, output.prompt_logprobs))
     # More rows leave the last layer than have come in: all six sample from the prompt's last token.
     llm.reset_prefix_cache()

@@ -38,8 +38,10 @@ def form_of(name: str, first: int) -> str:
 
 def load_of_forms(self: QuantizedLinear, weight: torch.Tensor, first: int = 0) -> None:
     """In the place of `QuantizedLinear.load`: rows of seeded random numbers, of small ones as a
-    model has them."""
+    model has them. The embedding of a tied head is the checkpoint's."""
     rows, inputs = weight.shape
+    if self.tied is not None:
+        self.tied[first : first + rows] = weight
     if "experts" in self.name:
         rows = len(weight) // 2
     for start in range(0, len(weight), rows):
