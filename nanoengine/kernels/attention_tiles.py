@@ -64,10 +64,12 @@ class CacheTile(Emit):
             pairs = self.builder.and_(pairs, self.every(mask))
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
 
-    def numbers(self, pointer, turn, *, paired, dots):
+    def numbers(self, pointer, turn, *, paired, dots, mask):
         """A row's numbers of a turn, each in all lanes."""
         if dots:
             word = self.builder.load(self.at(pointer, turn))
+            if mask is not None:
+                word = self.builder.and_(word, word.type(mask))
             pairs = self.splat(word, self.words)
             return [pairs] if HAS_DOTS else self.halves(pairs)
         count = 2 if paired else 1
@@ -182,11 +184,61 @@ def bfloat16(x):
 
 
 @by_types()
-def run_of(cache, at, count, width, next_at, pairs):
+def room_of_few(cache, room):
+    """What `run_of` gets as its room where rows are few: one that widens nothing, unless rows are
+    pairs."""
+    if room.dtype == types.uint32:
+        return lambda cache, room: room
+    return lambda cache, room: cache
+
+
+@intrinsic(prefer_literal=True)
+def _widen_pairs(typing, pairs, at, width, floats, place, asked, lanes):
+    """A line of pairs from `at` on as two of floats at a place, `lanes` at once. It asks for as
+    many from `asked` on."""
+
+    def codegen(context, builder, sig, args):
+        emit = CacheTile(context, builder, bits=32 * lanes.literal_value)
+        source, ahead = (emit.pointer(pairs, args[0], first) for first in (args[1], args[5]))
+        target, word = emit.pointer(floats, *args[3:5]), args[2].type
+
+        def part(turn):
+            lane = builder.mul(turn, word(emit.width))
+            emit.prefetch(emit.at(ahead, lane))
+            first, second = emit.line(emit.at(source, lane), paired=True, dots=False, mask=None)
+            emit.store(first, emit.at(target, lane))
+            emit.store(second, emit.at(target, lane, args[2]))
+
+        emit.loop(builder.udiv(args[2], word(emit.width)), part)
+        return context.get_dummy_value()
+
+    return types.void(pairs, at, width, floats, place, asked, lanes), codegen
+
+
+@by_types()
+def run_of(cache, at, count, width, next_at, room):
     """A run's `count` lines of `width`, as `few_rows` reads them, where they are, and what it asks
-    for: those of the cache, but of int8 made pairs where rows are pairs."""
-    if cache.dtype != types.int8 or pairs.dtype != types.uint32:
-        return lambda cache, at, count, width, next_at, pairs: (cache, at, next_at)
+    for: those of the cache, or widened to the numbers of `room`, if these are others."""
+
+    def floats(cache, at, count, width, next_at, room):
+        for i in range(count // 2):
+            line = i * width
+            if width % 16 == 0:
+                _widen_pairs(cache, at + line, width, room, 2 * line, next_at + line, 16)
+            else:
+                _widen_pairs(cache, at + line, width, room, 2 * line, next_at + line, 8)
+        return room, 0, 0
+
+    if cache.dtype == room.dtype:
+        return lambda cache, at, count, width, next_at, room: (cache, at, next_at)
+    return floats if cache.dtype == types.uint32 else None
+
+
+@by_types()
+def scales_of(cache, table, head, begin, sizes):
+    """An array and the place in it of the scales of the tokens of a run; 0 where there are none."""
+    if cache.dtype != types.int8:
+        return lambda cache, table, head, begin, sizes: (0, 0)
 
 
 class Sums:
@@ -212,8 +264,8 @@ class Sums:
 
     def turn(self, a_rows, i, line, mask=None):
         """Adds number i of each row, or pair i, times a line of the cache."""
-        emit, kind = self.emit, {"paired": self.paired, "dots": self.dots}
-        of_lanes = [emit.line(emit.at(line, lane), mask=mask, **kind) for lane in self.lanes]
+        emit, kind = self.emit, {"paired": self.paired, "dots": self.dots, "mask": mask}
+        of_lanes = [emit.line(emit.at(line, lane), **kind) for lane in self.lanes]
         for row, cells in zip(a_rows, self.cells, strict=True):
             for j, number in enumerate(emit.numbers(row, i, **kind)):
                 for numbers, cell in zip(of_lanes, cells, strict=True):
@@ -356,9 +408,14 @@ def _raise_maxima(typing, scores, maximum, factors, row):
 
 
 class Weights:
-    """Writes how scores of ROWS rows become weights; see `_weigh`, whose arguments these are."""
+    """Writes how scores of ROWS rows become weights; see `_weigh`, whose arguments these are.
 
-    def __init__(self, context, builder, kinds, args):
+    Args:
+        scales: a pointer to what weights are multiplied with before they are multiplied with
+            values; not so their sum.
+    """
+
+    def __init__(self, context, builder, kinds, args, scales=None):
         self.emit = emit = CacheTile(context, builder, kinds[0])
         self.few = CacheTile(context, builder, kinds[0], ROWS * kinds[0].dtype.bitwidth)
         self.row, self.word = args[5], args[5].type
@@ -373,7 +430,7 @@ class Weights:
             emit.pointer(kind, array, self.row)
             for kind, array in zip(kinds[2:5], args[2:5], strict=True)
         )
-        self.vectors = ROWS * KV_TILE // emit.width
+        self.vectors, self.scales = ROWS * KV_TILE // emit.width, scales
 
     def write(self, i):
         """Makes vector i of the scores weights."""
@@ -383,9 +440,15 @@ class Weights:
         highest = emit.broadcast(emit.at(self.maximum, row))
         power = emit.exp2(build.fsub(emit.load(line), highest))
         emit.store(power, line)
+        if self.scales is not None:
+            column = build.urem(i, word(KV_TILE // emit.width))
+            scale = emit.load(emit.at(self.scales, build.mul(column, word(emit.width))))
+            power = build.fmul(power, scale)
         if self.paired:
             pairs = build.mul(i, word(emit.width // 2))
             emit.store(emit.pairs(power), emit.at(self.weights, pairs))
+        elif self.scales is not None:
+            emit.store(power, emit.at(self.weights, build.mul(i, word(emit.width))))
 
     def add(self):
         """total = total * factors + the sums of all weights of a row."""
@@ -398,19 +461,26 @@ class Weights:
         few.store(few.fma(few.load(self.total), few.load(self.factors), added), self.total)
 
 
+def _scales(context, builder, sig, args, at):
+    """A pointer to the scales that are argument `at` of an intrinsic, and its place the next."""
+    if not isinstance(sig.args[at], types.Array):
+        return None
+    return Emit(context, builder).pointer(sig.args[at], *args[at : at + 2])
+
+
 @intrinsic
-def _weigh(typing, scores, weights, maximum, total, factors, row):
+def _weigh(typing, scores, weights, maximum, total, factors, row, scales, scales_at):
     """Turns KV_TILE scores of each of ROWS rows from `row` on into weights, once their maxima are
     raised.
 
     Weights are 2 ** (score - maximum[r]), in the scores' own place. Where they are multiplied as
-    pairs of bfloat16, `weights` gets these. total[r] becomes total[r] * factors[r] + the sum of the
-    weights; NaN with a NaN among the scores.
+    pairs of bfloat16, `weights` gets these; times `scales`, where these are an array. total[r]
+    becomes total[r] * factors[r] + the sum of the weights; NaN with a NaN among the scores.
     """
-    signature = types.void(scores, weights, maximum, total, factors, row)
+    signature = types.void(scores, weights, maximum, total, factors, row, scales, scales_at)
 
     def codegen(context, builder, sig, args):
-        rows = Weights(context, builder, sig.args, args)
+        rows = Weights(context, builder, sig.args, args, _scales(context, builder, sig, args, 6))
         rows.emit.loop(args[5].type(rows.vectors), rows.write, unroll=4)
         rows.add()
         return context.get_dummy_value()
@@ -425,11 +495,12 @@ def softmax_step(scores, first_row, rows, maximum, total, factors, weights):
     lines, flat = scores.reshape(-1), weights.reshape(-1)
     for r in range(first_row, rows, ROWS):
         _raise_maxima(lines, maximum, factors, r)
-        _weigh(lines, flat, maximum, total, factors, r)
+        _weigh(lines, flat, maximum, total, factors, r, 0, 0)
 
 
 @intrinsic
-def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_at, sums, size):
+def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_at, sums, size,
+                   scales, scales_at):  # fmt: skip
     """Adds values of KV_TILE tokens by the weights of ROWS rows to their `sums` [rows, size], for
     the first VECTORS vectors of lanes; between its turns it does what `_weigh` does for the ROWS
     rows behind them.
@@ -437,12 +508,16 @@ def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_a
     Why beside each other: products keep two units of the CPU busy, and powers mostly need others.
     Why not in `_tile`: here all tokens are there, so that turns and powers have a fixed ratio.
     """
-    signature = types.void(scores, weights, maximum, total, factors, row, b, b_at, sums, size)
+    signature = types.void(scores, weights, maximum, total, factors, row, b, b_at, sums, size,
+                           scales, scales_at)  # fmt: skip
     paired, dots = b.dtype == types.uint32, weights.dtype == types.uint32
 
     def codegen(context, builder, sig, args):
         row, word = args[5], args[5].type
-        after = Weights(context, builder, sig.args, [*args[:5], builder.add(row, word(ROWS))])
+        behind = [*args[:5], builder.add(row, word(ROWS))]
+        after = Weights(
+            context, builder, sig.args, behind, _scales(context, builder, sig, args, 10)
+        )
         emit, stride = after.emit, word(KV_TILE // 2 if dots else KV_TILE)
         a_rows, c_rows = (
             emit.rows(emit.pointer(kind, array, builder.mul(row, step)), step, ROWS)
@@ -469,28 +544,32 @@ def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_a
 
 
 @by_types()
-def adds_beside(scores, weights, cache):
+def adds_beside(scores, weights, cache, room):
     """Whether `_add_and_weigh` is for these arrays: where the registers hold what its two halves
-    need, and a power is a few steps."""
-    in_halves = cache.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
-    as_is = not in_halves and cache.dtype != types.int8  # between its halves there are no scales
-    fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32 and as_is
-    return lambda scores, weights, cache: fits
+    need, and a power is a few steps. `room`: of `run_of`."""
+    in_halves = room.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
+    is_few = room.dtype == cache.dtype == types.int8
+    fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32
+    fits = fits and not in_halves and not is_few
+    return lambda scores, weights, cache, room: fits
 
 
 @compiled(fastmath=FASTMATH)
-def weigh_and_add(scores, rows, maximum, total, factors, weights, b, b_at, sums, size):
+def weigh_and_add(
+    scores, rows, maximum, total, factors, weights, scales, scales_at, b, b_at, sums, size
+):
     """`softmax_step`, then the values of KV_TILE whole tokens from `b_at` on: sums [rows, size] =
-    sums * factors + weights x values. For more than ROWS rows."""
+    sums * factors + weights x scales x values. For more than ROWS rows."""
     lanes, stride = VECTORS * VECTOR_BYTES // scores.itemsize, weights.shape[1]
     lines, flat, to = scores.reshape(-1), weights.reshape(-1), sums.reshape(-1)
     for r in range(0, rows, ROWS):
         _raise_maxima(lines, maximum, factors, r)
-    _weigh(lines, flat, maximum, total, factors, 0)
+    _weigh(lines, flat, maximum, total, factors, 0, scales, scales_at)
     for r in range(0, rows, ROWS):
         done = 0
         if r + ROWS < rows:
-            _add_and_weigh(lines, flat, maximum, total, factors, r, b, b_at, to, size)
+            _add_and_weigh(lines, flat, maximum, total, factors, r, b, b_at, to, size,
+                           scales, scales_at)  # fmt: skip
             done = lanes
         if done < size:
             few_rows(
@@ -500,9 +579,11 @@ def weigh_and_add(scores, rows, maximum, total, factors, weights, b, b_at, sums,
 
 
 @by_types()
-def place_of_weights(scores, operand):
-    """Where `softmax_step` leaves the weights that are multiplied: `operand` is an array of their
-    type."""
+def place_of_weights(scores, operand, cache):
+    """Where the weights lie that are multiplied: `operand` is an array of their type. With scales
+    they are others than those that are summed."""
     if operand.dtype == types.uint32:
-        return lambda scores, operand: zeros((len(scores), KV_TILE // 2), np.uint32)
-    return lambda scores, operand: scores
+        return lambda scores, operand, cache: zeros((len(scores), KV_TILE // 2), np.uint32)
+    if cache.dtype == types.int8:
+        return lambda scores, operand, cache: zeros((len(scores), KV_TILE), scores.dtype)
+    return lambda scores, operand, cache: scores

@@ -23,13 +23,15 @@ from nanoengine.kernels.attention_tiles import (
     FASTMATH,
     KV_TILE,
     CacheTile,
-    bfloat16,
     run_of,
     scale_numbers,
     scale_tokens,
+    scales_of,
 )
 from nanoengine.kernels.cpu_attention import lines_of, store_head
-from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.tiles import LINE
 
 LEAST = np.float32(2.0**-100)  # see `attention/int8.py`
 OPTIONS = {"fastmath": set(FASTMATH)}
@@ -78,37 +80,84 @@ def store_rows(key, value, slot, head, k_cache, v_cache, sizes):
     return rows if k_cache.dtype == types.int8 else None
 
 
-@by_types(FASTMATH)
-def _rounded(scores, r, first, stop, weights):
-    """Columns of a row of scores as pairs, where weights are pairs."""
-    if weights.dtype != types.uint32:
-        return lambda scores, r, first, stop, weights: None
+@overload(scales_of, jit_options=OPTIONS)
+def places_of_scales(cache, table, head, begin, sizes):
+    """`attention_tiles.scales_of`."""
 
-    def pairs(scores, r, first, stop, weights):
-        line, words = scores[r, first:], weights[r, first // 2 : (stop + 1) // 2]
-        for i in range(len(words)):
-            words[i] = bfloat16(line[2 * i]) << np.uint32(16) | bfloat16(line[2 * i + 1])
+    def scales(cache, table, head, begin, sizes):
+        at = _scale_place(table[begin // sizes[3]], head, begin, sizes)
+        return cache.view(np.float32), at
 
-    return pairs
+    return scales if cache.dtype == types.int8 else None
+
+
+@intrinsic(prefer_literal=True)
+def _scale(typing, scores, weights, row, column, count, scales, scales_at, lanes):
+    """weights = scores * scales, for `count` columns of a row from `column` on, `lanes` at once;
+    weights may be pairs of the products, rounded."""
+    signature = types.void(scores, weights, row, column, count, scales, scales_at, lanes)
+
+    def codegen(context, builder, sig, args):
+        bits = scores.dtype.bitwidth * lanes.literal_value
+        emit = CacheTile(context, builder, scores, bits)
+        of_scales = Emit(context, builder, bits=32 * emit.width)
+        word, size = args[2].type, 2 if weights.dtype == types.uint32 else 1
+        first = builder.add(builder.mul(args[2], word(KV_TILE)), args[3])
+        source, scale_at = emit.pointer(scores, args[0], first), emit.pointer(scales, *args[5:7])
+        target = emit.pointer(weights, args[1], builder.udiv(first, word(size)))
+
+        def part(turn):
+            lane = builder.mul(turn, word(emit.width))
+            factor = of_scales.load(emit.at(scale_at, lane))
+            if factor.type != emit.vector:
+                factor = builder.fpext(factor, emit.vector)
+            scaled = builder.fmul(emit.load(emit.at(source, lane)), factor)
+            to = emit.at(target, builder.udiv(lane, word(size)))
+            emit.store(emit.pairs(scaled) if size == 2 else scaled, to)
+
+        emit.loop(builder.udiv(args[4], word(emit.width)), part)
+        return context.get_dummy_value()
+
+    return signature, codegen
 
 
 @overload(scale_tokens, jit_options=OPTIONS)
 def scaled(scores, weights, first_row, rows, cache, table, head, begin, end, sizes):
-    """`attention_tiles.scale_tokens`, for the run from `begin` on, or up to `end`. Where weights
-    are pairs, these become the scores, rounded."""
+    """`attention_tiles.scale_tokens`, for the whole run from `begin` on."""
 
     def scaled(scores, weights, first_row, rows, cache, table, head, begin, end, sizes):
-        first, block_size = begin % KV_TILE, sizes[3]
-        stop = first + min(end - begin, min(block_size, KV_TILE))
-        at = _scale_place(table[begin // block_size], head, begin, sizes)
-        scales = cache.view(np.float32)[at : at + stop - first]
+        lanes = min(sizes[3], KV_TILE)
+        scales, at = scales_of(cache, table, head, begin, sizes)
+        lines, flat = scores.reshape(-1), weights.reshape(-1)
         for r in range(first_row, rows):
-            line = scores[r, first:stop]
-            for t in range(len(scales)):
-                line[t] *= scales[t]
-            _rounded(scores, r, first, stop, weights)
+            if lanes % 16 == 0:
+                _scale(lines, flat, r, begin % KV_TILE, lanes, scales, at, 16)
+            else:
+                _scale(lines, flat, r, begin % KV_TILE, lanes, scales, at, 8)
 
     return scaled if cache.dtype == types.int8 else None
+
+
+@intrinsic(prefer_literal=True)
+def _widen(typing, codes, at, count, floats, asked):
+    """`count` codes as floats, 64 at a time. It asks for as many from `asked` on."""
+
+    def codegen(context, builder, sig, args):
+        emit = CacheTile(context, builder, floats)
+        source, ahead = (emit.pointer(codes, args[0], first) for first in (args[1], args[4]))
+        target, word = emit.pointer(floats, args[3], args[1].type(0)), args[1].type
+
+        def part(turn):
+            first = builder.mul(turn, word(LINE))
+            emit.prefetch(emit.at(ahead, first))
+            for i in range(0, LINE, emit.width):
+                (numbers,) = emit.line(emit.at(source, first, word(i)), **LINE_OF_CODES)
+                emit.store(numbers, emit.at(target, first, word(i)))
+
+        emit.loop(builder.udiv(args[2], word(LINE)), part)
+        return context.get_dummy_value()
+
+    return types.void(codes, at, count, floats, asked), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -138,16 +187,22 @@ def _widen_two(typing, codes, at, width, words, place, asked, lanes):
 
 
 @overload(run_of)
-def widened(cache, at, count, width, next_at, pairs):
-    """`attention_tiles.run_of` where rows are pairs."""
+def widened(cache, at, count, width, next_at, room):
+    """`attention_tiles.run_of` where it widens."""
 
-    def widened(cache, at, count, width, next_at, pairs):
+    def pairs(cache, at, count, width, next_at, room):
         for i in range(count // 2):
             first = 2 * i * width
             if width % 16 == 0:
-                _widen_two(cache, at + first, width, pairs, i * width, next_at + first, 16)
+                _widen_two(cache, at + first, width, room, i * width, next_at + first, 16)
             else:
-                _widen_two(cache, at + first, width, pairs, i * width, next_at + first, 8)
-        return pairs, 0, 0
+                _widen_two(cache, at + first, width, room, i * width, next_at + first, 8)
+        return room, 0, 0
 
-    return widened if cache.dtype == types.int8 and pairs.dtype == types.uint32 else None
+    def floats(cache, at, count, width, next_at, room):
+        _widen(cache, at, count * width, room, next_at)
+        return room, 0, 0
+
+    if cache.dtype != types.int8 or room.dtype == types.int8:
+        return None
+    return pairs if room.dtype == types.uint32 else floats
