@@ -64,6 +64,11 @@ class CacheTile(Emit):
             pairs = self.builder.and_(pairs, self.every(mask))
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
 
+    def floats(self, pointer):
+        """A vector of the tile's numbers from float32."""
+        found = self.get(ir.VectorType(ir.FloatType(), self.width), pointer)
+        return found if found.type == self.vector else self.builder.fpext(found, self.vector)
+
     def numbers(self, pointer, turn, *, paired, dots, mask):
         """A row's numbers of a turn, each in all lanes."""
         if dots:
@@ -241,6 +246,13 @@ def scales_of(cache, table, head, begin, sizes):
         return lambda cache, table, head, begin, sizes: (0, 0)
 
 
+def _scales(context, builder, sig, args, at):
+    """A pointer to the scales that are argument `at` of an intrinsic, and its place the next."""
+    if not isinstance(sig.args[at], types.Array):
+        return None
+    return Emit(context, builder).pointer(sig.args[at], *args[at : at + 2])
+
+
 class Sums:
     """The sums of a register tile: c[r, lanes], by rows and vectors of lanes.
 
@@ -272,26 +284,33 @@ class Sums:
                     total = emit.add_product(emit.builder.load(cell), number, numbers[j])
                     emit.builder.store(total, cell)
 
-    def keep(self):
-        """Writes the sums to c."""
+    def keep(self, scales=None):
+        """Writes the sums to c, times a scale a lane, if there are any."""
+        emit = self.emit
+        of_lanes = [scales and emit.floats(emit.at(scales, lane)) for lane in self.lanes]
         for line, cells in zip(self.c_rows, self.cells, strict=True):
-            for cell, lane in zip(cells, self.lanes, strict=True):
-                self.emit.store(self.emit.builder.load(cell), self.emit.at(line, lane))
+            for cell, lane, scale in zip(cells, self.lanes, of_lanes, strict=True):
+                total = emit.builder.load(cell)
+                total = emit.builder.fmul(total, scale) if scale else total
+                emit.store(total, emit.at(line, lane))
 
 
 @intrinsic(prefer_literal=True)
 def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-          factors, factors_at, asked, asked_stride, rows, vectors):  # fmt: skip
+          factors, factors_at, scales, scales_at, asked, asked_stride, rows,
+          vectors):  # fmt: skip
     """c[r, lanes] = c[r, lanes] * factors[r] + sum over i < depth of a[r, i] * b[i, lanes].
 
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
-    With 0 as factors c is not read. b may hold pairs of bfloat16 numbers i and i + 1, which become
+    With 0 as factors c is not read; where `scales` are an array, c[r, lanes] is multiplied with them
+    at the end. b may hold pairs of bfloat16 numbers i and i + 1, which become
     float32 in registers; if a holds such pairs as well, one instruction adds both products.
     With each line of b it prefetches as many from `asked` on, `asked_stride` further each time.
     """
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
     signature = types.void(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-                           factors, factors_at, asked, asked_stride, rows, vectors)  # fmt: skip
+                           factors, factors_at, scales, scales_at, asked, asked_stride, rows,
+                           vectors)  # fmt: skip
     paired, dots = b.dtype == types.uint32, a.dtype == types.uint32
     fresh, size = not isinstance(factors, types.Array), b.dtype.bitwidth // 8
 
@@ -303,14 +322,14 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
 
         a_rows = emit.rows(emit.pointer(a, *args[:2]), args[2], num_rows)
         c_rows = emit.rows(emit.pointer(c, *args[7:9]), args[9], num_rows)
-        b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[12]))
+        b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[14]))
         shrink = None if fresh else emit.pointer(factors, *args[10:12])
         sums = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots)
 
         def step(i, mask=None):
             line, asks = (
                 emit.at(pointer, builder.mul(i, stride))
-                for pointer, stride in ((b_lines, args[5]), (ahead, args[13]))
+                for pointer, stride in ((b_lines, args[5]), (ahead, args[15]))
             )
             for lane in lanes:
                 if lane.constant * size % LINE == 0:
@@ -324,7 +343,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
             odd = builder.trunc(args[6], ir.IntType(1))
             with builder.if_then(odd):
                 step(turns, 0xFFFF0000)
-        sums.keep()
+        sums.keep(_scales(context, builder, sig, args, 12))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -332,7 +351,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
 
 @compiled(fastmath=FASTMATH, part=True)
 def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-              factors, factors_at, asked, asks, rows, lanes, room):  # fmt: skip
+              factors, factors_at, scales, scales_at, asked, asks, rows, lanes, room):  # fmt: skip
     """`_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.
 
     Rows are taken by twos or fours: a, c and factors go on behind the last.
@@ -349,33 +368,33 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
             step = asks * wide
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, VECTORS)  # fmt: skip
+                      factors, factors_at, scales, scales_at + at, ask, step, ROWS, VECTORS)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, OF_TWO)  # fmt: skip
+                      factors, factors_at, scales, scales_at + at, ask, step, 2, OF_TWO)  # fmt: skip
             at += wide
         elif rows > 2 and lanes - at > width and 2 * (room - at) >= wide:
             step = asks * wide // 2
             _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                  factors, factors_at, ask, step, ROWS, HALF)  # fmt: skip
+                  factors, factors_at, scales, scales_at + at, ask, step, ROWS, HALF)  # fmt: skip
             at += wide // 2
         elif room - at >= width:
             step = asks * width
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, 1)  # fmt: skip
+                      factors, factors_at, scales, scales_at + at, ask, step, ROWS, 1)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, 1)  # fmt: skip
+                      factors, factors_at, scales, scales_at + at, ask, step, 2, 1)  # fmt: skip
             at += width
         else:
             step = asks * width // 2
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, 0)  # fmt: skip
+                      factors, factors_at, scales, scales_at + at, ask, step, ROWS, 0)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, 0)  # fmt: skip
+                      factors, factors_at, scales, scales_at + at, ask, step, 2, 0)  # fmt: skip
             at += width // 2
 
 
@@ -459,13 +478,6 @@ class Weights:
             sums.append(emit.halved(powers, build.fadd))
         added = emit.across_rows(sums, build.fadd)
         few.store(few.fma(few.load(self.total), few.load(self.factors), added), self.total)
-
-
-def _scales(context, builder, sig, args, at):
-    """A pointer to the scales that are argument `at` of an intrinsic, and its place the next."""
-    if not isinstance(sig.args[at], types.Array):
-        return None
-    return Emit(context, builder).pointer(sig.args[at], *args[at : at + 2])
 
 
 @intrinsic
@@ -574,7 +586,7 @@ def weigh_and_add(
         if done < size:
             few_rows(
                 flat, r * stride, stride, b, b_at + done, size, KV_TILE, to, r * size + done, size,
-                factors, r, b_at, 0, rows - r, size - done, size - done,
+                factors, r, 0, 0, b_at, 0, rows - r, size - done, size - done,
             )  # fmt: skip
 
 

@@ -178,14 +178,14 @@ def _run_task(
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
             run, at, next_at = run_of(k, at, head_dim, lanes, next_at, room)
+            scales, scales_at = scales_of(k, table, head, begin, sizes)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
                     queries, r * tile.shape[1], tile.shape[1], run, at, lanes, head_dim,
-                    lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0,
+                    lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0, scales, scales_at,
                     next_at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
                 )  # fmt: skip
-            scale_tokens(scores, scores, first_row, rows, k, table, head, begin, end, sizes)
         if softcap > 0:
             _softcap(scores, first_row, rows, softcap)
         last = position + task[NUM_QUERIES] - 1
@@ -215,7 +215,7 @@ def _run_task(
                 few_rows(
                     shares, r * weights.shape[1] + (begin - tile_start) // per_weight,
                     weights.shape[1], run, at, head_dim, max(0, min(seen, end - begin, lanes)),
-                    sums, r * head_dim, head_dim, factors, r,
+                    sums, r * head_dim, head_dim, factors, r, 0, 0,
                     next_at, int(r == 0), rows - r, head_dim, head_dim,
                 )  # fmt: skip
             if begin + lanes < end:  # sums shrink once a tile

@@ -150,7 +150,7 @@ def _run_task(
                 few_rows(
                     weights, r * KV_TILE + to, KV_TILE, lines, at, size,
                     max(0, min(seen, end - begin, run)), sums, r * wide, wide,
-                    factors, r, at, 0, rows - r, wide, wide,
+                    factors, r, 0, 0, at, 0, rows - r, wide, wide,
                 )  # fmt: skip
             if begin + run < end:  # sums shrink once a tile
                 factors[:rows] = 1

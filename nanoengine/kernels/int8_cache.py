@@ -29,7 +29,6 @@ from nanoengine.kernels.attention_tiles import (
     scales_of,
 )
 from nanoengine.kernels.cpu_attention import lines_of, store_head
-from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import LINE
 
@@ -100,7 +99,6 @@ def _scale(typing, scores, weights, row, column, count, scales, scales_at, lanes
     def codegen(context, builder, sig, args):
         bits = scores.dtype.bitwidth * lanes.literal_value
         emit = CacheTile(context, builder, scores, bits)
-        of_scales = Emit(context, builder, bits=32 * emit.width)
         word, size = args[2].type, 2 if weights.dtype == types.uint32 else 1
         first = builder.add(builder.mul(args[2], word(KV_TILE)), args[3])
         source, scale_at = emit.pointer(scores, args[0], first), emit.pointer(scales, *args[5:7])
@@ -108,9 +106,7 @@ def _scale(typing, scores, weights, row, column, count, scales, scales_at, lanes
 
         def part(turn):
             lane = builder.mul(turn, word(emit.width))
-            factor = of_scales.load(emit.at(scale_at, lane))
-            if factor.type != emit.vector:
-                factor = builder.fpext(factor, emit.vector)
+            factor = emit.floats(emit.at(scale_at, lane))
             scaled = builder.fmul(emit.load(emit.at(source, lane)), factor)
             to = emit.at(target, builder.udiv(lane, word(size)))
             emit.store(emit.pairs(scaled) if size == 2 else scaled, to)
