@@ -176,7 +176,7 @@ def _widen_two(typing, codes, at, width, words, place, asked, lanes):
             pairs = builder.or_(high, builder.lshr(low, emit.every(16)))
             emit.store(pairs, emit.at(target, lane))
 
-        emit.loop(builder.udiv(args[2], word(emit.width)), part)
+        emit.loop(builder.udiv(args[2], word(emit.width)), part, unroll=4)
         return context.get_dummy_value()
 
     return types.void(codes, at, width, words, place, asked, lanes), codegen
