@@ -302,9 +302,9 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
     """c[r, lanes] = c[r, lanes] * factors[r] + sum over i < depth of a[r, i] * b[i, lanes].
 
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
-    With 0 as factors c is not read; where `scales` are an array, c[r, lanes] is multiplied with them
-    at the end. b may hold pairs of bfloat16 numbers i and i + 1, which become
-    float32 in registers; if a holds such pairs as well, one instruction adds both products.
+    With 0 as factors c is not read; where `scales` are an array, c[r, lanes] is multiplied with
+    them at the end. b may hold pairs of bfloat16 numbers i and i + 1, which become float32 in
+    registers; if a holds such pairs as well, one instruction adds both products.
     With each line of b it prefetches as many from `asked` on, `asked_stride` further each time.
     """
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
@@ -362,39 +362,39 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
     ahead = depth // numbers_a_word(b)
     at = 0
     while at < lanes:
-        ask = asked + at * ahead
+        ask, s_at = asked + at * ahead, scales_at + at
         # Why few vectors of four rows at once: the sums of one would wait for each other.
         if lanes - at > enough and room - at >= wide:
             step = asks * wide
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, scales_at + at, ask, step, ROWS, VECTORS)  # fmt: skip
+                      factors, factors_at, scales, s_at, ask, step, ROWS, VECTORS)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, scales_at + at, ask, step, 2, OF_TWO)  # fmt: skip
+                      factors, factors_at, scales, s_at, ask, step, 2, OF_TWO)  # fmt: skip
             at += wide
         elif rows > 2 and lanes - at > width and 2 * (room - at) >= wide:
             step = asks * wide // 2
             _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                  factors, factors_at, scales, scales_at + at, ask, step, ROWS, HALF)  # fmt: skip
+                  factors, factors_at, scales, s_at, ask, step, ROWS, HALF)  # fmt: skip
             at += wide // 2
         elif room - at >= width:
             step = asks * width
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, scales_at + at, ask, step, ROWS, 1)  # fmt: skip
+                      factors, factors_at, scales, s_at, ask, step, ROWS, 1)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, scales_at + at, ask, step, 2, 1)  # fmt: skip
+                      factors, factors_at, scales, s_at, ask, step, 2, 1)  # fmt: skip
             at += width
         else:
             step = asks * width // 2
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, scales_at + at, ask, step, ROWS, 0)  # fmt: skip
+                      factors, factors_at, scales, s_at, ask, step, ROWS, 0)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, scales_at + at, ask, step, 2, 0)  # fmt: skip
+                      factors, factors_at, scales, s_at, ask, step, 2, 0)  # fmt: skip
             at += width // 2
 
 
