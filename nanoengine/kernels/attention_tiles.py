@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import zeros
 from nanoengine.kernels.cpu_linear import rounded
-from nanoengine.kernels.emit import I32, BFloat, Emit
+from nanoengine.kernels.emit import FLOATS, I32, BFloat, Emit
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
@@ -147,11 +147,12 @@ def scale_numbers(array):
         return lambda array: 0
 
 
-@by_types(FASTMATH)
-def scale_tokens(scores, weights, first_row, rows, cache, table, head, begin, end, sizes):
-    """Multiplies scores with the scales of a run's tokens, where a cache has any."""
+@by_types()
+def scales_of_tile(cache, table, head, first, end, sizes, scales):
+    """`scales` [KV_TILE], with those of the tokens from `first` on in their place; 0 where there
+    are none."""
     if cache.dtype != types.int8:
-        return lambda scores, weights, first_row, rows, cache, table, head, begin, end, sizes: None
+        return lambda cache, table, head, first, end, sizes, scales: 0
 
 
 @by_types()
@@ -198,45 +199,56 @@ def room_of_few(cache, room):
 
 
 @intrinsic(prefer_literal=True)
-def _widen_pairs(typing, pairs, at, width, floats, place, asked, lanes):
-    """A line of pairs from `at` on as two of floats at a place, `lanes` at once. It asks for as
-    many from `asked` on."""
+def _widen(typing, cache, at, width, room, place, asked, lanes):
+    """Two lines of `width` numbers from `at` on as floats or pairs at a place, `lanes` at once. It
+    asks for as many from `asked` on."""
+    is_bytes, in_pairs = cache.dtype == types.int8, room.dtype == types.uint32
 
     def codegen(context, builder, sig, args):
-        emit = CacheTile(context, builder, bits=32 * lanes.literal_value)
-        source, ahead = (emit.pointer(pairs, args[0], first) for first in (args[1], args[5]))
-        target, word = emit.pointer(floats, *args[3:5]), args[2].type
+        bits = room.dtype.bitwidth * lanes.literal_value
+        emit = CacheTile(context, builder, FLOATS if in_pairs else room, bits)
+        source, ahead = (emit.pointer(cache, args[0], first) for first in (args[1], args[5]))
+        target, word = emit.pointer(room, *args[3:5]), args[2].type
 
         def part(turn):
             lane = builder.mul(turn, word(emit.width))
-            emit.prefetch(emit.at(ahead, lane))
-            first, second = emit.line(emit.at(source, lane), paired=True, dots=False, mask=None)
-            emit.store(first, emit.at(target, lane))
-            emit.store(second, emit.at(target, lane, args[2]))
+            emit.prefetch(emit.at(ahead, lane, lane) if is_bytes else emit.at(ahead, lane))
+            numbers = []
+            for line in (word(0), args[2])[: 1 + is_bytes]:
+                begin = emit.at(source, lane, line)
+                numbers += emit.line(begin, paired=not is_bytes, dots=False, mask=None)
+            if in_pairs:
+                high, low = (builder.bitcast(each, emit.words) for each in numbers)
+                pairs = builder.or_(high, builder.lshr(low, emit.every(16)))
+                emit.store(pairs, emit.at(target, lane))
+            else:
+                emit.store(numbers[0], emit.at(target, lane))
+                emit.store(numbers[1], emit.at(target, lane, args[2]))
 
-        emit.loop(builder.udiv(args[2], word(emit.width)), part)
+        emit.loop(builder.udiv(args[2], word(emit.width)), part, unroll=4)
         return context.get_dummy_value()
 
-    return types.void(pairs, at, width, floats, place, asked, lanes), codegen
+    return types.void(cache, at, width, room, place, asked, lanes), codegen
 
 
 @by_types()
 def run_of(cache, at, count, width, next_at, room):
     """A run's `count` lines of `width`, as `few_rows` reads them, where they are, and what it asks
     for: those of the cache, or widened to the numbers of `room`, if these are others."""
-
-    def floats(cache, at, count, width, next_at, room):
-        for i in range(count // 2):
-            line = i * width
-            if width % 16 == 0:
-                _widen_pairs(cache, at + line, width, room, 2 * line, next_at + line, 16)
-            else:
-                _widen_pairs(cache, at + line, width, room, 2 * line, next_at + line, 8)
-        return room, 0, 0
-
     if cache.dtype == room.dtype:
         return lambda cache, at, count, width, next_at, room: (cache, at, next_at)
-    return floats if cache.dtype == types.uint32 else None
+    of_two, to_two = (1 if array.dtype == types.uint32 else 2 for array in (cache, room))
+
+    def widened(cache, at, count, width, next_at, room):
+        for i in range(count // 2):
+            line, to = i * width * of_two, i * width * to_two
+            if width % 16 == 0:
+                _widen(cache, at + line, width, room, to, next_at + line, 16)
+            else:
+                _widen(cache, at + line, width, room, to, next_at + line, 8)
+        return room, 0, 0
+
+    return widened
 
 
 @by_types()
@@ -247,10 +259,12 @@ def scales_of(cache, table, head, begin, sizes):
 
 
 def _scales(context, builder, sig, args, at):
-    """A pointer to the scales that are argument `at` of an intrinsic, and its place the next."""
+    """A pointer to the scales that are argument `at` of an intrinsic; their place may be the next.
+    None where there are none."""
     if not isinstance(sig.args[at], types.Array):
         return None
-    return Emit(context, builder).pointer(sig.args[at], *args[at : at + 2])
+    place = args[at + 1] if at + 1 < len(args) else ir.IntType(64)(0)
+    return Emit(context, builder).pointer(sig.args[at], args[at], place)
 
 
 class Sums:
@@ -461,7 +475,7 @@ class Weights:
         emit.store(power, line)
         if self.scales is not None:
             column = build.urem(i, word(KV_TILE // emit.width))
-            scale = emit.load(emit.at(self.scales, build.mul(column, word(emit.width))))
+            scale = emit.floats(emit.at(self.scales, build.mul(column, word(emit.width))))
             power = build.fmul(power, scale)
         if self.paired:
             pairs = build.mul(i, word(emit.width // 2))
@@ -481,7 +495,7 @@ class Weights:
 
 
 @intrinsic
-def _weigh(typing, scores, weights, maximum, total, factors, row, scales, scales_at):
+def _weigh(typing, scores, weights, maximum, total, factors, row, scales):
     """Turns KV_TILE scores of each of ROWS rows from `row` on into weights, once their maxima are
     raised.
 
@@ -489,7 +503,7 @@ def _weigh(typing, scores, weights, maximum, total, factors, row, scales, scales
     pairs of bfloat16, `weights` gets these; times `scales`, where these are an array. total[r]
     becomes total[r] * factors[r] + the sum of the weights; NaN with a NaN among the scores.
     """
-    signature = types.void(scores, weights, maximum, total, factors, row, scales, scales_at)
+    signature = types.void(scores, weights, maximum, total, factors, row, scales)
 
     def codegen(context, builder, sig, args):
         rows = Weights(context, builder, sig.args, args, _scales(context, builder, sig, args, 6))
@@ -501,18 +515,19 @@ def _weigh(typing, scores, weights, maximum, total, factors, row, scales, scales
 
 
 @compiled(fastmath=FASTMATH)
-def softmax_step(scores, first_row, rows, maximum, total, factors, weights):
-    """Turns the scores of each row into weights, in their own place or, as pairs, in `weights`; by
-    factors[r] the row's sums so far shrink."""
+def softmax_step(scores, first_row, rows, maximum, total, factors, weights, scales):
+    """Turns the scores of each row into weights, in their own place, and as pairs or times `scales`
+    in `weights`; by factors[r] the row's sums so far shrink."""
     lines, flat = scores.reshape(-1), weights.reshape(-1)
     for r in range(first_row, rows, ROWS):
         _raise_maxima(lines, maximum, factors, r)
-        _weigh(lines, flat, maximum, total, factors, r, 0, 0)
+        _weigh(lines, flat, maximum, total, factors, r, scales)
 
 
 @intrinsic
-def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_at, sums, size,
-                   scales, scales_at):  # fmt: skip
+def _add_and_weigh(
+    typing, scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales
+):
     """Adds values of KV_TILE tokens by the weights of ROWS rows to their `sums` [rows, size], for
     the first VECTORS vectors of lanes; between its turns it does what `_weigh` does for the ROWS
     rows behind them.
@@ -520,8 +535,9 @@ def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_a
     Why beside each other: products keep two units of the CPU busy, and powers mostly need others.
     Why not in `_tile`: here all tokens are there, so that turns and powers have a fixed ratio.
     """
-    signature = types.void(scores, weights, maximum, total, factors, row, b, b_at, sums, size,
-                           scales, scales_at)  # fmt: skip
+    signature = types.void(
+        scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales
+    )
     paired, dots = b.dtype == types.uint32, weights.dtype == types.uint32
 
     def codegen(context, builder, sig, args):
@@ -567,21 +583,18 @@ def adds_beside(scores, weights, cache, room):
 
 
 @compiled(fastmath=FASTMATH)
-def weigh_and_add(
-    scores, rows, maximum, total, factors, weights, scales, scales_at, b, b_at, sums, size
-):
+def weigh_and_add(scores, rows, maximum, total, factors, weights, scales, b, b_at, sums, size):
     """`softmax_step`, then the values of KV_TILE whole tokens from `b_at` on: sums [rows, size] =
     sums * factors + weights x scales x values. For more than ROWS rows."""
     lanes, stride = VECTORS * VECTOR_BYTES // scores.itemsize, weights.shape[1]
     lines, flat, to = scores.reshape(-1), weights.reshape(-1), sums.reshape(-1)
     for r in range(0, rows, ROWS):
         _raise_maxima(lines, maximum, factors, r)
-    _weigh(lines, flat, maximum, total, factors, 0, scales, scales_at)
+    _weigh(lines, flat, maximum, total, factors, 0, scales)
     for r in range(0, rows, ROWS):
         done = 0
         if r + ROWS < rows:
-            _add_and_weigh(lines, flat, maximum, total, factors, r, b, b_at, to, size,
-                           scales, scales_at)  # fmt: skip
+            _add_and_weigh(lines, flat, maximum, total, factors, r, b, b_at, to, size, scales)
             done = lanes
         if done < size:
             few_rows(

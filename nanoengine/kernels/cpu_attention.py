@@ -60,8 +60,8 @@ from nanoengine.kernels.attention_tiles import (
     room_of_few,
     run_of,
     scale_numbers,
-    scale_tokens,
     scales_of,
+    scales_of_tile,
     softmax_step,
     stored,
     weigh_and_add,
@@ -140,11 +140,11 @@ def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
 @compiled(fastmath=FASTMATH)
 def _run_task(
     task, table, following, next_table, room, q, q_stride, k, v, sizes, scale, softcap, window,
-    tile, scores, weights, out, maximum, total, factors,
+    tile, scores, weights, of_tokens, out, maximum, total, factors,
 ):  # fmt: skip
     """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the scratch.
 
-    `room` is for a run that is widened; see `run_of`.
+    `room` is for a run that is widened (`run_of`), `of_tokens` for a tile's scales.
 
     Scores are in units of ln 2, so that weights are powers of 2. While it scores a run, it asks for
     the next run's keys, and while it adds up values for the next run's, maybe the `following`
@@ -186,6 +186,7 @@ def _run_task(
                     lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0, scales, scales_at,
                     next_at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
                 )  # fmt: skip
+        of_tile = scales_of_tile(v, table, head, first, end, sizes, of_tokens)
         if softcap > 0:
             _softcap(scores, first_row, rows, softcap)
         last = position + task[NUM_QUERIES] - 1
@@ -197,18 +198,15 @@ def _run_task(
             and rows >= ROW_TILE
         ):
             at = _place(k, table, head, tile_start, sizes)
-            scales, scales_at = scales_of(v, table, head, tile_start, sizes)
             run, at, _ = run_of(v, at, lanes, head_dim, at, room)
             weigh_and_add(
-                scores, rows, maximum, total, factors, weights, scales, scales_at, run, at, out,
-                head_dim,
-            )  # fmt: skip
+                scores, rows, maximum, total, factors, weights, of_tile, run, at, out, head_dim
+            )
             continue
-        softmax_step(scores, first_row, rows, maximum, total, factors, weights)
+        softmax_step(scores, first_row, rows, maximum, total, factors, weights, of_tile)
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
-            scale_tokens(scores, weights, first_row, rows, v, table, head, begin, end, sizes)
             run, at, next_at = run_of(v, at, lanes, head_dim, next_at, room)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
@@ -258,6 +256,7 @@ def _attend_tasks(
     scores = zeros((space, KV_TILE), q.dtype)
     weights = place_of_weights(scores, operand, k)
     wide = empty((KV_TILE * head_dim // per,), operand.dtype)
+    of_tokens = zeros((KV_TILE,), np.float32)
     out = empty((space, head_dim), q.dtype)
     maximum = empty((space,), q.dtype)
     total = empty((space,), q.dtype)
@@ -265,7 +264,7 @@ def _attend_tasks(
     factors[:] = 1
     others = (
         q, q_stride, k, v, sizes, scale, softcap, window,
-        tile, scores, weights, out, maximum, total, factors,
+        tile, scores, weights, of_tokens, out, maximum, total, factors,
     )  # fmt: skip
     for i in range(lo, hi):
         task, following = tasks[i], tasks[min(i + 1, len(tasks) - 1)]

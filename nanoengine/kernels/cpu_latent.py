@@ -141,7 +141,7 @@ def _run_task(
             seen, line = min(end, position + r // num_heads + 1) - tile_start, scores[r]
             for t in range(KV_TILE):
                 line[t] = flipped[t * lanes + r] if t < seen else masked
-        softmax_step(scores, first_row, rows, maximum, total, factors, scores)
+        softmax_step(scores, first_row, rows, maximum, total, factors, scores, 0)
         for begin in range(tile_start, end, run):
             to = begin - tile_start
             lines, at = as_floats(cache, _place(table, begin, sizes), 0, room, to * size)

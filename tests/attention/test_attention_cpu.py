@@ -157,7 +157,7 @@ def test_the_softmax_of_a_tile():
     weights = scores.clone()
     for tile in weights:
         arrays = (x.numpy() for x in (tile, maximum, total, factors, tile))
-        softmax_step(next(arrays), 0, rows, *arrays)
+        softmax_step(next(arrays), 0, rows, *arrays, 0)
     highest = scores.amax(2).cummax(0).values
     lowered = scores - highest[..., None]
     expected = torch.exp2(lowered.double())
