@@ -311,8 +311,8 @@ class Sums:
 
 @intrinsic(prefer_literal=True)
 def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-          factors, factors_at, scales, scales_at, asked, asked_stride, rows,
-          vectors):  # fmt: skip
+          factors, factors_at, asked, asked_stride, rows, vectors, scales,
+          scales_at):  # fmt: skip
     """c[r, lanes] = c[r, lanes] * factors[r] + sum over i < depth of a[r, i] * b[i, lanes].
 
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
@@ -323,8 +323,8 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
     """
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
     signature = types.void(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-                           factors, factors_at, scales, scales_at, asked, asked_stride, rows,
-                           vectors)  # fmt: skip
+                           factors, factors_at, asked, asked_stride, rows, vectors, scales,
+                           scales_at)  # fmt: skip
     paired, dots = b.dtype == types.uint32, a.dtype == types.uint32
     fresh, size = not isinstance(factors, types.Array), b.dtype.bitwidth // 8
 
@@ -336,14 +336,14 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
 
         a_rows = emit.rows(emit.pointer(a, *args[:2]), args[2], num_rows)
         c_rows = emit.rows(emit.pointer(c, *args[7:9]), args[9], num_rows)
-        b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[14]))
+        b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[12]))
         shrink = None if fresh else emit.pointer(factors, *args[10:12])
         sums = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots)
 
         def step(i, mask=None):
             line, asks = (
                 emit.at(pointer, builder.mul(i, stride))
-                for pointer, stride in ((b_lines, args[5]), (ahead, args[15]))
+                for pointer, stride in ((b_lines, args[5]), (ahead, args[13]))
             )
             for lane in lanes:
                 if lane.constant * size % LINE == 0:
@@ -357,7 +357,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
             odd = builder.trunc(args[6], ir.IntType(1))
             with builder.if_then(odd):
                 step(turns, 0xFFFF0000)
-        sums.keep(_scales(context, builder, sig, args, 12))
+        sums.keep(_scales(context, builder, sig, args, 16))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -365,7 +365,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
 
 @compiled(fastmath=FASTMATH, part=True)
 def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-              factors, factors_at, scales, scales_at, asked, asks, rows, lanes, room):  # fmt: skip
+              factors, factors_at, asked, asks, rows, lanes, room, scales, scales_at):  # fmt: skip
     """`_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.
 
     Rows are taken by twos or fours: a, c and factors go on behind the last.
@@ -382,33 +382,33 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
             step = asks * wide
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, s_at, ask, step, ROWS, VECTORS)  # fmt: skip
+                      factors, factors_at, ask, step, ROWS, VECTORS, scales, s_at)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, s_at, ask, step, 2, OF_TWO)  # fmt: skip
+                      factors, factors_at, ask, step, 2, OF_TWO, scales, s_at)  # fmt: skip
             at += wide
         elif rows > 2 and lanes - at > width and 2 * (room - at) >= wide:
             step = asks * wide // 2
             _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                  factors, factors_at, scales, s_at, ask, step, ROWS, HALF)  # fmt: skip
+                  factors, factors_at, ask, step, ROWS, HALF, scales, s_at)  # fmt: skip
             at += wide // 2
         elif room - at >= width:
             step = asks * width
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, s_at, ask, step, ROWS, 1)  # fmt: skip
+                      factors, factors_at, ask, step, ROWS, 1, scales, s_at)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, s_at, ask, step, 2, 1)  # fmt: skip
+                      factors, factors_at, ask, step, 2, 1, scales, s_at)  # fmt: skip
             at += width
         else:
             step = asks * width // 2
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, s_at, ask, step, ROWS, 0)  # fmt: skip
+                      factors, factors_at, ask, step, ROWS, 0, scales, s_at)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, scales, s_at, ask, step, 2, 0)  # fmt: skip
+                      factors, factors_at, ask, step, 2, 0, scales, s_at)  # fmt: skip
             at += width // 2
 
 
@@ -599,7 +599,7 @@ def weigh_and_add(scores, rows, maximum, total, factors, weights, scales, b, b_a
         if done < size:
             few_rows(
                 flat, r * stride, stride, b, b_at + done, size, KV_TILE, to, r * size + done, size,
-                factors, r, 0, 0, b_at, 0, rows - r, size - done, size - done,
+                factors, r, b_at, 0, rows - r, size - done, size - done, 0, 0,
             )  # fmt: skip
 
 

@@ -183,8 +183,9 @@ def _run_task(
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
                     queries, r * tile.shape[1], tile.shape[1], run, at, lanes, head_dim,
-                    lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0, scales, scales_at,
+                    lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0,
                     next_at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
+                    scales, scales_at,
                 )  # fmt: skip
         of_tile = scales_of_tile(v, table, head, first, end, sizes, of_tokens)
         if softcap > 0:
@@ -213,8 +214,8 @@ def _run_task(
                 few_rows(
                     shares, r * weights.shape[1] + (begin - tile_start) // per_weight,
                     weights.shape[1], run, at, head_dim, max(0, min(seen, end - begin, lanes)),
-                    sums, r * head_dim, head_dim, factors, r, 0, 0,
-                    next_at, int(r == 0), rows - r, head_dim, head_dim,
+                    sums, r * head_dim, head_dim, factors, r,
+                    next_at, int(r == 0), rows - r, head_dim, head_dim, 0, 0,
                 )  # fmt: skip
             if begin + lanes < end:  # sums shrink once a tile
                 factors[:rows] = 1
