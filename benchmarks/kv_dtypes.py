@@ -1,15 +1,16 @@
-"""Decode steps over long contexts, with keys and values in float32, bfloat16 and int8.
+"""Steps over long contexts, with keys and values in float32, bfloat16 and int8.
 
-    python benchmarks/kv_dtypes.py --case 1x16384 --case 32x4096
+    python benchmarks/kv_dtypes.py --case 1x16384 --case 32x4096 --case 1x4096x1024
 
 Each case is a step of so many sequences of so many tokens, from the token ids to the most likely
-ones, on a model of float32 with random weights. Caches hold random bytes of a prompt that nobody
-computed: what is read takes the same time whatever it says. The blocks of a sequence are drawn from
-all, so that 32 sequences need no 32 contexts of memory, and no two of them share a prefix.
+ones, on a model with random weights: a decode, or with a third number that many last tokens of a
+prompt. Caches hold random bytes of a prompt that nobody computed: what is read takes the same time
+whatever it says. The blocks of a sequence are drawn from all, so that 32 sequences need no 32
+contexts of memory, and no two of them share a prefix.
 
 Dtypes take turns step by step, and each step is followed by the attention of all its layers alone.
 One JSON line a case and round: the median step in ms, tok/s, attention's ms and the GB/s at which
-it reads keys and values, how many tokens a GiB holds; and how many times as fast int8 is.
+a decode reads keys and values, how many tokens a GiB holds; and how many times as fast int8 is.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ BLOCK_SIZE, LONGEST = 64, 32_768  # tokens
 MAX_BLOCKS = 1025  # of 65,536 tokens, far more than caches of the CPU hold
 
 
-def filled(model: str, kv_cache_dtype: str, isa: str | None) -> LLMEngine:
+def filled(model: str, kv_cache_dtype: str, dtype: str, isa: str | None) -> LLMEngine:
     """An engine whose cache holds small random numbers."""
     engine = build_engine(
         EngineConfig(
-            model=model, load_format="dummy", device="cpu", dtype="float32", cpu_isa=isa,
+            model=model, load_format="dummy", device="cpu", dtype=dtype, cpu_isa=isa,
             block_size=BLOCK_SIZE, num_kv_blocks=MAX_BLOCKS, kv_cache_dtype=kv_cache_dtype,
             max_model_len=LONGEST, skip_tokenizer_init=True,
         )
@@ -57,18 +58,20 @@ def filled(model: str, kv_cache_dtype: str, isa: str | None) -> LLMEngine:
     return engine
 
 
-def decode_batch(sequences: int, context: int) -> Batch:
-    """One query token for each sequence, at the end of its context."""
+def batch_of(sequences: int, context: int, queries: int) -> Batch:
+    """The last query tokens of each sequence's context."""
     blocks = -(-context // BLOCK_SIZE)
     tables = torch.stack([1 + torch.randperm(MAX_BLOCKS - 1)[:blocks] for _ in range(sequences)])
-    last = context - 1
-    slots = tables[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+    positions = torch.arange(context - queries, context)
+    slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts = torch.arange(sequences + 1) * queries
     return Batch(
-        token_ids=torch.arange(sequences) + 5, positions=torch.full((sequences,), last),
-        slot_mapping=slots[None], query_start_loc=torch.arange(sequences + 1).int(),
+        token_ids=torch.arange(sequences * queries) % 1000 + 5,
+        positions=positions.repeat(sequences),
+        slot_mapping=slots.view(1, -1), query_start_loc=starts.int(),
         seq_lens=torch.full((sequences,), context).int(), block_tables=tables.int()[None],
-        logits_indices=torch.arange(sequences), num_decodes=sequences,
-        max_query_len=1, max_seq_len=context,
+        logits_indices=starts[1:] - 1, num_decodes=sequences if queries == 1 else 0,
+        max_query_len=queries, max_seq_len=context,
     )  # fmt: skip
 
 
@@ -89,7 +92,7 @@ def attention_alone(engine: LLMEngine, batch: Batch) -> float:
 
 
 def step(engine: LLMEngine, batch: Batch) -> float:
-    """Seconds of one decode step."""
+    """Seconds of one step."""
     runner = engine.executor
     start = time.perf_counter()
     batch.attention = runner.backend.prepare(batch)
@@ -100,7 +103,10 @@ def step(engine: LLMEngine, batch: Batch) -> float:
 def main() -> None:
     """Parses the command line and runs all cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", action="append", required=True, help="sequences x tokens")
+    parser.add_argument(
+        "--case", action="append", required=True, help="tokens: 1x4096, 1x4096x1024"
+    )
+    parser.add_argument("--dtype", default="float32", help="what the model computes in")
     parser.add_argument("--shape", default="small")
     parser.add_argument("--kv", nargs="+", default=["auto", "bfloat16", "int8"])
     parser.add_argument("--cpu-isa")
@@ -109,10 +115,10 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
         write_shape(args.shape, Path(scratch))
-        engines = {kv: filled(scratch, kv, args.cpu_isa) for kv in args.kv}
+        engines = {kv: filled(scratch, kv, args.dtype, args.cpu_isa) for kv in args.kv}
         for case in args.case:
-            sequences, context = map(int, case.split("x"))
-            batch = decode_batch(sequences, context)
+            sequences, context, queries = (*map(int, case.split("x")), 1)[:3]
+            batch = batch_of(sequences, context, queries)
             for engine in engines.values():
                 step(engine, batch)
             for number in range(args.rounds):
@@ -126,12 +132,12 @@ def main() -> None:
                     middle, alone = map(statistics.median, zip(*taken, strict=True))
                     info = engines[kv].info
                     medians[info.kv_cache_dtype] = middle, alone
-                    a_token = info.block_bytes / BLOCK_SIZE
+                    read = sequences * context * info.block_bytes / BLOCK_SIZE
                     line[info.kv_cache_dtype] = {
                         "ms": round(1e3 * middle, 2),
-                        "tok/s": round(sequences / middle, 1),
+                        "tok/s": round(sequences * queries / middle, 1),
                         "attention ms": round(1e3 * alone, 2),
-                        "attention GB/s": round(sequences * context * a_token / alone / 1e9, 1),
+                        "attention GB/s": round(read / alone / 1e9, 1),
                         "tokens a GiB": GIB // info.block_bytes * BLOCK_SIZE,
                     }
                 for kv, (middle, alone) in medians.items():

@@ -1,8 +1,9 @@
 """What a step takes on more cores than anyone here has: `python -m benchmarks.many_cores`.
 
 A model of costs, not a measurement. A step is a list of parts, as the compiled layers have them
-(`kernels/cpu_decoder.py`). A part is a number of equal items, each some bytes and FLOPs: panels of
-a weight, tasks of attention, rows of a norm. Workers share the items; none is cut. So
+(`kernels/cpu_decoder.py`). A part is a number of equal items, each some bytes and FLOPs: tiles of a
+weight, or parts of their rows, tasks of attention, rows of a norm. Workers share the items; none is
+cut. So
 
     part = fork and join of W workers
          + the larger of   all bytes / what the memory gives, the fullest worker's / a core's share
@@ -27,7 +28,8 @@ from typing import Any
 
 from benchmarks.suite.shapes import SHAPES
 
-PANEL = 16  # outputs of a weight that are one item
+TILE = 32  # outputs of a weight that are one item, with AVX-512
+LEAST_ROWS, PIECES = 32, 4  # as in `kernels/cpu_linear.py` and `kernels/pool.py`
 SPLIT = 256  # tokens of a context that are one item of attention
 SMALL = 8192  # numbers that one thread norms or gates alone
 OF_RATE = 0.85  # of the multipliers' rate that a product of many rows reaches
@@ -70,19 +72,26 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Part:
-    """`count` equal items; bytes and FLOPs of one. `placed`: each worker reads from its socket."""
+    """`count` equal items; bytes and FLOPs of one. `placed`: each worker reads from its socket.
+    `shared`: so many items read the same bytes."""
 
     name: str
     count: int
     item_bytes: float
     item_flops: float
     placed: bool = True
+    shared: int = 1
 
 
-def product(name: str, rows: int, inputs: int, outputs: int, element: float) -> Part:
-    """Of all rows with one weight."""
-    panels = -(-outputs // PANEL)
-    return Part(name, panels, inputs * PANEL * element, 2.0 * rows * inputs * PANEL)
+def product(
+    name: str, rows: int, inputs: int, outputs: int, element: float, workers: int, tile: int = TILE
+) -> Part:
+    """Of all rows with one weight; rows are cut as `cpu_linear.row_parts` does."""
+    tiles, cuts = -(-outputs // tile), 1
+    while tiles * cuts < PIECES * workers and rows >= (cuts + 1) * LEAST_ROWS:
+        cuts += 1
+    flops = 2.0 * rows * inputs * tile / cuts
+    return Part(name, tiles * cuts, inputs * tile * element, flops, shared=cuts)
 
 
 def by_rows(name: str, rows: int, size: int) -> Part:
@@ -92,7 +101,12 @@ def by_rows(name: str, rows: int, size: int) -> Part:
 
 
 def layer_parts(
-    shape: dict[str, Any], rows: int, context: int, element: float, kv_element: float
+    shape: dict[str, Any],
+    rows: int,
+    context: int,
+    element: float,
+    kv_element: float,
+    workers: int,
 ) -> list[Part]:
     """Of one layer, each row being the decode of a sequence with so much context."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
@@ -104,23 +118,22 @@ def layer_parts(
     attend = 4.0 * keys * dim * heads / kv_heads
     return [
         by_rows("norm", rows, hidden),
-        product("qkv", rows, hidden, (heads + 2 * kv_heads) * dim, element),
+        product("qkv", rows, hidden, (heads + 2 * kv_heads) * dim, element, workers),
         by_rows("rotate", rows, (heads + 2 * kv_heads) * dim),
         Part("attend", tasks, 2 * keys * dim * kv_element, attend, placed=False),
-        product("o", rows, heads * dim, hidden, element),
+        product("o", rows, heads * dim, hidden, element, workers),
         by_rows("norm", rows, hidden),
-        product("gate_up", rows, hidden, 2 * inner, element),
+        product("gate_up", rows, hidden, 2 * inner, element, workers, 2 * TILE),
         by_rows("gate", rows, inner),
-        product("down", rows, inner, hidden, element),
+        product("down", rows, inner, hidden, element, workers),
     ]
 
 
-def head_part(shape: dict[str, Any], rows: int, element: float) -> Part:
+def head_part(shape: dict[str, Any], rows: int, element: float, workers: int) -> Part:
     """The vocabulary; where few greedy rows screen it, a byte a weight is read."""
     screened = rows <= 8 and element > 1
-    return product(
-        "head", rows, shape["hidden_size"], shape["vocab_size"], 1 if screened else element
-    )
+    element = 1 if screened else element
+    return product("head", rows, shape["hidden_size"], shape["vocab_size"], element, workers)
 
 
 def seconds(part: Part, machine: Machine, workers: int) -> float:
@@ -132,7 +145,8 @@ def seconds(part: Part, machine: Machine, workers: int) -> float:
     memory = machine.socket_bytes * machine.sockets
     if machine.sockets > 1 and not part.placed:
         memory *= (1 + machine.far) / 2
-    read = max(part.count * part.item_bytes / memory, most * part.item_bytes / machine.core_bytes)
+    each = part.item_bytes / part.shared  # what a core reads for one: parts of a tile lie together
+    read = max(part.count * each / memory, most * each / machine.core_bytes)
     computed = most * part.item_flops / (machine.core_flops * OF_RATE)
     return machine.fork(workers) + max(read, computed)
 
@@ -151,9 +165,9 @@ def step_seconds(
     """Seconds of a step by part; "forks" is what all of them take, "host" is one core's."""
     workers = workers or machine.cores
     found = {"host": host_s, "forks": 0.0}
-    layers = layer_parts(shape, rows, context, element, kv_element)
+    layers = layer_parts(shape, rows, context, element, kv_element, workers)
     for part, times in [(part, shape["num_hidden_layers"]) for part in layers] + [
-        (head_part(shape, rows, element), 1)
+        (head_part(shape, rows, element, workers), 1)
     ]:
         fork = machine.fork(workers if part.count > 1 else 1)
         found["forks"] += times * fork
@@ -191,7 +205,7 @@ def table() -> Iterator[str]:
 def idle_share(shape: dict[str, Any], machine: Machine, rows: int, element: float) -> float:
     """Of the time of products: what cores wait because items are not cut."""
     whole = even = 0.0
-    for part in layer_parts(shape, rows, 512, element, element):
+    for part in layer_parts(shape, rows, 512, element, element, machine.cores):
         if part.name in ("qkv", "o", "gate_up", "down"):
             fork = machine.fork(machine.cores)
             whole += seconds(part, machine, machine.cores) - fork

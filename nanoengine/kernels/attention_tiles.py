@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import zeros
 from nanoengine.kernels.cpu_linear import rounded
-from nanoengine.kernels.emit import I32, BFloat, Emit
+from nanoengine.kernels.emit import FLOATS, I32, BFloat, Emit
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
@@ -64,10 +64,17 @@ class CacheTile(Emit):
             pairs = self.builder.and_(pairs, self.every(mask))
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
 
-    def numbers(self, pointer, turn, *, paired, dots):
+    def floats(self, pointer):
+        """A vector of the tile's numbers from float32."""
+        found = self.get(ir.VectorType(ir.FloatType(), self.width), pointer)
+        return found if found.type == self.vector else self.builder.fpext(found, self.vector)
+
+    def numbers(self, pointer, turn, *, paired, dots, mask):
         """A row's numbers of a turn, each in all lanes."""
         if dots:
             word = self.builder.load(self.at(pointer, turn))
+            if mask is not None:
+                word = self.builder.and_(word, word.type(mask))
             pairs = self.splat(word, self.words)
             return [pairs] if HAS_DOTS else self.halves(pairs)
         count = 2 if paired else 1
@@ -140,11 +147,12 @@ def scale_numbers(array):
         return lambda array: 0
 
 
-@by_types(FASTMATH)
-def scale_tokens(scores, weights, first_row, rows, cache, table, head, begin, end, sizes):
-    """Multiplies scores with the scales of a run's tokens, where a cache has any."""
+@by_types()
+def scales_of_tile(cache, table, head, first, end, sizes, scales):
+    """`scales` [KV_TILE], with those of the tokens from `first` on in their place; 0 where there
+    are none."""
     if cache.dtype != types.int8:
-        return lambda scores, weights, first_row, rows, cache, table, head, begin, end, sizes: None
+        return lambda cache, table, head, first, end, sizes, scales: 0
 
 
 @by_types()
@@ -182,11 +190,81 @@ def bfloat16(x):
 
 
 @by_types()
-def run_of(cache, at, count, width, next_at, pairs):
+def room_of_few(cache, room):
+    """What `run_of` gets as its room where rows are few: one that widens nothing, unless rows are
+    pairs."""
+    if room.dtype == types.uint32:
+        return lambda cache, room: room
+    return lambda cache, room: cache
+
+
+@intrinsic(prefer_literal=True)
+def _widen(typing, cache, at, width, room, place, asked, lanes):
+    """Two lines of `width` numbers from `at` on as floats or pairs at a place, `lanes` at once. It
+    asks for as many from `asked` on."""
+    is_bytes, in_pairs = cache.dtype == types.int8, room.dtype == types.uint32
+
+    def codegen(context, builder, sig, args):
+        bits = room.dtype.bitwidth * lanes.literal_value
+        emit = CacheTile(context, builder, FLOATS if in_pairs else room, bits)
+        source, ahead = (emit.pointer(cache, args[0], first) for first in (args[1], args[5]))
+        target, word = emit.pointer(room, *args[3:5]), args[2].type
+
+        def part(turn):
+            lane = builder.mul(turn, word(emit.width))
+            emit.prefetch(emit.at(ahead, lane, lane) if is_bytes else emit.at(ahead, lane))
+            numbers = []
+            for line in (word(0), args[2])[: 1 + is_bytes]:
+                begin = emit.at(source, lane, line)
+                numbers += emit.line(begin, paired=not is_bytes, dots=False, mask=None)
+            if in_pairs:
+                high, low = (builder.bitcast(each, emit.words) for each in numbers)
+                pairs = builder.or_(high, builder.lshr(low, emit.every(16)))
+                emit.store(pairs, emit.at(target, lane))
+            else:
+                emit.store(numbers[0], emit.at(target, lane))
+                emit.store(numbers[1], emit.at(target, lane, args[2]))
+
+        emit.loop(builder.udiv(args[2], word(emit.width)), part, unroll=4)
+        return context.get_dummy_value()
+
+    return types.void(cache, at, width, room, place, asked, lanes), codegen
+
+
+@by_types()
+def run_of(cache, at, count, width, next_at, room):
     """A run's `count` lines of `width`, as `few_rows` reads them, where they are, and what it asks
-    for: those of the cache, but of int8 made pairs where rows are pairs."""
-    if cache.dtype != types.int8 or pairs.dtype != types.uint32:
-        return lambda cache, at, count, width, next_at, pairs: (cache, at, next_at)
+    for: those of the cache, or widened to the numbers of `room`, if these are others."""
+    if cache.dtype == room.dtype:
+        return lambda cache, at, count, width, next_at, room: (cache, at, next_at)
+    of_two, to_two = (1 if array.dtype == types.uint32 else 2 for array in (cache, room))
+
+    def widened(cache, at, count, width, next_at, room):
+        for i in range(count // 2):
+            line, to = i * width * of_two, i * width * to_two
+            if width % 16 == 0:
+                _widen(cache, at + line, width, room, to, next_at + line, 16)
+            else:
+                _widen(cache, at + line, width, room, to, next_at + line, 8)
+        return room, 0, 0
+
+    return widened
+
+
+@by_types()
+def scales_of(cache, table, head, begin, sizes):
+    """An array and the place in it of the scales of the tokens of a run; 0 where there are none."""
+    if cache.dtype != types.int8:
+        return lambda cache, table, head, begin, sizes: (0, 0)
+
+
+def _scales(context, builder, sig, args, at):
+    """A pointer to the scales that are argument `at` of an intrinsic; their place may be the next.
+    None where there are none."""
+    if not isinstance(sig.args[at], types.Array):
+        return None
+    place = args[at + 1] if at + 1 < len(args) else ir.IntType(64)(0)
+    return Emit(context, builder).pointer(sig.args[at], args[at], place)
 
 
 class Sums:
@@ -212,34 +290,41 @@ class Sums:
 
     def turn(self, a_rows, i, line, mask=None):
         """Adds number i of each row, or pair i, times a line of the cache."""
-        emit, kind = self.emit, {"paired": self.paired, "dots": self.dots}
-        of_lanes = [emit.line(emit.at(line, lane), mask=mask, **kind) for lane in self.lanes]
+        emit, kind = self.emit, {"paired": self.paired, "dots": self.dots, "mask": mask}
+        of_lanes = [emit.line(emit.at(line, lane), **kind) for lane in self.lanes]
         for row, cells in zip(a_rows, self.cells, strict=True):
             for j, number in enumerate(emit.numbers(row, i, **kind)):
                 for numbers, cell in zip(of_lanes, cells, strict=True):
                     total = emit.add_product(emit.builder.load(cell), number, numbers[j])
                     emit.builder.store(total, cell)
 
-    def keep(self):
-        """Writes the sums to c."""
+    def keep(self, scales=None):
+        """Writes the sums to c, times a scale a lane, if there are any."""
+        emit = self.emit
+        of_lanes = [scales and emit.floats(emit.at(scales, lane)) for lane in self.lanes]
         for line, cells in zip(self.c_rows, self.cells, strict=True):
-            for cell, lane in zip(cells, self.lanes, strict=True):
-                self.emit.store(self.emit.builder.load(cell), self.emit.at(line, lane))
+            for cell, lane, scale in zip(cells, self.lanes, of_lanes, strict=True):
+                total = emit.builder.load(cell)
+                total = emit.builder.fmul(total, scale) if scale else total
+                emit.store(total, emit.at(line, lane))
 
 
 @intrinsic(prefer_literal=True)
 def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-          factors, factors_at, asked, asked_stride, rows, vectors):  # fmt: skip
+          factors, factors_at, asked, asked_stride, rows, vectors, scales,
+          scales_at):  # fmt: skip
     """c[r, lanes] = c[r, lanes] * factors[r] + sum over i < depth of a[r, i] * b[i, lanes].
 
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
-    With 0 as factors c is not read. b may hold pairs of bfloat16 numbers i and i + 1, which become
-    float32 in registers; if a holds such pairs as well, one instruction adds both products.
+    With 0 as factors c is not read; where `scales` are an array, c[r, lanes] is multiplied with
+    them at the end. b may hold pairs of bfloat16 numbers i and i + 1, which become float32 in
+    registers; if a holds such pairs as well, one instruction adds both products.
     With each line of b it prefetches as many from `asked` on, `asked_stride` further each time.
     """
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
     signature = types.void(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-                           factors, factors_at, asked, asked_stride, rows, vectors)  # fmt: skip
+                           factors, factors_at, asked, asked_stride, rows, vectors, scales,
+                           scales_at)  # fmt: skip
     paired, dots = b.dtype == types.uint32, a.dtype == types.uint32
     fresh, size = not isinstance(factors, types.Array), b.dtype.bitwidth // 8
 
@@ -272,7 +357,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
             odd = builder.trunc(args[6], ir.IntType(1))
             with builder.if_then(odd):
                 step(turns, 0xFFFF0000)
-        sums.keep()
+        sums.keep(_scales(context, builder, sig, args, 16))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -280,7 +365,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
 
 @compiled(fastmath=FASTMATH, part=True)
 def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-              factors, factors_at, asked, asks, rows, lanes, room):  # fmt: skip
+              factors, factors_at, asked, asks, rows, lanes, room, scales, scales_at):  # fmt: skip
     """`_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.
 
     Rows are taken by twos or fours: a, c and factors go on behind the last.
@@ -291,39 +376,39 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
     ahead = depth // numbers_a_word(b)
     at = 0
     while at < lanes:
-        ask = asked + at * ahead
+        ask, s_at = asked + at * ahead, scales_at + at
         # Why few vectors of four rows at once: the sums of one would wait for each other.
         if lanes - at > enough and room - at >= wide:
             step = asks * wide
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, VECTORS)  # fmt: skip
+                      factors, factors_at, ask, step, ROWS, VECTORS, scales, s_at)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, OF_TWO)  # fmt: skip
+                      factors, factors_at, ask, step, 2, OF_TWO, scales, s_at)  # fmt: skip
             at += wide
         elif rows > 2 and lanes - at > width and 2 * (room - at) >= wide:
             step = asks * wide // 2
             _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                  factors, factors_at, ask, step, ROWS, HALF)  # fmt: skip
+                  factors, factors_at, ask, step, ROWS, HALF, scales, s_at)  # fmt: skip
             at += wide // 2
         elif room - at >= width:
             step = asks * width
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, 1)  # fmt: skip
+                      factors, factors_at, ask, step, ROWS, 1, scales, s_at)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, 1)  # fmt: skip
+                      factors, factors_at, ask, step, 2, 1, scales, s_at)  # fmt: skip
             at += width
         else:
             step = asks * width // 2
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, 0)  # fmt: skip
+                      factors, factors_at, ask, step, ROWS, 0, scales, s_at)  # fmt: skip
             else:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, 0)  # fmt: skip
+                      factors, factors_at, ask, step, 2, 0, scales, s_at)  # fmt: skip
             at += width // 2
 
 
@@ -356,9 +441,14 @@ def _raise_maxima(typing, scores, maximum, factors, row):
 
 
 class Weights:
-    """Writes how scores of ROWS rows become weights; see `_weigh`, whose arguments these are."""
+    """Writes how scores of ROWS rows become weights; see `_weigh`, whose arguments these are.
 
-    def __init__(self, context, builder, kinds, args):
+    Args:
+        scales: a pointer to what weights are multiplied with before they are multiplied with
+            values; not so their sum.
+    """
+
+    def __init__(self, context, builder, kinds, args, scales=None):
         self.emit = emit = CacheTile(context, builder, kinds[0])
         self.few = CacheTile(context, builder, kinds[0], ROWS * kinds[0].dtype.bitwidth)
         self.row, self.word = args[5], args[5].type
@@ -373,7 +463,7 @@ class Weights:
             emit.pointer(kind, array, self.row)
             for kind, array in zip(kinds[2:5], args[2:5], strict=True)
         )
-        self.vectors = ROWS * KV_TILE // emit.width
+        self.vectors, self.scales = ROWS * KV_TILE // emit.width, scales
 
     def write(self, i):
         """Makes vector i of the scores weights."""
@@ -383,9 +473,15 @@ class Weights:
         highest = emit.broadcast(emit.at(self.maximum, row))
         power = emit.exp2(build.fsub(emit.load(line), highest))
         emit.store(power, line)
+        if self.scales is not None:
+            column = build.urem(i, word(KV_TILE // emit.width))
+            scale = emit.floats(emit.at(self.scales, build.mul(column, word(emit.width))))
+            power = build.fmul(power, scale)
         if self.paired:
             pairs = build.mul(i, word(emit.width // 2))
             emit.store(emit.pairs(power), emit.at(self.weights, pairs))
+        elif self.scales is not None:
+            emit.store(power, emit.at(self.weights, build.mul(i, word(emit.width))))
 
     def add(self):
         """total = total * factors + the sums of all weights of a row."""
@@ -399,18 +495,18 @@ class Weights:
 
 
 @intrinsic
-def _weigh(typing, scores, weights, maximum, total, factors, row):
+def _weigh(typing, scores, weights, maximum, total, factors, row, scales):
     """Turns KV_TILE scores of each of ROWS rows from `row` on into weights, once their maxima are
     raised.
 
     Weights are 2 ** (score - maximum[r]), in the scores' own place. Where they are multiplied as
-    pairs of bfloat16, `weights` gets these. total[r] becomes total[r] * factors[r] + the sum of the
-    weights; NaN with a NaN among the scores.
+    pairs of bfloat16, `weights` gets these; times `scales`, where these are an array. total[r]
+    becomes total[r] * factors[r] + the sum of the weights; NaN with a NaN among the scores.
     """
-    signature = types.void(scores, weights, maximum, total, factors, row)
+    signature = types.void(scores, weights, maximum, total, factors, row, scales)
 
     def codegen(context, builder, sig, args):
-        rows = Weights(context, builder, sig.args, args)
+        rows = Weights(context, builder, sig.args, args, _scales(context, builder, sig, args, 6))
         rows.emit.loop(args[5].type(rows.vectors), rows.write, unroll=4)
         rows.add()
         return context.get_dummy_value()
@@ -419,17 +515,19 @@ def _weigh(typing, scores, weights, maximum, total, factors, row):
 
 
 @compiled(fastmath=FASTMATH)
-def softmax_step(scores, first_row, rows, maximum, total, factors, weights):
-    """Turns the scores of each row into weights, in their own place or, as pairs, in `weights`; by
-    factors[r] the row's sums so far shrink."""
+def softmax_step(scores, first_row, rows, maximum, total, factors, weights, scales):
+    """Turns the scores of each row into weights, in their own place, and as pairs or times `scales`
+    in `weights`; by factors[r] the row's sums so far shrink."""
     lines, flat = scores.reshape(-1), weights.reshape(-1)
     for r in range(first_row, rows, ROWS):
         _raise_maxima(lines, maximum, factors, r)
-        _weigh(lines, flat, maximum, total, factors, r)
+        _weigh(lines, flat, maximum, total, factors, r, scales)
 
 
 @intrinsic
-def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_at, sums, size):
+def _add_and_weigh(
+    typing, scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales
+):
     """Adds values of KV_TILE tokens by the weights of ROWS rows to their `sums` [rows, size], for
     the first VECTORS vectors of lanes; between its turns it does what `_weigh` does for the ROWS
     rows behind them.
@@ -437,12 +535,17 @@ def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_a
     Why beside each other: products keep two units of the CPU busy, and powers mostly need others.
     Why not in `_tile`: here all tokens are there, so that turns and powers have a fixed ratio.
     """
-    signature = types.void(scores, weights, maximum, total, factors, row, b, b_at, sums, size)
+    signature = types.void(
+        scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales
+    )
     paired, dots = b.dtype == types.uint32, weights.dtype == types.uint32
 
     def codegen(context, builder, sig, args):
         row, word = args[5], args[5].type
-        after = Weights(context, builder, sig.args, [*args[:5], builder.add(row, word(ROWS))])
+        behind = [*args[:5], builder.add(row, word(ROWS))]
+        after = Weights(
+            context, builder, sig.args, behind, _scales(context, builder, sig, args, 10)
+        )
         emit, stride = after.emit, word(KV_TILE // 2 if dots else KV_TILE)
         a_rows, c_rows = (
             emit.rows(emit.pointer(kind, array, builder.mul(row, step)), step, ROWS)
@@ -469,40 +572,43 @@ def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_a
 
 
 @by_types()
-def adds_beside(scores, weights, cache):
+def adds_beside(scores, weights, cache, room):
     """Whether `_add_and_weigh` is for these arrays: where the registers hold what its two halves
-    need, and a power is a few steps."""
-    in_halves = cache.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
-    as_is = not in_halves and cache.dtype != types.int8  # between its halves there are no scales
-    fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32 and as_is
-    return lambda scores, weights, cache: fits
+    need, and a power is a few steps. `room`: of `run_of`."""
+    in_halves = room.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
+    is_few = room.dtype == cache.dtype == types.int8
+    fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32
+    fits = fits and not in_halves and not is_few
+    return lambda scores, weights, cache, room: fits
 
 
 @compiled(fastmath=FASTMATH)
-def weigh_and_add(scores, rows, maximum, total, factors, weights, b, b_at, sums, size):
+def weigh_and_add(scores, rows, maximum, total, factors, weights, scales, b, b_at, sums, size):
     """`softmax_step`, then the values of KV_TILE whole tokens from `b_at` on: sums [rows, size] =
-    sums * factors + weights x values. For more than ROWS rows."""
+    sums * factors + weights x scales x values. For more than ROWS rows."""
     lanes, stride = VECTORS * VECTOR_BYTES // scores.itemsize, weights.shape[1]
     lines, flat, to = scores.reshape(-1), weights.reshape(-1), sums.reshape(-1)
     for r in range(0, rows, ROWS):
         _raise_maxima(lines, maximum, factors, r)
-    _weigh(lines, flat, maximum, total, factors, 0)
+    _weigh(lines, flat, maximum, total, factors, 0, scales)
     for r in range(0, rows, ROWS):
         done = 0
         if r + ROWS < rows:
-            _add_and_weigh(lines, flat, maximum, total, factors, r, b, b_at, to, size)
+            _add_and_weigh(lines, flat, maximum, total, factors, r, b, b_at, to, size, scales)
             done = lanes
         if done < size:
             few_rows(
                 flat, r * stride, stride, b, b_at + done, size, KV_TILE, to, r * size + done, size,
-                factors, r, b_at, 0, rows - r, size - done, size - done,
+                factors, r, b_at, 0, rows - r, size - done, size - done, 0, 0,
             )  # fmt: skip
 
 
 @by_types()
-def place_of_weights(scores, operand):
-    """Where `softmax_step` leaves the weights that are multiplied: `operand` is an array of their
-    type."""
+def place_of_weights(scores, operand, cache):
+    """Where the weights lie that are multiplied: `operand` is an array of their type. With scales
+    they are others than those that are summed."""
     if operand.dtype == types.uint32:
-        return lambda scores, operand: zeros((len(scores), KV_TILE // 2), np.uint32)
-    return lambda scores, operand: scores
+        return lambda scores, operand, cache: zeros((len(scores), KV_TILE // 2), np.uint32)
+    if cache.dtype == types.int8:
+        return lambda scores, operand, cache: zeros((len(scores), KV_TILE), scores.dtype)
+    return lambda scores, operand, cache: scores

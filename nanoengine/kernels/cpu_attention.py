@@ -57,9 +57,11 @@ from nanoengine.kernels.attention_tiles import (
     few_rows,
     numbers_a_word,
     place_of_weights,
+    room_of_few,
     run_of,
     scale_numbers,
-    scale_tokens,
+    scales_of,
+    scales_of_tile,
     softmax_step,
     stored,
     weigh_and_add,
@@ -72,6 +74,7 @@ from nanoengine.kernels.tiles import LINE
 
 MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
 LN2 = math.log(2)
+WIDENED_ROWS = 16  # from which on a run is widened once, not for every four rows
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -136,10 +139,12 @@ def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
 
 @compiled(fastmath=FASTMATH)
 def _run_task(
-    task, table, following, next_table, q, q_stride, k, v, sizes, scale, softcap, window,
-    tile, scores, weights, pairs, out, maximum, total, factors,
+    task, table, following, next_table, room, q, q_stride, k, v, sizes, scale, softcap, window,
+    tile, scores, weights, of_tokens, out, maximum, total, factors,
 ):  # fmt: skip
     """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the scratch.
+
+    `room` is for a run that is widened (`run_of`), `of_tokens` for a tile's scales.
 
     Scores are in units of ln 2, so that weights are powers of 2. While it scores a run, it asks for
     the next run's keys, and while it adds up values for the next run's, maybe the `following`
@@ -172,40 +177,45 @@ def _run_task(
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
-            run, at, next_at = run_of(k, at, head_dim, lanes, next_at, pairs)
+            run, at, next_at = run_of(k, at, head_dim, lanes, next_at, room)
+            scales, scales_at = scales_of(k, table, head, begin, sizes)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
                     queries, r * tile.shape[1], tile.shape[1], run, at, lanes, head_dim,
                     lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0,
                     next_at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
+                    scales, scales_at,
                 )  # fmt: skip
-            scale_tokens(scores, scores, first_row, rows, k, table, head, begin, end, sizes)
+        of_tile = scales_of_tile(v, table, head, first, end, sizes, of_tokens)
         if softcap > 0:
             _softcap(scores, first_row, rows, softcap)
         last = position + task[NUM_QUERIES] - 1
         if tile_start + KV_TILE - 1 > position or tile_start + window <= last:
             _mask(scores, first_row, rows, group_size, tile_start, position, window)
         elif (
-            adds_beside(scores, weights, v) and min(lanes, head_dim) >= KV_TILE and rows >= ROW_TILE
+            adds_beside(scores, weights, v, room)
+            and min(lanes, head_dim) >= KV_TILE
+            and rows >= ROW_TILE
         ):
             at = _place(k, table, head, tile_start, sizes)
-            run, at, _ = run_of(v, at, lanes, head_dim, at, pairs)
-            weigh_and_add(scores, rows, maximum, total, factors, weights, run, at, out, head_dim)
+            run, at, _ = run_of(v, at, lanes, head_dim, at, room)
+            weigh_and_add(
+                scores, rows, maximum, total, factors, weights, of_tile, run, at, out, head_dim
+            )
             continue
-        softmax_step(scores, first_row, rows, maximum, total, factors, weights)
+        softmax_step(scores, first_row, rows, maximum, total, factors, weights, of_tile)
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
-            scale_tokens(scores, weights, first_row, rows, v, table, head, begin, end, sizes)
-            run, at, next_at = run_of(v, at, lanes, head_dim, next_at, pairs)
+            run, at, next_at = run_of(v, at, lanes, head_dim, next_at, room)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
                     shares, r * weights.shape[1] + (begin - tile_start) // per_weight,
                     weights.shape[1], run, at, head_dim, max(0, min(seen, end - begin, lanes)),
                     sums, r * head_dim, head_dim, factors, r,
-                    next_at, int(r == 0), rows - r, head_dim, head_dim,
+                    next_at, int(r == 0), rows - r, head_dim, head_dim, 0, 0,
                 )  # fmt: skip
             if begin + lanes < end:  # sums shrink once a tile
                 factors[:rows] = 1
@@ -245,21 +255,26 @@ def _attend_tasks(
     per = numbers_a_word(operand)
     tile = zeros((space, head_dim // per), operand.dtype)
     scores = zeros((space, KV_TILE), q.dtype)
-    weights = place_of_weights(scores, operand)
-    pairs = empty((KV_TILE // 2 * head_dim,), operand.dtype)
+    weights = place_of_weights(scores, operand, k)
+    wide = empty((KV_TILE * head_dim // per,), operand.dtype)
+    of_tokens = zeros((KV_TILE,), np.float32)
     out = empty((space, head_dim), q.dtype)
     maximum = empty((space,), q.dtype)
     total = empty((space,), q.dtype)
     factors = empty((space,), q.dtype)
     factors[:] = 1
+    others = (
+        q, q_stride, k, v, sizes, scale, softcap, window,
+        tile, scores, weights, of_tokens, out, maximum, total, factors,
+    )  # fmt: skip
     for i in range(lo, hi):
         task, following = tasks[i], tasks[min(i + 1, len(tasks) - 1)]
-        _run_task(
-            task, tables[task[SEQ]], following, tables[following[SEQ]],
-            q, q_stride, k, v, sizes, scale, softcap, window,
-            tile, scores, weights, pairs, out, maximum, total, factors,
-        )  # fmt: skip
         rows = task[NUM_QUERIES] * group_size
+        what = task, tables[task[SEQ]], following, tables[following[SEQ]]
+        if rows < WIDENED_ROWS:
+            _run_task(*what, room_of_few(k, wide), *others)
+        else:
+            _run_task(*what, wide, *others)
         if task[PARTIAL] < 0:
             for r in range(rows):
                 head = task[HEAD] * group_size + r % group_size

@@ -34,12 +34,18 @@ from nanoengine.kernels.cpu_layers import (
     rms_norm,
     rotate_and_store,
 )
-from nanoengine.kernels.cpu_linear import ROW_BLOCK, as_read, linear_panels, rounded_rows
+from nanoengine.kernels.cpu_linear import (
+    ROW_BLOCK,
+    as_read,
+    linear_panels,
+    rounded_rows,
+    row_parts,
+)
 from nanoengine.kernels.cpu_quantized import linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import parallel_for, share_of
 from nanoengine.kernels.tiles import PANEL, PANELS
 
 
@@ -100,19 +106,22 @@ def some_panels(inputs, first, last, weight, panel, count, out):
 
 
 @compiled(fastmath=FASTMATH)
-def _activate_panels(inputs, weight, activation, out, lo, hi):
-    """`activate` for the outputs of tiles lo ... hi - 1."""
-    inner = out.shape[1] // PANEL
-    lo, hi = lo * PANELS, min(hi * PANELS, inner)
-    both = empty((2, min(ROW_BLOCK, len(out)), (hi - lo) * PANEL), out.dtype)
-    for first in range(0, len(out), ROW_BLOCK):
-        last = min(first + ROW_BLOCK, len(out))
-        for i in range(2):
-            some_panels(inputs, first, last, weight, i * inner + lo, hi - lo,
-                        both[i][: last - first])  # fmt: skip
-        for t in range(first, last):
-            row = out[t, lo * PANEL : hi * PANEL]
-            gate_row(both[0, t - first], both[1, t - first], activation, row)
+def _activate_panels(inputs, weight, activation, out, parts, lo, hi):
+    """`activate` for the outputs of tiles lo ... hi - 1, or parts of these."""
+    inner, step = out.shape[1] // PANEL, hi - lo if parts == 1 else 1
+    for item in range(lo, hi, step):
+        start, stop = share_of(len(out), item % parts, parts)
+        panel = item // parts * PANELS
+        count = min(step * PANELS, inner - panel)
+        both = empty((2, min(ROW_BLOCK, stop - start), count * PANEL), out.dtype)
+        for first in range(start, stop, ROW_BLOCK):
+            last = min(first + ROW_BLOCK, stop)
+            for i in range(2):
+                some_panels(inputs, first, last, weight, i * inner + panel, count,
+                            both[i][: last - first])  # fmt: skip
+            for t in range(first, last):
+                row = out[t, panel * PANEL : (panel + count) * PANEL]
+                gate_row(both[0, t - first], both[1, t - first], activation, row)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -134,8 +143,9 @@ def activate(x, weight, activation, out, workers):
             _multiply_and_gate(x, weight, activation, out, workers)
         else:
             tiles = -(-out.shape[1] // (PANELS * PANEL))
-            inputs = as_multiplied(x, weight, workers)
-            parallel_for(_activate_panels, tiles, workers, (inputs, weight, activation, out))
+            parts = row_parts(len(x), tiles, workers)
+            operands = as_multiplied(x, weight, workers), weight, activation, out, parts
+            parallel_for(_activate_panels, tiles * parts, workers, operands)
 
     in_groups = weight[0].dtype in (types.uint8, types.int8) and len(weight) == 2
     if not in_groups and len(weight) <= 3:

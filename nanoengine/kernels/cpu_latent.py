@@ -82,12 +82,13 @@ def times_lines(a, a_at, depth, rows, b, lanes, c, c_at, asked, asks):
                 for r in range(0, rows, ROWS):
                     _tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
                           lanes, 0, 0, ahead + r * step, ROWS * step // depth, ROWS,
-                          VECTORS)  # fmt: skip
+                          VECTORS, 0, 0)  # fmt: skip
                 at += VECTORS * width
             else:
                 for r in range(0, rows, TALL):
                     _tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
-                          lanes, 0, 0, ahead + r * step, TALL * step // depth, TALL, 1)  # fmt: skip
+                          lanes, 0, 0, ahead + r * step, TALL * step // depth, TALL, 1, 0,
+                          0)  # fmt: skip
                 at += width
 
 
@@ -141,7 +142,7 @@ def _run_task(
             seen, line = min(end, position + r // num_heads + 1) - tile_start, scores[r]
             for t in range(KV_TILE):
                 line[t] = flipped[t * lanes + r] if t < seen else masked
-        softmax_step(scores, first_row, rows, maximum, total, factors, scores)
+        softmax_step(scores, first_row, rows, maximum, total, factors, scores, 0)
         for begin in range(tile_start, end, run):
             to = begin - tile_start
             lines, at = as_floats(cache, _place(table, begin, sizes), 0, room, to * size)
@@ -150,7 +151,7 @@ def _run_task(
                 few_rows(
                     weights, r * KV_TILE + to, KV_TILE, lines, at, size,
                     max(0, min(seen, end - begin, run)), sums, r * wide, wide,
-                    factors, r, at, 0, rows - r, wide, wide,
+                    factors, r, at, 0, rows - r, wide, wide, 0, 0,
                 )  # fmt: skip
             if begin + run < end:  # sums shrink once a tile
                 factors[:rows] = 1

@@ -32,12 +32,13 @@ from numba import types
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import PIECES, parallel_for, share_of
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
 
 INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) stay in the L2 cache
 ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
 AHEAD = 80 * LINE  # bytes: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
+LEAST_ROWS = 32  # of a part of the rows: four tiles for each panel that it reads
 MOST_FEW = max(FEW)
 DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 ROUNDED = np.uint32 if DOTS else np.float32
@@ -109,14 +110,32 @@ def linear_panels(x, w, bias, out, lo, hi):
                 p += panels
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def row_parts(rows, tiles, workers):
+    """Into how many parts rows are cut, where the tiles of a weight are too few for all workers.
+
+    Things to do are then parts of tiles, all of one tile side by side.
+    """
+    parts = 1
+    while tiles * parts < PIECES * workers and rows >= (parts + 1) * LEAST_ROWS:
+        parts += 1
+    return parts
+
+
 @compiled(fastmath=FASTMATH)
-def _linear(x, w, bias, out, lo, hi):
+def _linear(x, w, bias, out, parts, lo, hi):
     """`linear_panels` by PANELS, and the outputs behind the last whole panel if among them."""
-    whole = out.shape[1] // PANEL
-    linear_panels(x, w, bias, out, lo * PANELS, min(hi * PANELS, whole))
-    if hi * PANELS > whole:
-        inputs = x.shape[1] * inputs_in(x)
-        last_outputs(len(x), x.reshape(-1), w, bias, out.reshape(-1), inputs, out.shape[1])
+    whole, step = out.shape[1] // PANEL, hi - lo if parts == 1 else 1
+    for i in range(lo, hi, step):
+        first, last = share_of(len(x), i % parts, parts)
+        rows, results, tile = x[first:last], out[first:last], i // parts
+        stop = (tile + step) * PANELS
+        linear_panels(rows, w, bias, results, tile * PANELS, min(stop, whole))
+        if stop > whole:
+            size = x.shape[1] * inputs_in(x)
+            last_outputs(
+                len(rows), rows.reshape(-1), w, bias, results.reshape(-1), size, out.shape[1]
+            )
 
 
 @compiled(fastmath=FASTMATH)
@@ -126,7 +145,9 @@ def linear(x, w, bias, out, num_workers):
     w is flat: float32, float16, or bfloat16 as uint16; or the last as uint32, for an x of pairs of
     bfloat16 as `rounded_rows` makes them.
     """
-    parallel_for(_linear, -(-out.shape[1] // (PANELS * PANEL)), num_workers, (x, w, bias, out))
+    tiles = -(-out.shape[1] // (PANELS * PANEL))
+    parts = row_parts(len(x), tiles, num_workers)
+    parallel_for(_linear, tiles * parts, num_workers, (x, w, bias, out, parts))
 
 
 @by_types()

@@ -20,10 +20,10 @@ import numpy as np
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply8, shapes8
-from nanoengine.kernels.cpu_linear import keep_outputs
+from nanoengine.kernels.cpu_linear import keep_outputs, row_parts
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
@@ -130,10 +130,16 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
 
 
 @compiled(fastmath=FASTMATH)
-def _linear8(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
+def _linear8(values, x_scales, starts, w, w_scales, bias, out, parts, lo, hi):
     """`linear8_panels` by PANELS8, so that tiles are whole."""
-    hi = min(hi * PANELS8, out.shape[1] // PANEL)
-    linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo * PANELS8, hi)
+    step = hi - lo if parts == 1 else 1
+    for i in range(lo, hi, step):
+        first, last = share_of(len(values), i % parts, parts)
+        tile = i // parts
+        linear8_panels(
+            values[first:last], x_scales[first:last], starts[first:last], w, w_scales, bias,
+            out[first:last], tile * PANELS8, min((tile + step) * PANELS8, out.shape[1] // PANEL),
+        )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
@@ -145,7 +151,9 @@ def linear8(x, w, w_scales, bias, out, num_workers):
     values, x_scales, offsets = quantize_rows(x, num_workers)
     starts, panels = sums8(offsets), -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
-    operands = values, x_scales, starts, w, w_scales, bias, room
-    parallel_for(_linear8, -(-panels // PANELS8), num_workers, operands)
+    tiles = -(-panels // PANELS8)
+    parts = row_parts(len(values), tiles, num_workers)
+    operands = values, x_scales, starts, w, w_scales, bias, room, parts
+    parallel_for(_linear8, tiles * parts, num_workers, operands)
     if out.shape[1] % PANEL:
         keep_outputs(room, out)

@@ -3,10 +3,10 @@
     one head of a block    its lines of numbers, as floats have them (`attention_tiles.py`)
                            behind all of them a float32 scale a token, [P]
 
-A row is rounded when it is stored (`store_rows`). Its numbers are widened in registers, and the
-scales are multiplied with scores and weights, so that a line needs nothing else (`scaled`). Where
-queries and weights are pairs of bfloat16 numbers, a run becomes lines of pairs, once for all rows
-(`widened`): a whole number of 8 bits is one of bfloat16.
+A row is rounded when it is stored (`store_rows`). Its numbers are widened in registers, or once for
+many rows (`attention_tiles.run_of`), and the scales are multiplied with scores and weights. Where
+queries and weights are pairs of bfloat16 numbers, a run becomes lines of pairs: a whole number of 8
+bits is one of bfloat16.
 
 Functions of the plain way that follow from the types of their arguments have one more form for
 int8, once this file is imported: by `CPUBackend`, for a cache of int8. `attention/int8.py` is the
@@ -17,23 +17,20 @@ from __future__ import annotations
 
 import numpy as np
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
 from nanoengine.kernels.attention_tiles import (
     FASTMATH,
     KV_TILE,
-    CacheTile,
-    bfloat16,
-    run_of,
     scale_numbers,
-    scale_tokens,
+    scales_of,
+    scales_of_tile,
 )
 from nanoengine.kernels.cpu_attention import lines_of, store_head
-from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.jit import compiled
 
 LEAST = np.float32(2.0**-100)  # see `attention/int8.py`
 OPTIONS = {"fastmath": set(FASTMATH)}
-LINE_OF_CODES = {"paired": False, "dots": False, "mask": None}
 
 
 @overload(scale_numbers)
@@ -78,76 +75,28 @@ def store_rows(key, value, slot, head, k_cache, v_cache, sizes):
     return rows if k_cache.dtype == types.int8 else None
 
 
-@by_types(FASTMATH)
-def _rounded(scores, r, first, stop, weights):
-    """Columns of a row of scores as pairs, where weights are pairs."""
-    if weights.dtype != types.uint32:
-        return lambda scores, r, first, stop, weights: None
+@overload(scales_of, jit_options=OPTIONS)
+def places_of_scales(cache, table, head, begin, sizes):
+    """`attention_tiles.scales_of`."""
 
-    def pairs(scores, r, first, stop, weights):
-        line, words = scores[r, first:], weights[r, first // 2 : (stop + 1) // 2]
-        for i in range(len(words)):
-            words[i] = bfloat16(line[2 * i]) << np.uint32(16) | bfloat16(line[2 * i + 1])
+    def scales(cache, table, head, begin, sizes):
+        at = _scale_place(table[begin // sizes[3]], head, begin, sizes)
+        return cache.view(np.float32), at
 
-    return pairs
+    return scales if cache.dtype == types.int8 else None
 
 
-@overload(scale_tokens, jit_options=OPTIONS)
-def scaled(scores, weights, first_row, rows, cache, table, head, begin, end, sizes):
-    """`attention_tiles.scale_tokens`, for the run from `begin` on, or up to `end`. Where weights
-    are pairs, these become the scores, rounded."""
+@overload(scales_of_tile, jit_options=OPTIONS)
+def gathered_scales(cache, table, head, first, end, sizes, scales):
+    """`attention_tiles.scales_of_tile`."""
 
-    def scaled(scores, weights, first_row, rows, cache, table, head, begin, end, sizes):
-        first, block_size = begin % KV_TILE, sizes[3]
-        stop = first + min(end - begin, min(block_size, KV_TILE))
-        at = _scale_place(table[begin // block_size], head, begin, sizes)
-        scales = cache.view(np.float32)[at : at + stop - first]
-        for r in range(first_row, rows):
-            line = scores[r, first:stop]
-            for t in range(len(scales)):
-                line[t] *= scales[t]
-            _rounded(scores, r, first, stop, weights)
+    def gathered(cache, table, head, first, end, sizes, scales):
+        lanes = min(sizes[3], KV_TILE)
+        for begin in range(first, end, lanes):
+            of_run, at = scales_of(cache, table, head, begin, sizes)
+            run, of_tokens = of_run[at : at + lanes], scales[begin % KV_TILE :]
+            for t in range(len(run)):
+                of_tokens[t] = run[t]
+        return scales
 
-    return scaled if cache.dtype == types.int8 else None
-
-
-@intrinsic(prefer_literal=True)
-def _widen_two(typing, codes, at, width, words, place, asked, lanes):
-    """Two lines of codes from `at` on as one of pairs at a place of words, `lanes` at once. It asks
-    for as many codes from `asked` on."""
-
-    def codegen(context, builder, sig, args):
-        emit = CacheTile(context, builder, bits=32 * lanes.literal_value)
-        source, ahead = (emit.pointer(codes, args[0], first) for first in (args[1], args[5]))
-        target, word = emit.pointer(words, *args[3:5]), args[2].type
-
-        def part(turn):
-            lane = builder.mul(turn, word(emit.width))
-            emit.prefetch(emit.at(ahead, lane, lane))
-            lines = emit.at(source, lane), emit.at(source, lane, args[2])
-            high, low = (
-                builder.bitcast(emit.line(line, **LINE_OF_CODES)[0], emit.words) for line in lines
-            )
-            pairs = builder.or_(high, builder.lshr(low, emit.every(16)))
-            emit.store(pairs, emit.at(target, lane))
-
-        emit.loop(builder.udiv(args[2], word(emit.width)), part)
-        return context.get_dummy_value()
-
-    return types.void(codes, at, width, words, place, asked, lanes), codegen
-
-
-@overload(run_of)
-def widened(cache, at, count, width, next_at, pairs):
-    """`attention_tiles.run_of` where rows are pairs."""
-
-    def widened(cache, at, count, width, next_at, pairs):
-        for i in range(count // 2):
-            first = 2 * i * width
-            if width % 16 == 0:
-                _widen_two(cache, at + first, width, pairs, i * width, next_at + first, 16)
-            else:
-                _widen_two(cache, at + first, width, pairs, i * width, next_at + first, 8)
-        return pairs, 0, 0
-
-    return widened if cache.dtype == types.int8 and pairs.dtype == types.uint32 else None
+    return gathered if cache.dtype == types.int8 else None

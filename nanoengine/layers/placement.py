@@ -36,26 +36,27 @@ def place_parameters(model: nn.Module) -> None:
 
     Nothing is copied, and memory that nobody has touched is given back untouched.
     """
-    parameters = [p for p in model.parameters() if p.device.type == "cpu"]
-    for parameter, tensor in zip(parameters, _side_by_side(parameters), strict=True):
-        parameter.data = touched(tensor)
+    named = [(path, p) for path, p in model.named_parameters() if p.device.type == "cpu"]
+    tensors = _side_by_side([parameter for _, parameter in named])
+    for (path, parameter), tensor in zip(named, tensors, strict=True):
+        parameter.data = touched(tensor, path)
 
 
 def place_buffers(model: nn.Module) -> None:
     """Moves what is kept in buffers, the packed numbers of quantized layers, into one array."""
     named = [
-        (module, name, buffer)
+        (module, path, name, buffer)
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
         and buffer.device.type == "cpu"
         and (_is_small(buffer) or buffer.data_ptr() % LINE or ".experts." in path)
     ]
-    places = _side_by_side([buffer for _, _, buffer in named])
+    places = _side_by_side([buffer for *_, buffer in named])
     moved = 0
     while named:  # one by one, so that only the last ones are there twice
-        module, name, buffer = named.pop()
-        setattr(module, name, touched(places.pop()).copy_(buffer))
+        module, path, name, buffer = named.pop()
+        setattr(module, name, touched(places.pop(), path).copy_(buffer))
         moved += buffer.nbytes
         if moved >= MOVED_BYTES or not named:
             moved, buffer = 0, None
@@ -68,8 +69,11 @@ def _give_back() -> None:
         libc.malloc_trim(0)
 
 
-def touched(tensor: torch.Tensor) -> torch.Tensor:
+def touched(tensor: torch.Tensor, path: str = "") -> torch.Tensor:
     """The tensor, whose memory lies where the workers are that will read it; `kernels/pool.py`.
+
+    `path`: of the parameter or the module that it belongs to. Who computes a gated output reads its
+    row of the gate and that of up (`cpu_decoder.activate`), so each half is shared out by itself.
 
     Why not by who writes it: a checkpoint's tensors come one by one, and each is written by all.
     """
@@ -77,7 +81,9 @@ def touched(tensor: torch.Tensor) -> torch.Tensor:
     from nanoengine.kernels.pool import touch
     from nanoengine.kernels.threads import num_workers
 
-    touch(tensor.view(-1).view(torch.uint8).numpy(), num_workers())
+    halves = 2 if ".gate_up_proj" in path and ".experts." not in path else 1
+    for part in tensor.view(-1).view(torch.uint8).chunk(halves):
+        touch(part.numpy(), num_workers())
     return tensor
 
 

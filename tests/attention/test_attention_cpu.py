@@ -157,7 +157,7 @@ def test_the_softmax_of_a_tile():
     weights = scores.clone()
     for tile in weights:
         arrays = (x.numpy() for x in (tile, maximum, total, factors, tile))
-        softmax_step(next(arrays), 0, rows, *arrays)
+        softmax_step(next(arrays), 0, rows, *arrays, 0)
     highest = scores.amax(2).cummax(0).values
     lowered = scores - highest[..., None]
     expected = torch.exp2(lowered.double())
@@ -216,11 +216,26 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(sliding_window, sin
         assert i not in fewer or torch.equal(fewer[i], together[i])
 
 
-def test_a_chunk_has_the_same_bits_as_the_whole_prompt():
-    whole = Paged(lengths=[(300, 300)], seeds=[3], dtype=torch.float32).run("cpu")
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+        (torch.float32, torch.int8), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8),
+    ],
+)  # fmt: skip
+def test_a_chunk_has_the_same_bits_as_the_whole_prompt(dtype, kv_dtype):
+    """Of many rows, few rows, and an odd number of tokens in the last pair."""
+
+    def run(query_len):
+        shape = {"dtype": torch.float32, "kv_dtype": kv_dtype, "block_size": 64, "head_dim": 64}
+        paged = Paged(lengths=[(query_len, 333)], seeds=[3], **shape)
+        paged.dtype = dtype
+        return paged.run("cpu")
+
+    whole = run(333)
+    assert whole.isfinite().all()
     for query_len in (17, 40, 172):  # more than one tile of queries, so no split of the context
-        chunk = Paged(lengths=[(query_len, 300)], seeds=[3], dtype=torch.float32).run("cpu")
-        assert torch.equal(chunk, whole[-query_len:])
+        assert torch.equal(run(query_len), whole[-query_len:])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

@@ -23,7 +23,7 @@ ONE = Machine(cores=1, core_bytes=1e10, socket_bytes=1e10, core_flops=1e11)
 
 def totals(rows: int, context: int) -> tuple[float, float]:
     """FLOPs and bytes of the parts that multiply and attend."""
-    parts = SMALL["num_hidden_layers"] * layer_parts(SMALL, rows, context, 4, 4)
+    parts = SMALL["num_hidden_layers"] * layer_parts(SMALL, rows, context, 4, 4, 1)
     big = [part for part in parts if part.name not in ("norm", "rotate", "gate")]
     flops = sum(part.count * part.item_flops for part in big)
     return flops, sum(part.count * part.item_bytes for part in big)
@@ -37,7 +37,7 @@ def test_parts_are_the_flops_and_bytes_of_the_model_of_costs(rows):
     for name, value in fields.items():
         object.__setattr__(record, name, value)
     flops, read = cost.step(record)
-    head = head_part(SMALL, rows, 4)
+    head = head_part(SMALL, rows, 4, 1)
     found = totals(rows, 512)
     assert found[0] + head.count * head.item_flops == pytest.approx(flops, rel=0.01)
     assert found[1] + 4 * cost.head_params == pytest.approx(read, rel=0.01)
@@ -46,7 +46,8 @@ def test_parts_are_the_flops_and_bytes_of_the_model_of_costs(rows):
 def test_one_core_forks_nothing_and_takes_the_sum_of_its_parts():
     found = step_seconds(SMALL, ONE, 1, 512)
     assert found["forks"] == 0
-    read = totals(1, 512)[1] + head_part(SMALL, 1, 4).item_bytes * head_part(SMALL, 1, 4).count
+    head = head_part(SMALL, 1, 4, 1)
+    read = totals(1, 512)[1] + head.item_bytes * head.count
     assert sum(found.values()) == pytest.approx(read / 1e10, rel=0.02)
 
 
@@ -61,13 +62,15 @@ def test_more_workers_fork_more_and_never_read_more():
     assert sum(many.values()) - many["forks"] <= rest * (1 + 1e-9)
 
 
-def test_an_item_is_not_cut():
-    """40 panels on 64 cores take as long as 64 do."""
+def test_few_rows_of_an_item_are_not_cut_and_many_are():
+    """20 tiles on 64 cores take as long as 32 do; of 512 rows, cut into 13 and 8 parts, not."""
     machine = MACHINES["64 cores, 8 channels"]
     narrow, wide = (
-        step_seconds({**SMALL, "hidden_size": size}, machine, 512, 1)["o"] for size in (640, 1024)
+        [step_seconds({**SMALL, "hidden_size": size}, machine, rows, 1)["o"] for rows in (63, 512)]
+        for size in (640, 1024)
     )
-    assert narrow == pytest.approx(wide)
+    assert narrow[0] == pytest.approx(wide[0])
+    assert narrow[1] / wide[1] == pytest.approx(5 / 13 / (4 / 8))
 
 
 def test_the_table_has_a_line_for_each_case():

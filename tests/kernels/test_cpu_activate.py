@@ -8,6 +8,7 @@ import torch
 
 from nanoengine.kernels.cpu_decoder import activate, multiply
 from nanoengine.kernels.cpu_layers import GATES, gate
+from nanoengine.kernels.cpu_linear import row_parts
 from nanoengine.kernels.jit import compiled
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.packed import PackedLinear
@@ -43,15 +44,25 @@ def operands(kind: str, weight: torch.Tensor) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "rounded", "int8"])
 @pytest.mark.parametrize(("inner", "activation"), [(16, 0), (144, 0), (336, 1), (40, 2)])
 def test_a_gate_beside_its_products_gives_the_same_bits(kind, inner, activation):
+    """And so do parts of the rows, which workers share where tiles are too few for them."""
     assert activation in GATES.values()
     draw = torch.Generator().manual_seed(inner)
     weight = operands(kind, torch.randn(2 * inner, INPUTS, generator=draw))
     for rows in (1, 2, 7, 96, 131, 300):
         x = torch.randn(rows, INPUTS, generator=draw).numpy()
-        both, wanted, out = (
-            np.full((rows, size), np.nan, np.float32) for size in (2 * inner, inner, inner)
+        both, wanted, *found = (
+            np.full((rows, size), np.nan, np.float32) for size in (2 * inner, *[inner] * 4)
         )
-        apart(x, weight, activation, both, wanted, 3)
-        together(x, weight, activation, out, 3)
+        apart(x, weight, activation, both, wanted, 1)
         assert np.isfinite(wanted).all()
-        assert np.array_equal(out, wanted)
+        apart(x, weight, activation, both, found[0], 64)
+        together(x, weight, activation, found[1], 64)
+        together(x, weight, activation, found[2], 3)
+        assert all(np.array_equal(out, wanted) for out in found)
+
+
+def test_rows_are_cut_where_tiles_are_too_few():
+    parts = row_parts.py_func
+    assert [parts(rows, 20, 2) for rows in (1, 300, 4096)] == [1, 1, 1]
+    assert [parts(rows, 20, 16) for rows in (1, 63, 64, 96, 128, 4096)] == [1, 1, 2, 3, 4, 4]
+    assert parts(4096, 3, 64) == 86

@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from nanoengine.kernels import pool
+from nanoengine.kernels.cpu_decoder import activate
+from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.pool import share_of
 from nanoengine.layers import placement
+from nanoengine.layers.packed import PackedLinear
 
 COUNT, SIZE = 300, 1 << 20
 
@@ -35,3 +41,33 @@ def test_buffers_are_in_memory_once_after_they_moved() -> None:
     assert [int(buffer[-1]) for buffer in found] == [i % 251 for i in range(COUNT)]
     starts = sorted(buffer.data_ptr() for buffer in found)
     assert starts[-1] - starts[0] == (COUNT - 1) * SIZE
+
+
+@compiled(fastmath=())
+def gated(x, weight, out, workers):
+    activate(x, weight, 0, out, workers)
+
+
+def test_who_touches_a_gate_and_its_up_reads_them(monkeypatch) -> None:
+    """What one of four workers touches is made NaN: so are the outputs of that worker's share."""
+    found: list[np.ndarray] = []
+    monkeypatch.setattr(pool, "touch", lambda memory, workers: found.append(memory))
+    workers, inner, inputs = 4, 512, 32
+    model = nn.Module()
+    model.mlp, model.mlp.gate_up_proj = nn.Module(), PackedLinear("gate_up_proj")
+    method = model.mlp.gate_up_proj
+    method.create((2 * inner, inputs), torch.float32, torch.device("cpu"))
+    placement.place_parameters(model)
+    method.load(torch.ones(2 * inner, inputs))
+    panels, bias = method.operands(None)
+    assert sum(part.nbytes for part in found) == panels.nbytes
+    for worker in range(workers):
+        broken = panels.copy()
+        for part in found:
+            first = (part.ctypes.data - panels.ctypes.data) // 4
+            lo, hi = share_of.py_func(part.nbytes // 4, worker, workers)
+            broken[first + lo : first + hi] = np.nan
+        out = np.empty((1, inner), np.float32)
+        gated(np.ones((1, inputs), np.float32), (broken, bias), out, workers)
+        lo, hi = share_of.py_func(inner, worker, workers)
+        assert np.flatnonzero(np.isnan(out[0])).tolist() == list(range(lo, hi))
