@@ -18,7 +18,7 @@ from nanoengine.cli import batch
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields, shared
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.paths import STDOUT
-from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.records import Recorder, parts
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import STDIN, Input, Line, RowError
 from nanoengine.text.prompt_forms import Row
@@ -46,6 +46,8 @@ class GenerateArgs(EngineArgs):
             resumes.
         chat: Take each prompt as a user's message and apply the model's chat template.
         system: System message before each chat.
+        reasoning_parser: Take apart what the model thinks, by vLLM's names or auto.
+        tool_call_parser: Take apart the calls in answers, by vLLM's names or auto.
         watch: Draw the KV pool and the running sequences on the terminal while they change.
     """
 
@@ -55,6 +57,8 @@ class GenerateArgs(EngineArgs):
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
     chat: bool = False
     system: str | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
     watch: bool = False
 
 
@@ -87,7 +91,7 @@ def main(args: GenerateArgs) -> int:
             shown = Watch(lambda: f"{llm.engine.num_unfinished} of {len(asked)} prompts are left")
             stack.callback(shown.close)
             llm.engine.observers.append(shown)
-        elif to_a_terminal() and len(tasks) == tasks[0].params.n == 1:
+        elif to_a_terminal() and len(tasks) == tasks[0].params.n == 1 and not rows.takes_apart:
             for growing in llm.stream(asked[0], kind="delta"):
                 print(growing.outputs[0].text, end="", flush=True)
             print()
@@ -125,6 +129,10 @@ def _record(recorder: Recorder, task: Task, output: RequestOutput) -> str:
 
 
 def _text(task: Task, output: RequestOutput) -> str:
-    shown = [f"[{task.row}] {output.prompt!r}"]
-    shown += (f"error: {one.error}" if one.error else repr(one.text) for one in output.outputs)
-    return "\n    ".join(shown) + "\n"
+    lines = [f"[{task.row}] {output.prompt!r}"]
+    if task.form is not None:
+        output = task.form.taken_apart(output, task.key)
+    for one in output.outputs:
+        lines += (f"    {name}: {part!r}" for name, part in parts(one).items())
+        lines.append(f"    {one.text!r}" if one.error is None else f"    error: {one.error}")
+    return "\n".join(lines) + "\n"

@@ -185,6 +185,11 @@ class RowOptions:
             raise ConfigError("--system needs --chat: only a chat template has a place for it")
 
     @property
+    def takes_apart(self) -> bool:
+        """Whether each answer is taken apart."""
+        return self.reasoning_parser is not None or self.tool_call_parser is not None
+
+    @property
     def columns_alone(self) -> bool:
         """Whether a row's columns are data and no parameters."""
         return self.prompt_column is not None or self.template is not None
@@ -420,8 +425,7 @@ class RowReader:
     ) -> dict[str, Any]:
         """A row's parameters, with those that the form of its answers needs."""
         options, is_chat = self._options, task.kind == "chat"
-        named = options.reasoning_parser or options.tool_call_parser
-        if not named and not (is_chat and (tools or choice)):
+        if not options.takes_apart and not (is_chat and (tools or choice)):
             return own
         from nanoengine.features.answers import BOUND_TWICE, answer_form, reader_of
 
