@@ -1,4 +1,4 @@
-"""Print what all tests need: `python tools/extras.py | pip install -r /dev/stdin`.
+"""Print what all tests need; `make test-extras` installs it.
 
 Why not `pip install -e ".[...]"`: that builds the package once more, in an environment of its own.
 """
