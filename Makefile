@@ -8,6 +8,9 @@ READY := $(VENV)/.ready
 READY_TEST := $(VENV)/.ready-test
 BIN := $(VENV)/bin
 
+# Without bytecode each run compiles the tests and the package anew: 7 of 15 seconds before the first test.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-guarded test-extras core clients soak test-gpu bench lint loc docs images
 
 demo: $(READY)  ## generate text with the small model that comes with the package
@@ -24,10 +27,11 @@ test-guarded: $(READY_TEST)  ## what guards rarely changed ground; writes what i
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu --guarded only
 
 test-extras: $(READY_TEST)  ## what needs optional packages: Parquet, grammars, evaluation, and Ray, which runs alone
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval,ray,structured,programs,plot,docs,notebook,browser]"
+	@$(BIN)/python tools/extras.py > $(VENV)/extras.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r $(VENV)/extras.txt
 	@$(BIN)/python -m pytest -m "extra or eval or browser" -n 2 --dist loadfile
 	@$(BIN)/python -m pytest --nbmake docs/notebooks
-	@$(BIN)/python -m pytest -m ray
+	@$(BIN)/python -m pytest -m ray tests/parallel
 
 core: $(READY_TEST)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core
 	@$(BIN)/python -m pytest -p tests.support.no_torch tests/core --durations 5

@@ -7,13 +7,11 @@ manual.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import warnings
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
@@ -23,7 +21,6 @@ from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import InputChangedError, Job, JobOptions
 from nanoengine.jobs.log import OutputLostError, lost
 from nanoengine.jobs.manifest import describe_engine
-from nanoengine.jobs.paths import real_path
 from nanoengine.jobs.progress import Progress, summary, table
 from nanoengine.jobs.rows import read_by
 from nanoengine.jobs.signals import Signals, Stopped
@@ -36,8 +33,8 @@ if TYPE_CHECKING:
     from nanoengine.observe.watch import Watch
     from nanoengine.parallel.replicas import Replicas
 
+# Exit codes; a signal's is 128 + its number.
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS, SOME_DIFFER = 0, 1, 2, 3, 4
-"""Exit codes; a signal's is 128 + its number."""
 
 MOST_GRACE_S = 86_400
 
@@ -121,8 +118,6 @@ def main(args: BatchArgs) -> int:
             return dry_run(job_options(args), config, args.model)
         if args.watch:
             require_terminal()
-        if args.summary_json is not None:
-            _require_writable(real_path(args.summary_json))
         try:
             job = Job(job_options(args), lambda: describe_engine(config, args.model))
         except OutputLostError as error:
@@ -249,9 +244,3 @@ def require_terminal() -> None:
     """Raises ConfigError where --watch has no terminal to draw on."""
     if not sys.stderr.isatty():
         raise ConfigError("--watch draws on a terminal, and stderr is none: leave it out")
-
-
-def _require_writable(path: Path) -> None:
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        told = f"--summary-json {str(path)!r} can't be written: no such directory, or no right to"
-        raise ConfigError(told)

@@ -11,7 +11,8 @@ from nanoengine.cli.options import DEMO, EngineArgs, engine_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchArgs(EngineArgs, WorkOptions):
-    """Options of the benchmark, and every option of the engine; `seed` seeds both.
+    """Options of the benchmark, and every option of the engine; `seed` seeds both. What measures
+    nanoengine itself (rates, ablations, sweeps) is `python bench.py --help` in its repository.
 
     examples:
       nanoengine bench --smoke

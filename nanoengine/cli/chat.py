@@ -1,15 +1,13 @@
 """`nanoengine chat`: a conversation in the terminal, streamed, with the prefix cache kept warm.
 
-/system TEXT   begin anew with this system message     /reset   begin anew
-/save FILE     the conversation as JSON                /stats   what the engine has counted
+/system TEXT   begin anew with this system message
+/reset         begin anew
 Ctrl-C stops an answer and keeps what there is of it; Ctrl-D, or /quit, ends.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,12 +20,12 @@ if TYPE_CHECKING:
     from nanoengine.llm import LLM
     from nanoengine.settings.params import SamplingParams
 
-COMMANDS = ("/system", "/reset", "/save", "/stats", "/quit")
+COMMANDS = ("/system", "/reset", "/quit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatArgs(EngineArgs):
-    """A conversation with a model; /system, /reset, /save and /stats are typed into it.
+    """A conversation with a model; /system, /reset and /quit are typed into it.
 
     examples:
       nanoengine chat demo
@@ -59,16 +57,11 @@ def main(args: ChatArgs) -> None:
 
 @dataclass
 class Chat:
-    """One conversation.
-
-    Attributes:
-        read: asks for a line; raises EOFError at the end.
-    """
+    """One conversation."""
 
     llm: LLM
     params: SamplingParams
     system: str | None = None
-    read: Callable[[str], str] = input
     messages: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +71,7 @@ class Chat:
         """Reads lines and answers them. Ctrl-C at the prompt clears the line."""
         while True:
             try:
-                line = self.read("> " if sys.stdin.isatty() else "").strip()
+                line = input("> " if sys.stdin.isatty() else "").strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -93,7 +86,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
-        answer = ""
+        answer, end = "", ""
         try:
             prompt = {"messages": self.messages}
             with closing(self.llm.stream(prompt, self.params, kind="delta")) as outputs:
@@ -101,11 +94,10 @@ class Chat:
                     print(output.outputs[0].text, end="", flush=True)
                     answer += output.outputs[0].text
         except KeyboardInterrupt:
-            print(" [stopped]", end="")
+            end = " [stopped]"
         except NanoEngineError as error:
-            print(f"error: {error}", end="")
-            answer = ""
-        print()
+            answer, end = "", f"error: {error}"
+        print(end)
         if answer:
             self.messages.append({"role": "assistant", "content": answer})
         else:
@@ -119,26 +111,9 @@ class Chat:
                 if name == "/system":
                     self.system = rest[0] if rest else None
                 self._reset()
-            case ["/save", path]:
-                self._save(path)
-            case ["/save"]:
-                print("/save needs the name of a file")
-            case ["/stats", *_]:
-                stats = self.llm.stats()
-                print(
-                    f"{stats.prefill_tokens:,} prompt tokens computed, {stats.output_tokens:,}"
-                    f" generated; {stats.cache_hit_rate:.0%} of prompt tokens were cache hits"
-                )
             case [name, *_]:
                 print(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
 
     def _reset(self) -> None:
         system = self.system
         self.messages[:] = [] if system is None else [{"role": "system", "content": system}]
-
-    def _save(self, path: str) -> None:
-        try:
-            with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-                print(json.dumps({"messages": self.messages}, ensure_ascii=False), file=file)
-        except OSError as error:
-            print(f"{path} can't be written: {error.strerror}")

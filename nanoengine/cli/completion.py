@@ -25,6 +25,8 @@ from nanoengine.cli import main as program
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import nearest
 
+# What goes behind tyro's script, whose last line asks its function in zsh: files where that has
+# nothing to say.
 FILES: dict[str, str] = {
     "bash": """
 _nanoengine_or_files() {
@@ -39,8 +41,6 @@ complete --command nanoengine --force-files --condition \\
   'test (count (commandline -opc)) -gt 1; and string match -qr -- "^[^-]" (commandline -ct)'
 """,
 }
-"""What goes behind tyro's script, whose last line asks its function in zsh: files where that has
-nothing to say."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -54,7 +54,7 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"completion: unknown shell {given!r}; {nearest(given, FILES)}")
     with contextlib.redirect_stdout(io.StringIO()) as written, contextlib.suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
-            {name: _options(name) for name in program.COMMANDS},
+            {name: _options(*program.find_command(name)) for name in program.COMMANDS},
             prog="nanoengine",
             args=["--tyro-print-completion", args[0]],
             config=(tyro.conf.OmitArgPrefixes,),
@@ -67,7 +67,6 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
-def _options(command: str) -> type:
+def _options(_: object, options_class: type | None) -> type:
     """The options of a command; none where it reads its command line itself."""
-    _, options_class = program.find_command(command)
     return groups.grouped(options_class) if options_class else dataclasses.make_dataclass("_", [])

@@ -18,14 +18,9 @@ from nanoengine.settings.config import EngineConfig
 
 T = TypeVar("T")
 
+# A box of the help: what it says, and the options in it, in their order. The last box that names
+# one has it; an option that none of them names is the command's own, and stands beside --help.
 GROUPS = {
-    "input": ("What is asked, and how rows are understood.",
-        """prompt file input_format prompt_column template chat system any_model ignore_unknown
-        strict max_row_mib dry_run dimensions pooling truncate dataset workload smoke num_requests
-        input_len output_len prefix_len length_cap temperature rounds"""),
-    "output": ("Where answers go, and what happens to rows without one.",
-        """output errors in_order reasoning_parser tool_call_parser max_errors fail_fast
-        retry_errors restart verify grace summary_json json"""),
     "model": ("What is loaded, and how it computes.", " ".join(EngineConfig.__dataclass_fields__)),
     "memory": ("The KV cache: its size, and where blocks are kept.",
         """max_model_len num_blocks block_size num_kv_blocks kv_cache_gib memory_fraction
@@ -33,12 +28,9 @@ GROUPS = {
         kv_disk_gib"""),
     "scheduling": ("What runs when, and on how many processes.",
         """max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_threshold
-        watermark_frac admission preempt_above admit_below speculative debug_checks overlap
-        keep_input_order replicas threads ray"""),
+        watermark_frac admission preempt_above admit_below speculative debug_checks overlap"""),
     "watching": ("What each step does.", "trace trace_steps watch"),
 }  # fmt: skip
-"""A box of the help: what it says, and the options in it, in their order. The last box that names
-one has it; an option that none of them names stands beside --help."""
 
 POSITIONAL = tyro.conf.Positional[int].__metadata__[0]
 BOXES = {name: box for box, (_, names) in GROUPS.items() for name in names.split()}

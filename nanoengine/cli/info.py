@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanoengine.cli.options import DEMO, EngineArgs, ModelName, engine_options
 from nanoengine.errors import NanoEngineError
@@ -55,22 +55,20 @@ def main(args: InfoArgs) -> None:
     model = load_model_config(directory)
     dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
+    needs = {"device": device, "dtype": dtype, "head_dim": model.largest_head}
+    needs |= {"kv_dtype": kv_dtype, "latent": model.plan.latent is not None}
     where = f"{device.type}, {_name(dtype)}, head_dim {model.largest_head}"
-    latent = model.plan.latent is not None
-    backends = backend_lines(device, dtype, model.largest_head, kv_dtype, latent=latent)
     sections: dict[str, Iterable[str]] = {
         "versions": map(" ".join, versions().items()),
         "device": device_lines(device),
-        f"attention backends ({where})": backends,
+        f"attention backends ({where})": backend_lines(needs),
         f"model {args.model}": model_lines(model, directory, dtype, kv_dtype),
     }
     if directory.suffix == GGUF:
         sections["GGUF file"] = gguf_lines(directory)
-        if model.quantization is not None and device.type == "cpu":
-            runs = resolve_quantization(args.quantization, model.quantization, device="cpu")
-            sections[f"  runs as {runs}"] = (
-                kernel_lines(directory, runs.activations) if runs else ()
-            )
+        asked, on_cpu = (args.quantization, model.quantization), device.type == "cpu"
+        if on_cpu and (runs := resolve_quantization(*asked, device="cpu")):
+            sections[f"  runs as {runs}"] = kernel_lines(directory, runs.activations)
     if args.load:
         sections["engine"] = engine_lines(config)
     for title, lines in sections.items():
@@ -113,20 +111,15 @@ def device_lines(device: torch.device) -> Iterator[str]:
     yield f"cpu_isa may be {', '.join(isa.name for isa in available(cpu_features()))}"
 
 
-def backend_lines(
-    device: torch.device, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None,
-    **kind: bool,
-) -> Iterable[str]:  # fmt: skip
-    """Each attention backend: chosen by auto, available, or why not; `kind` as in
-    `make_backend`."""
+def backend_lines(needs: dict[str, Any]) -> Iterable[str]:
+    """Each attention backend: chosen by auto, available, or why not; `needs` of `make_backend`."""
     from nanoengine.attention import BACKENDS, backend_class, make_backend, resolve_backend
 
-    chosen = resolve_backend("auto", device, dtype)
-    same = {"device": device, "dtype": dtype, "head_dim": head_dim, "kv_dtype": kv_dtype}
+    chosen = resolve_backend("auto", needs["device"], needs["dtype"])
     for name in BACKENDS:
         try:
             block_size = backend_class(name).default_block_size
-            make_backend(name, block_size=block_size, **same, **kind)
+            make_backend(name, block_size=block_size, **needs)
             state = f"available, {block_size} tokens a block"
         except (NanoEngineError, ImportError) as error:
             state = f"not available: {error}"
@@ -144,7 +137,6 @@ def model_lines(
     sizes = {"num_kv_heads": m.num_key_value_heads, "head_dim": m.head_dim, "dtype": kv_dtype}
     parts = 2 if m.plan.latent is None else 1
     token_bytes = block_bytes(block_size=1, num_layers=len(slices), parts=parts, **sizes)
-    windows = {window for window in m.sliding_windows if window is not None}
     yield str(directory)
     yield (
         f"{m.architecture}: {m.num_hidden_layers} layers, hidden size {m.hidden_size},"
@@ -157,7 +149,7 @@ def model_lines(
     )
     per_gib = f"{GIB // token_bytes:,} tokens a GiB"
     yield f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)}, {per_gib}"
-    if windows:
+    if windows := set(m.sliding_windows) - {None}:
         yield f"sliding windows of {sorted(windows)} tokens"
     if moe:
         yield f"{moe.num_experts} experts, {moe.num_experts_per_tok} a token"
@@ -176,15 +168,16 @@ def gguf_lines(path: Path) -> Iterable[str]:
     for name, tensor in file.tensors.items():
         part = next((part for part, names in GGUF_PARTS.items() if re.search(names, name)), "rest")
         parts.setdefault(part, []).append(tensor)
-    title = file.metadata.get("general.name", path.stem)
-    template = "tokenizer.chat_template" in file.metadata
-    yield f"{title}, {'with' if template else 'without'} a chat template"
+    word = "with" if "tokenizer.chat_template" in file.metadata else "without"
+    yield f"{file.metadata.get('general.name', path.stem)}, {word} a chat template"
     for part, tensors in {**parts, "all": list(file.tensors.values())}.items():
         numbers = sum(math.prod(tensor.shape) for tensor in tensors)
         size = sum(tensor.num_rows * tensor.row_bytes for tensor in tensors)
-        types = ", ".join(sorted({tensor.type for tensor in tensors}))
-        bits, gib = 8 * size / numbers, size / GIB
-        yield f"{part}: {numbers:,} numbers of {bits:.2f} bits, {gib:.2f} GiB: {types}"
+        types, much = (
+            ", ".join(sorted({tensor.type for tensor in tensors})),
+            f"{size / GIB:.2f} GiB",
+        )
+        yield f"{part}: {numbers:,} numbers of {8 * size / numbers:.2f} bits, {much}: {types}"
 
 
 def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[str]:
@@ -206,11 +199,11 @@ def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[
     yield from (f"{text} {' and '.join(sizes)} inputs" for text, sizes in found.items())
 
 
+# Part of a model -> what the names of its tensors have in them.
 GGUF_PARTS = {
     "embedding": "^token_embd", "head": "^output\\.", "attention": "attn_|shortconv",
     "experts": "_exps", "MLP": "ffn_",
 }  # fmt: skip
-"""Part of a model -> what the names of its tensors have in them."""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -25,6 +25,8 @@ from nanoengine.errors import ConfigError, NanoEngineError
 
 T = TypeVar("T")
 
+# Command -> what it does. Its options are `nanoengine.cli.COMMAND.CommandArgs`; without such a
+# class it reads its command line itself, and its help is its module's docstring.
 COMMANDS = {
     "batch": "answer files of rows; what is finished is kept, and a run resumes",
     "generate": "complete prompts of the command line, a file or stdin",
@@ -39,17 +41,11 @@ COMMANDS = {
     "info": "show versions, device, attention backends and a model",
     "completion": "print what completes these commands in bash, zsh or fish",
 }
-"""Command -> what it does. Its options are `nanoengine.cli.COMMAND.CommandArgs`; without such a
-class it reads its command line itself, and its help is its module's docstring."""
-
-IN_THE_REPOSITORY = {"gpu-report", "plot", "--gpu-report", "--ablate", "--compare", "--plot",
-                     "--rate", "--shape", "--sweep"}  # fmt: skip
-MEASURES = "measures nanoengine itself: run `python bench.py --help` in its repository"
 
 HELP = ("-h", "--help")
 
+# Exit statuses as shells have them: after Ctrl-C, and when nobody reads the output any more.
 INTERRUPTED, PIPE_CLOSED = 130, 141
-"""Exit statuses as shells have them: after Ctrl-C, and when nobody reads the output any more."""
 
 
 def usage() -> str:
@@ -100,10 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nanoengine {__version__}")
         return 0
     name = args[0]
-    words = {word.partition("=")[0] for word in (args if name == "bench" else args[:1])}
     try:
-        if asked := words & IN_THE_REPOSITORY:
-            raise ConfigError(f"{min(asked)} {MEASURES}")
         if name not in COMMANDS:
             raise ConfigError(f"unknown command {name!r}; known: {', '.join(COMMANDS)}")
         module, options_class = find_command(name)

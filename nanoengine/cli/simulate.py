@@ -22,10 +22,7 @@ from nanoengine.observe.trace import Trace
 from nanoengine.settings.checks import require_positive
 from nanoengine.settings.config import EngineConfig
 
-SCHEDULER_OPTIONS = (
-    "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "long_prefill_threshold",
-    "enable_prefix_caching", "watermark_frac",
-)  # fmt: skip
+SIZES = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +41,7 @@ class SimulateArgs:
             None: it sees the exact lengths, as in a benchmark that ignores EOS.
         max_num_seqs: Most sequences that run at once.
         max_num_batched_tokens: Token budget of a step.
-        long_prefill_threshold: Most prompt tokens of one sequence a step; 0: only the budget bounds
-            it.
-        enable_prefix_caching: Reuse equal prefixes.
-        watermark_frac: Share of blocks that admission leaves free.
         admission: The policy that holds sequences back.
-        preempt_above: Hysteresis: pressure at which admission stops; None: 0.95.
-        admit_below: Hysteresis: pressure under which it starts again; None: 0.80.
         fit: Report of `nanoengine bench --json`: its steps give the times.
         json: Print JSON.
         trace: Write what comes into the run to this file; see docs/trace.md.
@@ -67,25 +58,20 @@ class SimulateArgs:
     length_cap: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    long_prefill_threshold: int = 0
-    enable_prefix_caching: bool = True
-    watermark_frac: float = 0.01
     admission: Literal["predictive", "watermark", "hysteresis"] = "predictive"
-    preempt_above: float | None = None
-    admit_below: float | None = None
     fit: Path | None = None
     json: bool = False
     trace: str | None = None
     trace_steps: str | None = None
 
     def __post_init__(self) -> None:
-        self.engine_config()
         require_positive(self, ConfigError, "num_requests", "prefix_len", "length_cap")
+        self.steps()
 
-    def engine_config(self) -> EngineConfig:
-        """These settings as an engine's: the same names, so the same bounds and the same errors."""
+    def steps(self) -> tuple[int, int | None]:
+        """Those to trace. Why a config: the same names have the same bounds and errors there."""
         same = shared(EngineConfig, self)
-        return EngineConfig(model="none", num_kv_blocks=self.num_blocks, **same)
+        return EngineConfig(model="-", num_kv_blocks=self.num_blocks, **same).steps_traced()
 
 
 def main(args: SimulateArgs) -> None:
@@ -97,12 +83,10 @@ def main(args: SimulateArgs) -> None:
     rows = args.num_requests or (sys.maxsize if Path(args.workload).suffix else 256)
     scale = STANDARD._replace(num_requests=rows)
     items = make_workload(args.workload, scale, args.prefix_len, args.seed, _no_text)
-    policy = make_policy(args.admission, args.preempt_above, args.admit_below)
-    options = {name: getattr(args, name) for name in SCHEDULER_OPTIONS}
-    scheduler = make_scheduler(policy=policy, **options)
+    sizes = {name: getattr(args, name) for name in SIZES}
+    scheduler = make_scheduler(policy=make_policy(args.admission), **sizes)
     model = load_time_model(args.fit) if args.fit else None
-    steps = args.engine_config().steps_traced()
-    with Trace(args.trace, scheduler, steps=steps) if args.trace else nullcontext() as trace:
+    with Trace(args.trace, scheduler, steps=args.steps()) if args.trace else nullcontext() as trace:
         report = simulate(
             items, scheduler, length_cap=args.length_cap, time_model=model, trace=trace
         )

@@ -54,7 +54,7 @@ class Paths:
             is no such file.
 
     Raises:
-        ConfigError: one of them is a directory.
+        ConfigError: one of them is a directory; the summary can't be written.
     """
 
     def __init__(self, output: str, errors: str | None, summary_json: Path | None) -> None:
@@ -77,6 +77,11 @@ class Paths:
             for option, name in named.items()
             if name is not None and name != STDOUT
         }
+        summary = self._named.get("--summary-json", self.output)
+        place = summary if summary.exists() else summary.parent
+        if summary_json is not None and not os.access(place, os.W_OK):
+            told = "can't be written: no such directory, or no right to"
+            raise ConfigError(f"--summary-json {str(summary)!r} {told}")
 
     def check(self, inputs: Iterable[Input]) -> None:
         """Raises ConfigError if a file is written that is read, or written for something else."""

@@ -26,7 +26,7 @@ from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import RowParallelLinear
 from nanoengine.layers.mamba2 import MambaInputs, MambaSpans, MambaTokens, scan, step
 from nanoengine.models.decoder import taken
-from nanoengine.models.states import PickedLinear, StateLayer, pick_rows
+from nanoengine.models.states import Decay, PickedLinear, StateLayer, pick_rows
 
 
 class MambaMixer(StateLayer):
@@ -149,7 +149,7 @@ class MambaMixer(StateLayer):
         )  # fmt: skip
 
 
-class MambaHeads(Layer):
+class MambaHeads(Decay):
     """What a Mamba layer learns of each head: how fast it forgets (a_log), a bias of dt, and the
     way past the state (d).
 
@@ -159,13 +159,8 @@ class MambaHeads(Layer):
     """
 
     def __init__(self, num_heads: int, limits: tuple[float, float], context: ModelContext) -> None:
-        super().__init__()
-        wide = torch.promote_types(context.dtype, torch.float32)
-        self.num_heads, self.part = num_heads, context.shard.slice(num_heads, "mamba_n_heads")
-        own = self.part.stop - self.part.start
-        self.a_log = context.parameter(own, dtype=wide)
-        self.dt_bias = context.parameter(own, dtype=wide)
-        self.d = context.parameter(own, dtype=wide)
+        super().__init__(num_heads, context, "mamba_n_heads")
+        self.d = context.parameter(*self.a_log.shape, dtype=self.a_log.dtype)
         self.limits = None if limits == ANY_STEP else limits
 
     def forward(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,12 +171,7 @@ class MambaHeads(Layer):
         return dt, -self.a_log.exp() * dt
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        beside, shape, part = path.rpartition(".")[0], (self.num_heads,), (self.part,)
-        tensors = {"A_log": self.a_log, "dt_bias": self.dt_bias, "D": self.d}
-        return {
-            f"{beside}.{name}": WeightSlot(shape=shape, part=part, store=tensor.copy_)
-            for name, tensor in tensors.items()
-        }
+        return self.head_slots(path, A_log=self.a_log, dt_bias=self.dt_bias, D=self.d)
 
 
 class GroupNorm(Layer):

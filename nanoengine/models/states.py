@@ -316,13 +316,13 @@ def pick_rows(
 class Decay(Layer):
     """How much each head forgets at a token: a [T, H] -> logarithms [T, H], at most 0.
 
-    `num_heads` are those of all ranks.
+    `num_heads` are those of all ranks, `name` what the config calls them.
     """
 
-    def __init__(self, num_heads: int, context: ModelContext) -> None:
+    def __init__(self, num_heads: int, context: ModelContext, name: str = "heads") -> None:
         super().__init__()
         wide = torch.promote_types(context.dtype, torch.float32)
-        self.num_heads, self.part = num_heads, context.shard.slice(num_heads, "heads")
+        self.num_heads, self.part = num_heads, context.shard.slice(num_heads, name)
         own = self.part.stop - self.part.start
         self.a_log = context.parameter(own, dtype=wide)
         self.dt_bias = context.parameter(own, dtype=wide)
@@ -331,8 +331,11 @@ class Decay(Layer):
         return -self.a_log.exp() * F.softplus(a + self.dt_bias)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return self.head_slots(path, A_log=self.a_log, dt_bias=self.dt_bias)
+
+    def head_slots(self, path: str, **tensors: torch.Tensor) -> dict[str, WeightSlot]:
+        """Slots of a number a head, of which this rank holds its part, beside the module `path`."""
         beside, shape, part = path.rpartition(".")[0], (self.num_heads,), (self.part,)
-        tensors = {"A_log": self.a_log, "dt_bias": self.dt_bias}
         return {
             f"{beside}.{name}": WeightSlot(shape=shape, part=part, store=tensor.copy_)
             for name, tensor in tensors.items()

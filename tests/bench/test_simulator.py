@@ -125,7 +125,6 @@ def test_the_command(tmp_path, capsys):
     [
         (["--workload", "nowhere.csv"], "existing .csv or .jsonl"),
         (["--fit", "nowhere.json"], "step records"),
-        (["--admit-below", "0.5"], "hysteresis"),
         (["--block-size", "7"], "power of two"),
         (["--num-requests", "0"], "at least 1"),
     ],

@@ -108,25 +108,6 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("args", "asked"),
-    [
-        (["bench", "--smoke", "--ablate"], "--ablate"),
-        (["bench", "--sweep=max_num_seqs=1,2"], "--sweep"),
-        (["bench", "--rate", "20"], "--rate"),
-        (["gpu-report"], "gpu-report"),
-        (["plot", "report.json"], "plot"),
-    ],
-)
-def test_what_only_the_repository_has_says_where_it_is(
-    args: list[str], asked: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(args) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {asked} measures nanoengine itself: run `python bench.py")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "nanoengine.observe.metrics",

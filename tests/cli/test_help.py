@@ -50,10 +50,10 @@ def boxes(shown: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("command", "titles"),
     [
-        ("generate", ["input", "output", "model", "memory", "scheduling", "watching", "sampling"]),
-        ("batch", ["input", "output", "model", "memory", "scheduling", "watching", "sampling"]),
-        ("chat", ["input", "model", "memory", "scheduling", "watching", "sampling"]),
-        ("bench", ["input", "output", "model", "memory", "scheduling", "watching"]),
+        ("generate", ["model", "memory", "scheduling", "watching", "sampling"]),
+        ("batch", ["model", "memory", "scheduling", "watching", "sampling"]),
+        ("chat", ["model", "memory", "scheduling", "watching", "sampling"]),
+        ("bench", ["model", "memory", "scheduling", "watching"]),
     ],
 )
 def test_help_is_in_groups_with_three_examples(

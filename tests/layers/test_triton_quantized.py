@@ -315,7 +315,8 @@ RARELY = pytest.mark.guards(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("option", ["int4", pytest.param("int8_weight_only", marks=RARELY)])
+@RARELY
+@pytest.mark.parametrize("option", ["int4", "int8_weight_only"])
 def test_weights_are_quantized_while_they_load(option: str, tmp_path: Path) -> None:
     """Tokens are those of the same weights on a CPU, by float activations."""
     make_checkpoint(tmp_path, "llama", tie_word_embeddings=option == "int4")

@@ -19,6 +19,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import all_logits, build
 from tests.support.model_helpers import random_prompts as plain_prompts
+from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
 
 WINDOW = 512
 
@@ -104,6 +105,7 @@ def test_ranks_that_would_change_how_layers_share_slices_are_refused() -> None:
         make_engine(directory, device="cpu", dtype="float32", tensor_parallel_size=2)
 
 
+@pytest.mark.usefixtures("thread_ranks")
 def test_ranks_may_share_the_one_kv_head_of_all_layers() -> None:
     directory = checkpoint("gemma4", num_key_value_heads=1)
     options = {"device": "cpu", "dtype": "float32", "block_size": 8, "num_kv_blocks": 30}
@@ -111,6 +113,7 @@ def test_ranks_may_share_the_one_kv_head_of_all_layers() -> None:
     one = tokens(run(make_engine(directory, **options), prompts, greedy(6)))
     two = make_engine(directory, tensor_parallel_size=2, **options)
     assert tokens(run(two, prompts, greedy(6))) == one
+    two.close()
 
 
 def test_chunks_score_prompts_and_sample_as_whole_prompts_do() -> None:

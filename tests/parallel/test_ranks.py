@@ -81,7 +81,7 @@ def work() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts * 2, [greedy(12)] * len(prompts) + (sampled * len(prompts))[: len(prompts)]
 
 
-PROCESSES = ("dots1", "overlapped")
+PROCESSES = ("overlapped",)
 """Cases that run on two processes. The others run on two threads of this one: the same sums by
 gloo, and no process that loads torch."""
 

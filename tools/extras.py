@@ -1,0 +1,25 @@
+"""Print what all tests need; `make test-extras` installs it.
+
+Why not `pip install -e ".[...]"`: that builds the package once more, in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+LEFT_OUT = ("flash",)
+"""Needs a compiler of CUDA."""
+
+
+def requirements() -> list[str]:
+    """Of all extras that a CPU can use; and the package's own, which no other may replace."""
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = {one for name in extras.keys() - set(LEFT_OUT) for one in extras[name]}
+    return sorted(wanted.union(project["dependencies"]))
+
+
+if __name__ == "__main__":
+    print("\n".join(requirements()))
