@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
+from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, OWN_NAMES, TEXT_DEFAULTS, TEXT_PARTS, Family
 from nanoengine.checkpoint.files import GGUF
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
@@ -178,7 +178,10 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     else:
         extra, absent = family.rope_extra, family.rope
         rope = read_rope(keys, absent=absent, extra=extra, partial=partial_heads)
-        ropes = tuple(rope if turned else None for turned in family.turned(keys, slides))
+        ropes = tuple(
+            replace(rope, theta=float(turned)) if turned > 1 else rope if turned else None
+            for turned in family.turned(keys, slides)
+        )
     named = raw.get("architectures") or [architecture]
     headless = not is_part and architecture not in named
     # Why tied: nothing is made for a head then.
@@ -201,7 +204,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         sliding_windows=windows,
         states=states,
         moe=family.moe(keys) if family.moe else None,
-        tensor_names=family.names,
+        tensor_names=family.names(keys) if callable(family.names) else family.names,
         left_out="|".join(left_out) or _drafting_layers(keys),
         dtype=_dtype(keys),
         quantization=_quantization(keys, family, plan, is_part=is_part, tied=tied),
@@ -234,6 +237,10 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                 )
             outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
             return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], True
+    own = OWN_NAMES.get(given.get("model_type") or "")
+    if own and len(named) == 1 and named[0].endswith("ForCausalLM"):
+        named = [own]
+        raw = {**raw, "architectures": named}
     for name in named:
         if name in FAMILIES:
             return raw, name, False
@@ -361,6 +368,11 @@ def _quantization(
     # Why: exceptions are written in the checkpoint's names, and layers ask by ours.
     patterns = *stored.skipped, *stored.targets
     skipped = [pattern for pattern in patterns if pattern not in ("lm_head$", "")]
+    if plan.inputs_first:
+        raise UnsupportedModelError(
+            f"quantization_config of {stored.format} is not implemented for {family.model_type};"
+            " supported: checkpoints of floats"
+        )
     if skipped and (family.names or plan.merged or plan.merged_gate):
         raise UnsupportedModelError(
             f"quantization_config leaves layers out, which is not implemented for"

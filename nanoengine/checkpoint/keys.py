@@ -81,7 +81,8 @@ KEYS: dict[str, Key] = {
     **_each("num_attention_heads num_key_value_heads", Key(int, 1, 2**16)),
     "head_dim": Key(int, 2, 2**16),
     **_each("attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias", _MATHS_FLAG),
-    **_each("clip_qkv attention_chunk_size dual_chunk_attention_config", _REFUSED),
+    **_each("attention_chunk_size dual_chunk_attention_config", _REFUSED),
+    "clip_qkv": _SOFTCAP,
     "is_causal": Key(bool, default=True, unread="refused"),
     **_each("use_mla attn_output_gate attention_k_eq_v", _MATHS_FLAG),
     **_each(
@@ -122,6 +123,7 @@ KEYS: dict[str, Key] = {
     "rope_interleaved": _MATHS_FLAG,
     "rope_interleave": Key(bool, default=True, unread="refused"),
     "no_rope_layers": Key(list[int], unread="refused"),
+    "layer_rope_theta": Key(list[float], unread="refused"),
     "no_rope_layer_interval": Key(int, 1, 10_000, 4),
     # the MLP
     **_each("intermediate_size block_ff_dim", Key(int, 1, 2**22)),
@@ -131,6 +133,16 @@ KEYS: dict[str, Key] = {
     "block_auto_adjust_ff_dim": Key(bool, default=True),
     "block_ffn_dim_multiplier": Key(float, 1e-3, 1e3, 1.0),
     "block_multiple_of": Key(int, 1, 2**20, 256, "harmless"),
+    # what models before Llama have
+    **_each("alibi bias add_cross_attention scale_attn_by_inverse_layer_idx", _MATHS_FLAG),
+    **_each("_remove_final_layer_norm new_decoder_architecture", _MATHS_FLAG),
+    **_each(
+        "scale_attn_weights multi_query parallel_attn do_layer_norm_before enable_bias"
+        " layer_norm_elementwise_affine",
+        Key(bool, default=True),
+    ),
+    "num_ln_in_parallel_attn": Key(int, 1, 2),
+    "word_embed_proj_dim": Key(int, 1, 2**20),
     # experts
     **_each("num_experts num_local_experts num_experts_per_tok", Key(int, *_EXPERTS)),
     **_each("moe_num_experts moe_k moe_topk top_k_experts", Key(int, *_EXPERTS)),
@@ -155,6 +167,10 @@ KEYS: dict[str, Key] = {
     "use_expert_bias": Key(bool, default=True),
     "first_k_dense_replace": Key(int, *_LAYERS, 0, "refused"),
     "num_dense_layers": Key(int, *_LAYERS, 2),
+    "expert_selection_fn": Key(str, default="softmax", unread="refused"),
+    "shared_expert_combination_strategy": Key(str, default="average", unread="harmless"),
+    "prefix_dense_sliding_window_pattern": Key(int, 1, 10_000, 1, "harmless"),
+    "prefix_dense_intermediate_size": Key(int, 1, 2**22),
     "moe_layer_start_index": Key(int, *_LAYERS, 1),
     "moe_layer_end_index": Key(int, -1, 10_000, -1),
     "moe_layer_interval": Key(int, 1, 10_000, 1),
@@ -213,12 +229,17 @@ HARMLESS = frozenset((
     # of training alone
     "attention_dropout", "classifier_dropout", "embd_pdrop", "embedding_dropout",
     "hidden_dropout", "resid_pdrop",
-    "residual_dropout", "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
+    "residual_dropout", "attn_pdrop", "dropout", "layerdrop", "embed_dropout", "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
     # how transformers runs, not what; and what is read as `sliding_window_pattern`
     "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
     "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+    "reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+    # of a head of classes
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj",
     # how weights begin
+    "init_std",
     "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "expand",
     "z_loss_coefficient", "_sliding_window_pattern",
     # the sum of two others; where two addends are rounded

@@ -11,6 +11,7 @@ from dataclasses import replace
 from nanoengine.checkpoint import mamba, more_readers, readers
 from nanoengine.checkpoint.families import (
     ATTENTION_BIAS,
+    COHERE_DEFAULTS,
     FAMILIES,
     GELU,
     GEMMA_2,
@@ -29,7 +30,7 @@ from nanoengine.checkpoint.families import (
     Family,
 )
 from nanoengine.checkpoint.more_readers import experts, layers_from, limited, shared_size
-from nanoengine.checkpoint.readers import all_but_every, key, plan, size, windows
+from nanoengine.checkpoint.readers import all_but_every, biases, key, plan, size, windows
 
 # fmt: off
 # Why: where all layers have experts, configs need name no other MLP.
@@ -82,6 +83,10 @@ GRANITE_NAMES = {
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
     "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
 }
+GRANITE_SHARED_NAMES = GRANITE_NAMES | {
+    "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
+    "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
+}
 MAMBA_DEFAULTS = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
 GRANITE_4_NAMES = GRANITE_NAMES | {
     f"mlp.{part}{ours}": f"shared_mlp.{theirs}_linear"
@@ -95,6 +100,29 @@ FALCON_NAMES = {
 NEMOTRON_NAMES = {
     "model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f",
     "input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer",
+}
+COHERE_SHARED = "num_shared_experts", "intermediate_size"
+GLM_MOE = {
+    "qkv_bias": key("attention_bias"),
+    "head_norm": key("use_qk_norm", lambda asked: "head" if asked else None),
+}
+PLAIN_MLP = {"gated": False, "activation": more_readers.activation}
+GPT = {
+    "only": {
+        "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    "norm": "layer", "norm_bias": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True,
+    "positions": 0, **PLAIN_MLP,
+}
+GPT_DEFAULTS = {"hidden_act": "gelu_new", "tie_word_embeddings": True}
+GPT_NAMES = {
+    "model.embed_tokens": "model.wte", "model.layers": "model.h", "model.norm": "model.ln_f",
+    "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+}
+GPT_2_NAMES = GPT_NAMES | {
+    "model.embed_positions": "model.wpe", "self_attn": "attn", "qkv_proj": "c_attn",
+    "o_proj": "c_proj", "up_proj": "c_fc", "down_proj": "c_proj",
 }
 MIXTRAL_NAMES = {"mlp": "block_sparse_moe", **NUMBERED}
 
@@ -174,6 +202,28 @@ MORE_FAMILIES: dict[str, Family] = {
         },
         names=FALCON_NAMES,
     ),
+    "Cohere2MoeForCausalLM": Family(
+        "cohere2_moe", more_readers.cohere_keys,
+        plan=plan(
+            norms="parallel", interleaved=True, logit_scale=key("logit_scale"),
+            norm=key("rms_norm_eps", lambda eps: "layer" if eps is None else "rms"),
+            **ATTENTION_BIAS,
+        ),
+        windows=more_readers.cohere_windows, turned=more_readers.cohere_turned,
+        moe=experts(
+            inner="intermediate_size", shared_size=shared_size(*COHERE_SHARED),
+            layers=more_readers.named_sparse_layers, scale=more_readers.cohere_scale,
+            score=more_readers.cohere_score,
+            # Why: a softmax over the experts taken.
+            norm_topk_prob=lambda keys: keys.get("norm_topk_prob")
+            or keys.get("expert_selection_fn") == "softmax",
+        ),
+        defaults={
+            **COHERE_DEFAULTS, "head_dim": 128, "norm_topk_prob": True, "rms_norm_eps": None,
+            "sliding_window": 4096, "sliding_window_pattern": 4,
+        },
+        inner=more_readers.prefix_size, eps="layer_norm_eps",
+    ),
     "CwmForCausalLM": Family(
         "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
         defaults={
@@ -234,6 +284,19 @@ MORE_FAMILIES: dict[str, Family] = {
         names={"mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
         left_out=r"model\.mtp_",
     ),
+    "ExaoneForCausalLM": Family(
+        "exaone",
+        more_readers.renamed(
+            num_layers="num_hidden_layers", layer_norm_epsilon="rms_norm_eps",
+            activation_function="hidden_act",
+        ),
+        plan=plan(**LLAMA),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        names={
+            **GPT_NAMES, "self_attn": "attn.attention", "o_proj": "out_proj",
+            "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
+        },
+    ),
     "ExaoneMoeForCausalLM": Family(
         "exaone_moe", plan=plan(head_norm="head"), windows=all_but_every(),
         turned=readers.exaone_turned,
@@ -247,6 +310,17 @@ MORE_FAMILIES: dict[str, Family] = {
         names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
         left_out=DRAFTS,
     ),
+    "FalconForCausalLM": Family(
+        "falcon", more_readers.falcon,
+        plan=plan(
+            only={"alibi": (False, None)}, norms=more_readers.falcon_norms, norm="layer",
+            norm_bias=True, merged="heads", **PLAIN_MLP, **biases("bias"),
+        ),
+        defaults={
+            "hidden_act": "gelu", "max_position_embeddings": 2048, "tie_word_embeddings": True,
+        },
+        names=more_readers.falcon_names, inner=more_readers.four_times, eps="layer_norm_epsilon",
+    ),
     "FalconH1ForCausalLM": Family(
         "falcon_h1",
         plan=plan(
@@ -259,6 +333,18 @@ MORE_FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **MAMBA_DEFAULTS,
         },
         names=FALCON_NAMES,
+    ),
+    "FlintForCausalLM": Family(
+        "flint", plan=plan(norm="wide", head_norm="head", sinks=True, **ATTENTION_BIAS),
+        windows=more_readers.flint_windows, turned=readers.only_with_window,
+        moe=experts(
+            score="sigmoid", shared_size=size("shared_expert_intermediate_size"), **QWEN,
+        ),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 513,
+            "mlp_only_layers": [0, 1], "norm_topk_prob": True,
+        },
+        names=SHARED_NAMES | {"sinks": "softmax_offset"},
     ),
     "FlexOlmoForCausalLM": Family(
         "flex_olmo", plan=OLMO2, moe=experts(inner="intermediate_size", **NORM_TOPK),
@@ -274,11 +360,7 @@ MORE_FAMILIES: dict[str, Family] = {
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
-        plan=plan(
-            qkv_bias=key("attention_bias"),
-            head_norm=key("use_qk_norm", lambda asked: "head" if asked else None),
-        ),
-        moe=DEEPSEEK,
+        plan=plan(**GLM_MOE), moe=DEEPSEEK,
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
             "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1,
@@ -293,6 +375,50 @@ MORE_FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1, "routed_scaling_factor": 1.8,
             "num_nextn_predict_layers": 1, "q_lora_rank": 768, "num_key_value_heads": 20,
         },
+    ),
+    "GPT2LMHeadModel": Family(
+        "gpt2", more_readers.renamed(**more_readers.GPT_2),
+        plan=plan(merged="parts", inputs_first=True, **GPT),
+        turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES,
+        inner=more_readers.four_times, eps="layer_norm_epsilon",
+    ),
+    "GPTBigCodeForCausalLM": Family(
+        "gpt_bigcode", more_readers.big_code,
+        plan=plan(merged=key("multi_query", lambda one: "parts" if one else "heads"), **GPT),
+        turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES,
+        inner=more_readers.four_times, eps="layer_norm_epsilon",
+    ),
+    "GPTJForCausalLM": Family(
+        "gptj", more_readers.renamed(**more_readers.GPT_2),
+        plan=plan(
+            norms="parallel", norm="layer", norm_bias=True, interleaved=True, head_bias=True,
+            mlp_bias=True, **PLAIN_MLP,
+        ),
+        defaults={"hidden_act": "gelu_new", "rotary_dim": 64, "partial_rotary_factor": 1.0},
+        names={
+            **GPT_NAMES, "self_attn": "attn", "o_proj": "out_proj", "up_proj": "fc_in",
+            "down_proj": "fc_out",
+        },
+        inner=more_readers.four_times, eps="layer_norm_epsilon",
+    ),
+    "GPTNeoXForCausalLM": Family(
+        "gpt_neox",
+        more_readers.renamed(rotary_pct="partial_rotary_factor", rotary_emb_base="rope_theta"),
+        plan=plan(
+            norms=key("use_parallel_residual", lambda asked: "parallel each" if asked else "before"),
+            norm="layer", norm_bias=True, merged="heads", mlp_bias=True, **PLAIN_MLP,
+            **ATTENTION_BIAS,
+        ),
+        defaults={
+            "attention_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.25,
+            "use_parallel_residual": True,
+        },
+        names={
+            "model.embed_tokens": "model.embed_in", "model.norm": "model.final_layer_norm",
+            "self_attn": "attention", "qkv_proj": "query_key_value", "o_proj": "dense",
+            "up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h",
+        },
+        eps="layer_norm_eps",
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
@@ -335,10 +461,21 @@ MORE_FAMILIES: dict[str, Family] = {
         "granitemoeshared", plan=plan(**GRANITE_KEYS, **LLAMA, merged_gate=True),
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         defaults={"attention_multiplier": 1.0},
-        names={
-            **GRANITE_NAMES,
-            "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
-            "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
+        names=GRANITE_SHARED_NAMES,
+    ),
+    "GraniteMoeSWAForCausalLM": Family(
+        "granitemoe_swa",
+        plan=plan(**GRANITE_KEYS, **ATTENTION_BIAS, merged_gate=True, sinks=True),
+        windows=readers.all_but_first_of_four, turned=readers.layer_bases,
+        moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
+        defaults={"attention_multiplier": 1.0, "sliding_window": 128}, names=GRANITE_SHARED_NAMES,
+    ),
+    "GraniteSWAForCausalLM": Family(
+        "granite_swa", plan=plan(**GRANITE_KEYS, **LLAMA, sinks=True),
+        windows=readers.all_but_first_of_four, turned=readers.layer_bases,
+        defaults={
+            "attention_multiplier": 1.0, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+            "sliding_window": 128, "tie_word_embeddings": True,
         },
     ),
     "HeliumForCausalLM": Family(
@@ -444,6 +581,16 @@ MORE_FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         names=MIXTRAL_NAMES,
     ),
+    "NanoChatForCausalLM": Family(
+        "nanochat",
+        plan=plan(
+            only={"hidden_act": ("relu2",)}, norm="bare", head_norm="rotated", backwards=True,
+            embedding_norm=True, gated=False, activation="relu2",
+            logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
+        ),
+        defaults={"final_logit_softcapping": 15.0},
+        names={"up_proj": "fc1", "down_proj": "fc2"},
+    ),
     "NemotronForCausalLM": Family(
         "nemotron",
         plan=plan(
@@ -472,6 +619,27 @@ MORE_FAMILIES: dict[str, Family] = {
             "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8, "mamba_d_state": 128,
         },
         names=NEMOTRON_NAMES, left_out=DRAFTS, eps="layer_norm_epsilon",
+    ),
+    "OPTForCausalLM": Family(
+        "opt",
+        more_readers.renamed(ffn_dim="intermediate_size", activation_function="hidden_act"),
+        plan=plan(
+            only={"do_layer_norm_before": (True,), "_remove_final_layer_norm": (False, None)},
+            positions=more_readers.opt_positions, norm_bias=True,
+            norm=key("layer_norm_elementwise_affine", lambda one: "layer" if one else "bare layer"),
+            **PLAIN_MLP, **biases("enable_bias"),
+        ),
+        turned=readers.nowhere, defaults={"hidden_act": "relu", "tie_word_embeddings": True},
+        names={
+            "model.norm": "model.final_layer_norm", "input_layernorm": "self_attn_layer_norm",
+            "post_attention_layernorm": "final_layer_norm", "o_proj": "out_proj",
+            "mlp.up_proj": "fc1", "mlp.down_proj": "fc2",
+        },
+        eps="layer_norm_eps",
+    ),
+    "OlmoForCausalLM": Family(
+        "olmo", plan=plan(norm="bare layer", clip=key("clip_qkv"), **ATTENTION_BIAS),
+        eps="layer_norm_eps",
     ),
     "OlmoeForCausalLM": Family(
         "olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
@@ -524,6 +692,24 @@ MORE_FAMILIES: dict[str, Family] = {
         moe=QWEN_SHARED, defaults=NEXT_DEFAULTS | {"norm_topk_prob": True},
         names=SHARED_NAMES, left_out=DRAFTS,
     ),
+    "SarvamMoEForCausalLM": Family(
+        "sarvam_moe",
+        more_readers.renamed(
+            num_experts="n_routed_experts", num_shared_experts="n_shared_experts",
+            use_qkv_bias="attention_bias", num_mtp_layers="num_nextn_predict_layers",
+        ),
+        plan=plan(merged="parts", **GLM_MOE), moe=DEEPSEEK,
+        defaults={
+            "head_dim": 64, "num_key_value_heads": 4, "partial_rotary_factor": 1.0,
+            "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5, "rope_theta": 8e6, "use_qk_norm": True,
+        },
+        names={
+            "model.embed_tokens": "model.word_embeddings", "self_attn": "attention",
+            "qkv_proj": "query_key_value", "o_proj": "dense", "q_norm": "query_layernorm",
+            "k_norm": "key_layernorm", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+        },
+    ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
         plan=plan(
@@ -553,8 +739,7 @@ MORE_FAMILIES: dict[str, Family] = {
         "starcoder2",
         plan=plan(
             only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated=False,
-            activation=GELU, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
-            mlp_bias=key("use_bias"),
+            activation=GELU, **biases("use_bias"),
         ),
         windows=WINDOW,
         defaults={"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True},

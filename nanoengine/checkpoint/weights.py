@@ -19,7 +19,7 @@ from nanoengine.checkpoint.files import Stored, listed, read_tensors
 from nanoengine.checkpoint.slots import TensorNames, WeightSlot
 from nanoengine.errors import WeightLoadError
 
-HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)")
+HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias)")
 """Tensors that old checkpoints carry and that are computed here."""
 
 ROWS_COMPARED = 4096

@@ -18,7 +18,9 @@ Legend: T tokens, N size of a row, H / K query / KV heads of this rank, D head d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -60,12 +62,13 @@ class NoRotary(RotaryEmbedding):
 def head_order(config: ModelConfig) -> torch.Tensor | None:
     """Which dimension of a checkpoint's head each of ours is, [D] int64, so that those turned
     together are i and i + D / 2; None: they are so already."""
-    head_dim, interleaved = config.head_dim, config.plan.interleaved
-    size = config.plan.rotary_dim or head_dim
-    if size == head_dim and not interleaved:
+    head_dim, plan = config.head_dim, config.plan
+    size = plan.rotary_dim or head_dim
+    if size == head_dim and not plan.interleaved and not plan.backwards:
         return None
     turned = torch.arange(size)
-    pairs = turned.view(-1, 2).T if interleaved else turned.view(2, -1)
+    pairs = turned.view(-1, 2).T if plan.interleaved else turned.view(2, -1)
+    pairs = pairs.flip(0) if plan.backwards else pairs
     still = torch.arange(size, head_dim).view(2, -1)
     return torch.cat((pairs, still), dim=1).flatten()
 
@@ -83,8 +86,12 @@ class OneTensor(MergedLinear):
             rows = torch.arange(first + part.start, first + part.stop)
             found.append(ordered(rows, self.row_order(name, len(rows))))
             first += size
-        matrix = MatrixPart((first, self.in_features), order=torch.cat(found))
+        matrix = MatrixPart((first, self.in_features), order=self.stored_rows(torch.cat(found)))
         return self.slots_of(path, matrix)
+
+    def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Where the checkpoint has these rows of the matrices behind each other."""
+        return rows
 
 
 class OtherQKV(QKVLinear):
@@ -118,6 +125,40 @@ class OneTensorQKV(OtherQKV, OneTensor):
     """Both at once."""
 
 
+class HeadByHeadQKV(OneTensorQKV):
+    """Of each KV head its queries, its key and its value, then those of the next."""
+
+    def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        kv_heads = self.parts["k_proj"] // self.head_dim
+        stored = torch.arange(sum(self.parts.values())).view(kv_heads, -1, self.head_dim)
+        parts = stored[:, :-2], stored[:, -2], stored[:, -1]
+        return torch.cat([part.flatten() for part in parts])[rows]
+
+
+def inputs_first(slot: WeightSlot) -> WeightSlot:
+    """The slot of a matrix that the checkpoint has as [inputs, outputs]; others as they are."""
+    if len(slot.shape) != 2:
+        return slot
+    part = (*slot.part, slice(None), slice(None))[1::-1]
+    return replace(slot, shape=slot.shape[::-1], part=part, store=lambda m: slot.store(m.T))
+
+
+class Positions(Layer):
+    """The learned vectors of positions [T], [T, hidden_size]."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        self.before = config.plan.positions or 0
+        rows = config.max_position_embeddings + self.before
+        self.weight = context.parameter(rows, config.hidden_size)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return F.embedding(positions + self.before, self.weight)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return whole_slots(path, weight=self.weight)
+
+
 class XIELU(Layer):
     """a x^2 + b x, for x above 0; below, c (e^x - 1 - x) + b x. a and c are a layer's own.
 
@@ -148,10 +189,9 @@ class XIELU(Layer):
 def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
     """The norm over the hidden size that a family has."""
     kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
-    if kind in ("layer", "centered layer"):
-        layer_norm = LayerNorm if kind == "layer" else CenteredLayerNorm
-        return layer_norm(*sizes, bias=config.plan.norm_bias, context=context)
-    norm = CenteredNorm if kind == "centered" else RMSNorm
+    if kind in LAYER_NORMS:
+        return LAYER_NORMS[kind](*sizes, bias=config.plan.norm_bias, context=context)
+    norm = {"centered": CenteredNorm, "bare": BareNorm}.get(kind, RMSNorm)
     return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))
 
 
@@ -204,6 +244,31 @@ class CenteredLayerNorm(LayerNorm):
         self.weight.copy_(stored.to(self.weight.dtype) + 1)
 
 
+def all_ones(slots: Mapping[str, WeightSlot]) -> dict[str, WeightSlot]:
+    """The slots of a norm's factors, which are 1 where the checkpoint has none."""
+    return {
+        name: replace(slot, absent=partial(slot.store, torch.ones(slot.shape)))
+        for name, slot in slots.items()
+    }
+
+
+class BareNorm(RMSNorm):
+    """RMSNorm without a weight."""
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return all_ones(super().weight_slots(path))
+
+
+class BareLayerNorm(LayerNorm):
+    """LayerNorm without a weight."""
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return all_ones(super().weight_slots(path))
+
+
+LAYER_NORMS = {"layer": LayerNorm, "centered layer": CenteredLayerNorm, "bare layer": BareLayerNorm}
+
+
 class OtherHeadNorm(HeadNorm):
     """The norm of each head, of the family's kind, with a head's dimensions in the order that
     `head_order` says."""
@@ -222,6 +287,13 @@ class OtherHeadNorm(HeadNorm):
     def store(self, rows: torch.Tensor, stored: torch.Tensor) -> None:
         factors = stored.to(rows.dtype) + 1 if self.kind == "centered" else stored
         rows.copy_(ordered(factors, self.order))
+
+
+class BareHeadNorm(OtherHeadNorm):
+    """The norm of each head without a weight."""
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return all_ones(super().weight_slots(path))
 
 
 class WidthNorm(OtherHeadNorm):

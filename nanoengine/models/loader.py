@@ -87,6 +87,10 @@ def load_model(
         model = take_head_off(model)
     context.kernels.place(model)
     slots = weight_slots(model)
+    if config.plan.inputs_first:
+        from nanoengine.layers.variants import inputs_first
+
+        slots = {n: inputs_first(slot) if ".layers." in n else slot for n, slot in slots.items()}
     if any(name.endswith((".k_scale", ".v_scale")) for name in stored):
         from nanoengine.layers.kv_scales import scale_slots
 
