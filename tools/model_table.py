@@ -37,6 +37,7 @@ BEGIN, END = "<!-- table: python tools/model_table.py -->", "<!-- end of the tab
 KNOWN = {
     getattr(transformers, kind).model_type: name for name, (kind, _) in checkpoints.FAMILIES.items()
 }
+KNOWN |= {"gpt-sw3": "gpt2"}
 """Model type -> the tests' family of it, whose config shows more of it than common sizes do."""
 
 

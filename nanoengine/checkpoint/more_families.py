@@ -468,7 +468,12 @@ MORE_FAMILIES: dict[str, Family] = {
         plan=plan(**GRANITE_KEYS, **ATTENTION_BIAS, merged_gate=True, sinks=True),
         windows=readers.all_but_first_of_four, turned=readers.layer_bases,
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
-        defaults={"attention_multiplier": 1.0, "sliding_window": 128}, names=GRANITE_SHARED_NAMES,
+        defaults={"attention_multiplier": 1.0, "sliding_window": 128},
+        names={
+            **GRANITE_SHARED_NAMES, "mlp.gate": "block_sparse_moe.router",
+            "mlp.experts.gate_up_proj": "block_sparse_moe.experts.gate_up_proj",
+            "mlp.experts.down_proj": "block_sparse_moe.experts.down_proj",
+        },
     ),
     "GraniteSWAForCausalLM": Family(
         "granite_swa", plan=plan(**GRANITE_KEYS, **LLAMA, sinks=True),
@@ -624,8 +629,9 @@ MORE_FAMILIES: dict[str, Family] = {
         "opt",
         more_readers.renamed(ffn_dim="intermediate_size", activation_function="hidden_act"),
         plan=plan(
-            only={"do_layer_norm_before": (True,), "_remove_final_layer_norm": (False, None)},
-            positions=more_readers.opt_positions, norm_bias=True,
+            only={"do_layer_norm_before": (True,), "_remove_final_layer_norm": (False,)},
+            positions=more_readers.opt_positions,
+            norm_bias=key("layer_norm_elementwise_affine"),
             norm=key("layer_norm_elementwise_affine", lambda one: "layer" if one else "bare layer"),
             **PLAIN_MLP, **biases("enable_bias"),
         ),

@@ -323,6 +323,7 @@ def flint_windows(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
     """As `layer_types` says, else all but the first, every fourth behind it, and the last."""
     if kinds is not None:
         return all_but_every()(keys, kinds, layers)
+    keys.get("sliding_window")  # which a short model has, and no layer of it
     return [n > 0 and n % 4 != 1 and n + 1 < layers for n in range(layers)]
 
 

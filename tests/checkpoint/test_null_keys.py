@@ -46,6 +46,7 @@ NAMES = {"architectures", "model_type", "text_config"}
 
 PROPERTIES = {(family, "layer_types") for family in ("bamba", "falcon_h1", "nemotron_h")}
 """Keys that transformers computes from others, and may raise where a file has them."""
+PROPERTIES |= {("falcon", "head_dim")}
 PROPERTIES |= {("nemotron_h", "mamba_proj_bias")}  # which its model code does not read
 
 

@@ -68,7 +68,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon 11b": ("falcon", {"num_ln_in_parallel_attn": 1}),
     "falcon in order": (
         "falcon",
-        {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False},
+        {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False,
+         "num_kv_heads": None},
     ),
     "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False, "num_key_value_heads": 4}),
     "gpt_neox in order": (
