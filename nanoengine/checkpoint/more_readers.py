@@ -321,9 +321,9 @@ def cohere_score(keys: Keys) -> str:
 
 def flint_windows(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
     """As `layer_types` says, else all but the first, every fourth behind it, and the last."""
+    keys.get("sliding_window")  # which a short model has, and no layer of it
     if kinds is not None:
         return all_but_every()(keys, kinds, layers)
-    keys.get("sliding_window")  # which a short model has, and no layer of it
     return [n > 0 and n % 4 != 1 and n + 1 < layers for n in range(layers)]
 
 
