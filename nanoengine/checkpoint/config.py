@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, OWN_NAMES, TEXT_DEFAULTS, TEXT_PARTS, Family
+from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
 from nanoengine.checkpoint.files import GGUF
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
@@ -35,6 +35,10 @@ Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"
 """Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
+
+OWN_NAMES = {"exaone": "ExaoneForCausalLM", "sarvam_moe": "SarvamMoEForCausalLM"}
+"""`model_type` -> the architecture whose tensors a checkpoint has, although transformers names the
+class that computes it there."""
 
 VISION = (
     r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
@@ -360,19 +364,15 @@ def _quantization(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"
             " gpt_oss, whose experts it is for"
         )
-    if is_part:
+    if is_part or plan.inputs_first:
+        what = "the text part of a multimodal checkpoint" if is_part else family.model_type
         raise UnsupportedModelError(
-            f"quantization_config of {stored.format} is not implemented for the text part of a"
-            " multimodal checkpoint; supported: checkpoints of floats"
+            f"quantization_config of {stored.format} is not implemented for {what}; supported:"
+            " checkpoints of floats"
         )
     # Why: exceptions are written in the checkpoint's names, and layers ask by ours.
     patterns = *stored.skipped, *stored.targets
     skipped = [pattern for pattern in patterns if pattern not in ("lm_head$", "")]
-    if plan.inputs_first:
-        raise UnsupportedModelError(
-            f"quantization_config of {stored.format} is not implemented for {family.model_type};"
-            " supported: checkpoints of floats"
-        )
     if skipped and (family.names or plan.merged or plan.merged_gate):
         raise UnsupportedModelError(
             f"quantization_config leaves layers out, which is not implemented for"

@@ -100,6 +100,7 @@ QWEN_WINDOWS = windows(readers.from_max_window_layers, asked=True)
 # --- values of absent keys ------------------------------------------------------------------------
 
 COHERE_DEFAULTS = {"logit_scale": 0.0625, "tie_word_embeddings": True}
+COHERE_2_DEFAULTS = COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4}
 GEMMA_DEFAULTS = {
     "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
     "sliding_window": 4096, "tie_word_embeddings": True,
@@ -142,7 +143,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Cohere2ForCausalLM": Family(
         "cohere2", plan=COHERE, windows=all_but_every(), turned=readers.only_with_window,
-        defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        defaults=COHERE_2_DEFAULTS,
         eps="layer_norm_eps",
     ),
     "Ernie4_5ForCausalLM": Family(
@@ -266,10 +267,6 @@ part."""
 
 TEXT_DEFAULTS: dict[str, Json] = {"qwen3_vl_text": {"rope_theta": 5e5}}
 """`model_type` of a `text_config` -> values of absent keys that its architecture's row hasn't."""
-
-OWN_NAMES = {"exaone": "ExaoneForCausalLM", "sarvam_moe": "SarvamMoEForCausalLM"}
-"""`model_type` -> the architecture whose tensors a checkpoint has, although transformers names the
-class that it computes it with."""
 
 OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
 """Keys of a multimodal config that count before those of its `text_config`."""

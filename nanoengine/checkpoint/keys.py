@@ -136,10 +136,10 @@ KEYS: dict[str, Key] = {
     # what models before Llama have
     **_each("alibi bias add_cross_attention scale_attn_by_inverse_layer_idx", _MATHS_FLAG),
     **_each("_remove_final_layer_norm new_decoder_architecture", _MATHS_FLAG),
+    **_each("multi_query enable_bias layer_norm_elementwise_affine", Key(bool, default=True)),
     **_each(
-        "scale_attn_weights multi_query parallel_attn do_layer_norm_before enable_bias"
-        " layer_norm_elementwise_affine",
-        Key(bool, default=True),
+        "scale_attn_weights do_layer_norm_before parallel_attn",
+        Key(bool, default=True, unread="refused"),
     ),
     "num_ln_in_parallel_attn": Key(int, 1, 2),
     "word_embed_proj_dim": Key(int, 1, 2**20),
@@ -229,7 +229,8 @@ HARMLESS = frozenset((
     # of training alone
     "attention_dropout", "classifier_dropout", "embd_pdrop", "embedding_dropout",
     "hidden_dropout", "resid_pdrop",
-    "residual_dropout", "attn_pdrop", "dropout", "layerdrop", "embed_dropout", "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
+    "residual_dropout", "attn_pdrop", "dropout", "layerdrop", "embed_dropout",
+    "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
     # how transformers runs, not what; and what is read as `sliding_window_pattern`
     "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
     "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from nanoengine.checkpoint import mamba, more_readers, readers
 from nanoengine.checkpoint.families import (
     ATTENTION_BIAS,
-    COHERE_DEFAULTS,
+    COHERE_2_DEFAULTS,
     FAMILIES,
     GELU,
     GEMMA_2,
@@ -29,6 +29,7 @@ from nanoengine.checkpoint.families import (
     WINDOW,
     Family,
 )
+from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.more_readers import experts, layers_from, limited, shared_size
 from nanoengine.checkpoint.readers import all_but_every, biases, key, plan, size, windows
 
@@ -87,6 +88,7 @@ GRANITE_SHARED_NAMES = GRANITE_NAMES | {
     "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
     "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
 }
+GRANITE_SWA = {"attention_multiplier": 1.0, "sliding_window": 128}
 MAMBA_DEFAULTS = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
 GRANITE_4_NAMES = GRANITE_NAMES | {
     f"mlp.{part}{ours}": f"shared_mlp.{theirs}_linear"
@@ -101,20 +103,16 @@ NEMOTRON_NAMES = {
     "model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f",
     "input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer",
 }
-COHERE_SHARED = "num_shared_experts", "intermediate_size"
 GLM_MOE = {
     "qkv_bias": key("attention_bias"),
     "head_norm": key("use_qk_norm", lambda asked: "head" if asked else None),
 }
-PLAIN_MLP = {"gated": False, "activation": more_readers.activation}
-GPT = {
-    "only": {
-        "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-    "norm": "layer", "norm_bias": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True,
-    "positions": 0, **PLAIN_MLP,
+AFFINE = "layer_norm_elementwise_affine"
+PLAIN = {
+    "norm": "layer", "norm_bias": True, "gated": False, "activation": more_readers.activation,
 }
+GPT = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "positions": 0, **PLAIN}
+OLD: Json = {"inner": more_readers.four_times, "eps": "layer_norm_epsilon"}
 GPT_DEFAULTS = {"hidden_act": "gelu_new", "tie_word_embeddings": True}
 GPT_NAMES = {
     "model.embed_tokens": "model.wte", "model.layers": "model.h", "model.norm": "model.ln_f",
@@ -205,24 +203,29 @@ MORE_FAMILIES: dict[str, Family] = {
     "Cohere2MoeForCausalLM": Family(
         "cohere2_moe", more_readers.cohere_keys,
         plan=plan(
+            only={
+                "expert_selection_fn": ("softmax", "sigmoid"),
+                "shared_expert_combination_strategy": ("average", "sum"),
+            },
             norms="parallel", interleaved=True, logit_scale=key("logit_scale"),
             norm=key("rms_norm_eps", lambda eps: "layer" if eps is None else "rms"),
             **ATTENTION_BIAS,
         ),
-        windows=more_readers.cohere_windows, turned=more_readers.cohere_turned,
+        windows=all_but_every(), turned=more_readers.cohere_turned,
         moe=experts(
-            inner="intermediate_size", shared_size=shared_size(*COHERE_SHARED),
-            layers=more_readers.named_sparse_layers, scale=more_readers.cohere_scale,
-            score=more_readers.cohere_score,
+            inner="intermediate_size", scale=more_readers.cohere_scale,
+            shared_size=shared_size("num_shared_experts", "intermediate_size"),
+            layers=more_readers.named_sparse_layers, score=key("expert_selection_fn"),
             # Why: a softmax over the experts taken.
             norm_topk_prob=lambda keys: keys.get("norm_topk_prob")
             or keys.get("expert_selection_fn") == "softmax",
         ),
         defaults={
-            **COHERE_DEFAULTS, "head_dim": 128, "norm_topk_prob": True, "rms_norm_eps": None,
-            "sliding_window": 4096, "sliding_window_pattern": 4,
+            **COHERE_2_DEFAULTS, "head_dim": 128, "norm_topk_prob": True, "rms_norm_eps": None,
         },
-        inner=more_readers.prefix_size, eps="layer_norm_eps",
+        inner=lambda keys: keys.get("prefix_dense_intermediate_size")
+        or keys.require("intermediate_size"),
+        eps="layer_norm_eps",
     ),
     "CwmForCausalLM": Family(
         "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
@@ -313,13 +316,10 @@ MORE_FAMILIES: dict[str, Family] = {
     "FalconForCausalLM": Family(
         "falcon", more_readers.falcon,
         plan=plan(
-            only={"alibi": (False, None)}, norms=more_readers.falcon_norms, norm="layer",
-            norm_bias=True, merged="heads", **PLAIN_MLP, **biases("bias"),
+            norms=more_readers.falcon_norms, merged="heads", **PLAIN, **biases("bias"),
         ),
-        defaults={
-            "hidden_act": "gelu", "max_position_embeddings": 2048, "tie_word_embeddings": True,
-        },
-        names=more_readers.falcon_names, inner=more_readers.four_times, eps="layer_norm_epsilon",
+        defaults=GPT_DEFAULTS | {"hidden_act": "gelu", "max_position_embeddings": 2048},
+        names=more_readers.falcon_names, **OLD,
     ),
     "FalconH1ForCausalLM": Family(
         "falcon_h1",
@@ -333,18 +333,6 @@ MORE_FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **MAMBA_DEFAULTS,
         },
         names=FALCON_NAMES,
-    ),
-    "FlintForCausalLM": Family(
-        "flint", plan=plan(norm="wide", head_norm="head", sinks=True, **ATTENTION_BIAS),
-        windows=more_readers.flint_windows, turned=readers.only_with_window,
-        moe=experts(
-            score="sigmoid", shared_size=size("shared_expert_intermediate_size"), **QWEN,
-        ),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 513,
-            "mlp_only_layers": [0, 1], "norm_topk_prob": True,
-        },
-        names=SHARED_NAMES | {"sinks": "softmax_offset"},
     ),
     "FlexOlmoForCausalLM": Family(
         "flex_olmo", plan=OLMO2, moe=experts(inner="intermediate_size", **NORM_TOPK),
@@ -379,35 +367,31 @@ MORE_FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(
         "gpt2", more_readers.renamed(**more_readers.GPT_2),
         plan=plan(merged="parts", inputs_first=True, **GPT),
-        turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES,
-        inner=more_readers.four_times, eps="layer_norm_epsilon",
+        turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES, **OLD,
     ),
     "GPTBigCodeForCausalLM": Family(
         "gpt_bigcode", more_readers.big_code,
         plan=plan(merged=key("multi_query", lambda one: "parts" if one else "heads"), **GPT),
-        turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES,
-        inner=more_readers.four_times, eps="layer_norm_epsilon",
+        turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES, **OLD,
     ),
     "GPTJForCausalLM": Family(
         "gptj", more_readers.renamed(**more_readers.GPT_2),
         plan=plan(
-            norms="parallel", norm="layer", norm_bias=True, interleaved=True, head_bias=True,
-            mlp_bias=True, **PLAIN_MLP,
+            norms="parallel", interleaved=True, head_bias=True, mlp_bias=True, **PLAIN,
         ),
         defaults={"hidden_act": "gelu_new", "rotary_dim": 64, "partial_rotary_factor": 1.0},
         names={
             **GPT_NAMES, "self_attn": "attn", "o_proj": "out_proj", "up_proj": "fc_in",
             "down_proj": "fc_out",
         },
-        inner=more_readers.four_times, eps="layer_norm_epsilon",
+        **OLD,
     ),
     "GPTNeoXForCausalLM": Family(
         "gpt_neox",
         more_readers.renamed(rotary_pct="partial_rotary_factor", rotary_emb_base="rope_theta"),
         plan=plan(
-            norms=key("use_parallel_residual", lambda asked: "parallel each" if asked else "before"),
-            norm="layer", norm_bias=True, merged="heads", mlp_bias=True, **PLAIN_MLP,
-            **ATTENTION_BIAS,
+            norms=key("use_parallel_residual", lambda on: "parallel each" if on else "before"),
+            merged="heads", mlp_bias=True, **PLAIN, **ATTENTION_BIAS,
         ),
         defaults={
             "attention_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.25,
@@ -415,8 +399,7 @@ MORE_FAMILIES: dict[str, Family] = {
         },
         names={
             "model.embed_tokens": "model.embed_in", "model.norm": "model.final_layer_norm",
-            "self_attn": "attention", "qkv_proj": "query_key_value", "o_proj": "dense",
-            "up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h",
+            "self_attn": "attention", **more_readers.NEOX,
         },
         eps="layer_norm_eps",
     ),
@@ -468,19 +451,17 @@ MORE_FAMILIES: dict[str, Family] = {
         plan=plan(**GRANITE_KEYS, **ATTENTION_BIAS, merged_gate=True, sinks=True),
         windows=readers.all_but_first_of_four, turned=readers.layer_bases,
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
-        defaults={"attention_multiplier": 1.0, "sliding_window": 128},
+        defaults=GRANITE_SWA,
         names={
-            **GRANITE_SHARED_NAMES, "mlp.gate": "block_sparse_moe.router",
-            "mlp.experts.gate_up_proj": "block_sparse_moe.experts.gate_up_proj",
-            "mlp.experts.down_proj": "block_sparse_moe.experts.down_proj",
+            "mlp": "block_sparse_moe", "mlp.gate": "block_sparse_moe.router",
+            **{n: of for n, of in GRANITE_SHARED_NAMES.items() if ".shared_experts." in n},
         },
     ),
     "GraniteSWAForCausalLM": Family(
         "granite_swa", plan=plan(**GRANITE_KEYS, **LLAMA, sinks=True),
         windows=readers.all_but_first_of_four, turned=readers.layer_bases,
-        defaults={
-            "attention_multiplier": 1.0, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
-            "sliding_window": 128, "tie_word_embeddings": True,
+        defaults=GRANITE_SWA | {
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
         },
     ),
     "HeliumForCausalLM": Family(
@@ -629,11 +610,11 @@ MORE_FAMILIES: dict[str, Family] = {
         "opt",
         more_readers.renamed(ffn_dim="intermediate_size", activation_function="hidden_act"),
         plan=plan(
-            only={"do_layer_norm_before": (True,), "_remove_final_layer_norm": (False,)},
-            positions=more_readers.opt_positions,
-            norm_bias=key("layer_norm_elementwise_affine"),
-            norm=key("layer_norm_elementwise_affine", lambda one: "layer" if one else "bare layer"),
-            **PLAIN_MLP, **biases("enable_bias"),
+            **{
+                **PLAIN, **biases("enable_bias"), "positions": more_readers.opt_positions,
+                "norm_bias": key(AFFINE),
+                "norm": key(AFFINE, lambda any_: "layer" if any_ else "bare layer"),
+            },
         ),
         turned=readers.nowhere, defaults={"hidden_act": "relu", "tie_word_embeddings": True},
         names={

@@ -10,18 +10,7 @@ from typing import Any
 
 from nanoengine.checkpoint.keys import Json, Keys
 from nanoengine.checkpoint.plan import LatentPlan, MoEConfig, StatePlan
-from nanoengine.checkpoint.readers import (
-    CONV,
-    FULL,
-    LINEAR,
-    SLIDING,
-    Kinds,
-    Reader,
-    all_but_every,
-    made,
-    size,
-    those,
-)
+from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING, Reader, made, size, those
 from nanoengine.checkpoint.varied_plan import VariedPlan
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
@@ -264,15 +253,13 @@ def layers_from(name: str) -> Reader[tuple[int, ...]]:
     return lambda keys: tuple(range(keys.get(name), keys.require("num_hidden_layers")))
 
 
-def shared_size(
-    name: str = "n_shared_experts", inner: str = "moe_intermediate_size"
-) -> Reader[int]:
+def shared_size(name: str = "n_shared_experts", of: str = "moe_intermediate_size") -> Reader[int]:
     """DeepSeek-V3: as many shared experts of an expert's size as this key says."""
 
     def read(keys: Keys) -> int:
         count = keys.get(name)
         count = keys.require(name) if count is None else count
-        return count * keys.require(inner)
+        return count * keys.require(of)
 
     return read
 
@@ -280,51 +267,24 @@ def shared_size(
 # --- Cohere 2 with experts ------------------------------------------------------------------------
 
 
-def cohere_windows(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    """As `layer_types` says, else by two patterns: of the first layers, which are dense, and of the
-    others."""
-    if kinds is not None:
-        return all_but_every()(keys, kinds, layers)
-    first = keys.get("first_k_dense_replace")
-    dense = all_but_every("prefix_dense_sliding_window_pattern")(keys, None, first)
-    return dense + all_but_every()(keys, None, layers - first)
-
-
 def cohere_turned(keys: Keys, slides: Sequence[bool]) -> list[bool]:
     """Layers with a window, and dense ones where none of these has any."""
+    if not keys.get("layer_types"):  # else the first layers have a pattern of their own
+        keys.allow("first_k_dense_replace", 0)
     sparse, every = named_sparse_layers(keys), keys.get("prefix_dense_sliding_window_pattern")
     return [slide or (every == 1 and n not in sparse) for n, slide in enumerate(slides)]
 
 
 def cohere_scale(keys: Keys) -> float:
     """The mean of experts and shared expert, or their sum."""
-    name = "shared_expert_combination_strategy"
-    keys.allow(name, "average", "sum")
-    return 0.5 if keys.get("num_shared_experts") and keys.get(name) == "average" else 1.0
+    mean = keys.get("shared_expert_combination_strategy") == "average"
+    return 0.5 if mean and keys.get("num_shared_experts") else 1.0
 
 
 def cohere_keys(raw: Json) -> Json:
     """Its norms are RMSNorm where they have an epsilon of that."""
     eps = raw.get("rms_norm_eps")
     return raw if eps is None else {**raw, "layer_norm_eps": eps}
-
-
-def prefix_size(keys: Keys) -> int:
-    """The inner size of the dense layers' MLP."""
-    return keys.get("prefix_dense_intermediate_size") or keys.require("intermediate_size")
-
-
-def cohere_score(keys: Keys) -> str:
-    keys.allow("expert_selection_fn", "softmax", "sigmoid")
-    return str(keys.get("expert_selection_fn"))
-
-
-def flint_windows(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    """As `layer_types` says, else all but the first, every fourth behind it, and the last."""
-    keys.get("sliding_window")  # which a short model has, and no layer of it
-    if kinds is not None:
-        return all_but_every()(keys, kinds, layers)
-    return [n > 0 and n % 4 != 1 and n + 1 < layers for n in range(layers)]
 
 
 # --- models before Llama --------------------------------------------------------------------------
@@ -342,9 +302,9 @@ def activation(keys: Keys) -> str:
 
 def renamed(**names: str) -> Callable[[Json], Json]:
     """A config whose keys have other names: theirs -> ours, which counts where there are both."""
-    return lambda raw: {names[key]: raw[key] for key in names if key in raw} | {
-        key: value for key, value in raw.items() if key not in names
-    }
+    return lambda raw: {names[n]: raw[n] for n in names if n in raw} | {
+        name: value for name, value in raw.items() if name not in names
+    }  # fmt: skip
 
 
 GPT_2 = {
@@ -366,6 +326,12 @@ def big_code(raw: Json) -> Json:
     return {**raw, "num_key_value_heads": 1 if one else raw.get("num_attention_heads")}
 
 
+NEOX = {
+    "qkv_proj": "query_key_value", "o_proj": "dense", "up_proj": "dense_h_to_4h",
+    "down_proj": "dense_4h_to_h",
+}  # fmt: skip
+
+
 def falcon(raw: Json) -> Json:
     """Falcon: so does the first one, unless it has a newer form."""
     raw = renamed(ffn_hidden_size="intermediate_size", activation="hidden_act")(raw)
@@ -375,25 +341,22 @@ def falcon(raw: Json) -> Json:
 
 
 def falcon_norms(keys: Keys) -> str:
-    """One norm a layer or two, and attention beside the MLP or before it."""
-    if keys.get("new_decoder_architecture"):
-        keys.allow("parallel_attn", True)
-        return "parallel" if keys.get("num_ln_in_parallel_attn") == 1 else "parallel each"
-    keys.allow("num_ln_in_parallel_attn", None, 1)
-    return "parallel" if keys.get("parallel_attn") else "before"
+    """Attention and MLP side by side, behind one norm or two."""
+    keys.allow("parallel_attn", True)
+    if not keys.get("new_decoder_architecture"):
+        keys.allow("num_ln_in_parallel_attn", None, 1)
+        return "parallel"
+    return "parallel" if keys.get("num_ln_in_parallel_attn") == 1 else "parallel each"
 
 
 def falcon_names(keys: Keys) -> dict[str, str]:
     """What the norms are called depends on how many there are."""
-    names = {
+    two = falcon_norms(keys) == "parallel each"
+    norms = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"} if two else {}
+    return {
         "model.embed_tokens": "model.word_embeddings", "model.layers": "model.h",
-        "model.norm": "model.ln_f", "self_attn": "self_attention",
-        "qkv_proj": "query_key_value", "o_proj": "dense", "up_proj": "dense_h_to_4h",
-        "down_proj": "dense_4h_to_h",
+        "model.norm": "model.ln_f", "self_attn": "self_attention", **NEOX, **norms,
     }  # fmt: skip
-    if falcon_norms(keys) == "parallel each":
-        names |= {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
-    return names
 
 
 def opt_positions(keys: Keys) -> int:

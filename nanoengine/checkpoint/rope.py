@@ -117,8 +117,7 @@ def read_rotary_dim(keys: Keys, head_dim: int, absent: Json) -> int:
     size = int(head_dim * factor) if size is None else size
     if not 2 <= size <= head_dim or size % 2:
         raise UnsupportedModelError(
-            f"{said} turns {size} of head_dim={head_dim}; supported: an even number of"
-            " them"
+            f"{said} turns {size} of head_dim={head_dim}; supported: an even number of them"
         )
     return size
 

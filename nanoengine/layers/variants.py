@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights, Rotation
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import NormKind
+from nanoengine.checkpoint.plan import LayerPlan, NormKind
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered, whole_slots
 from nanoengine.layers.layer import Layer, ModelContext
@@ -135,12 +135,20 @@ class HeadByHeadQKV(OneTensorQKV):
         return torch.cat([part.flatten() for part in parts])[rows]
 
 
-def inputs_first(slot: WeightSlot) -> WeightSlot:
-    """The slot of a matrix that the checkpoint has as [inputs, outputs]; others as they are."""
-    if len(slot.shape) != 2:
-        return slot
-    part = (*slot.part, slice(None), slice(None))[1::-1]
-    return replace(slot, shape=slot.shape[::-1], part=part, store=lambda m: slot.store(m.T))
+def as_stored(slots: Mapping[str, WeightSlot], plan: LayerPlan) -> dict[str, WeightSlot]:
+    """The slots of a model whose norms have no weight, which are 1 then, or whose checkpoint has
+    the matrices of layers as [inputs, outputs]."""
+    found = dict(slots)
+    for name, slot in slots.items():
+        if plan.norm.startswith("bare") and name.endswith("norm.weight"):
+            found[name] = replace(slot, absent=partial(slot.store, torch.ones(slot.shape)))
+        elif plan.inputs_first and ".layers." in name and len(slot.shape) == 2:
+            part = (*slot.part, slice(None), slice(None))[1::-1]
+            store = slot.store
+            found[name] = replace(
+                slot, shape=slot.shape[::-1], part=part, store=lambda m, store=store: store(m.T)
+            )
+    return found
 
 
 class Positions(Layer):
@@ -189,9 +197,10 @@ class XIELU(Layer):
 def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
     """The norm over the hidden size that a family has."""
     kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
-    if kind in LAYER_NORMS:
-        return LAYER_NORMS[kind](*sizes, bias=config.plan.norm_bias, context=context)
-    norm = {"centered": CenteredNorm, "bare": BareNorm}.get(kind, RMSNorm)
+    if kind.endswith("layer"):
+        layer_norm = CenteredLayerNorm if kind == "centered layer" else LayerNorm
+        return layer_norm(*sizes, bias=config.plan.norm_bias, context=context)
+    norm = CenteredNorm if kind == "centered" else RMSNorm
     return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))
 
 
@@ -244,31 +253,6 @@ class CenteredLayerNorm(LayerNorm):
         self.weight.copy_(stored.to(self.weight.dtype) + 1)
 
 
-def all_ones(slots: Mapping[str, WeightSlot]) -> dict[str, WeightSlot]:
-    """The slots of a norm's factors, which are 1 where the checkpoint has none."""
-    return {
-        name: replace(slot, absent=partial(slot.store, torch.ones(slot.shape)))
-        for name, slot in slots.items()
-    }
-
-
-class BareNorm(RMSNorm):
-    """RMSNorm without a weight."""
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return all_ones(super().weight_slots(path))
-
-
-class BareLayerNorm(LayerNorm):
-    """LayerNorm without a weight."""
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return all_ones(super().weight_slots(path))
-
-
-LAYER_NORMS = {"layer": LayerNorm, "centered layer": CenteredLayerNorm, "bare layer": BareLayerNorm}
-
-
 class OtherHeadNorm(HeadNorm):
     """The norm of each head, of the family's kind, with a head's dimensions in the order that
     `head_order` says."""
@@ -287,13 +271,6 @@ class OtherHeadNorm(HeadNorm):
     def store(self, rows: torch.Tensor, stored: torch.Tensor) -> None:
         factors = stored.to(rows.dtype) + 1 if self.kind == "centered" else stored
         rows.copy_(ordered(factors, self.order))
-
-
-class BareHeadNorm(OtherHeadNorm):
-    """The norm of each head without a weight."""
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return all_ones(super().weight_slots(path))
 
 
 class WidthNorm(OtherHeadNorm):

@@ -350,9 +350,7 @@ class VariantAttention(SelfAttention):
         return replace(plain, scale=scale, softcap=plan.attention_softcap, sinks=self.sinks)
 
     def make_norm(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> Layer:
-        bare = config.plan.norm == "bare"
-        norm = variants.BareHeadNorm if bare else variants.OtherHeadNorm
-        norm = variants.WidthNorm if config.plan.head_norm == "width" else norm
+        norm = variants.WidthNorm if config.plan.head_norm == "width" else variants.OtherHeadNorm
         return norm(spec, config, context)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:

@@ -169,11 +169,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconConfig",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96, "bias": True},
     ),
-    "flint": (
-        "FlintConfig",
-        {**MOE, "head_dim": 32, "shared_expert_intermediate_size": 48, "sliding_window": 16,
-         "layer_types": [FULL, SLIDING, FULL], "mlp_only_layers": [0]},
-    ),
     "falcon_h1": (
         "FalconH1Config",
         {
@@ -439,7 +434,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> the class of its config in transformers, and what differs from `COMMON`. "text" names the
 family that a multimodal checkpoint's text part is of."""
 
-EAGER = ("flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
+EAGER = ("gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
 """Those whose attention transformers has in plain torch alone."""
 
 
