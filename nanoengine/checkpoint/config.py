@@ -36,7 +36,7 @@ GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_pena
 """Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
 
-OWN_NAMES = {"exaone": "ExaoneForCausalLM", "sarvam_moe": "SarvamMoEForCausalLM"}
+OWN_NAMES = {"exaone": "ExaoneForCausalLM"}
 """`model_type` -> the architecture whose tensors a checkpoint has, although transformers names the
 class that computes it there."""
 

@@ -100,7 +100,6 @@ QWEN_WINDOWS = windows(readers.from_max_window_layers, asked=True)
 # --- values of absent keys ------------------------------------------------------------------------
 
 COHERE_DEFAULTS = {"logit_scale": 0.0625, "tie_word_embeddings": True}
-COHERE_2_DEFAULTS = COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4}
 GEMMA_DEFAULTS = {
     "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
     "sliding_window": 4096, "tie_word_embeddings": True,
@@ -143,7 +142,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Cohere2ForCausalLM": Family(
         "cohere2", plan=COHERE, windows=all_but_every(), turned=readers.only_with_window,
-        defaults=COHERE_2_DEFAULTS,
+        defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
         eps="layer_norm_eps",
     ),
     "Ernie4_5ForCausalLM": Family(

@@ -136,13 +136,11 @@ KEYS: dict[str, Key] = {
     # what models before Llama have
     **_each("alibi bias add_cross_attention scale_attn_by_inverse_layer_idx", _MATHS_FLAG),
     **_each("_remove_final_layer_norm new_decoder_architecture", _MATHS_FLAG),
-    **_each("multi_query enable_bias layer_norm_elementwise_affine", Key(bool, default=True)),
     **_each(
-        "scale_attn_weights do_layer_norm_before parallel_attn",
+        "scale_attn_weights do_layer_norm_before multi_query enable_bias"
+        " layer_norm_elementwise_affine",
         Key(bool, default=True, unread="refused"),
     ),
-    "num_ln_in_parallel_attn": Key(int, 1, 2),
-    "word_embed_proj_dim": Key(int, 1, 2**20),
     # experts
     **_each("num_experts num_local_experts num_experts_per_tok", Key(int, *_EXPERTS)),
     **_each("moe_num_experts moe_k moe_topk top_k_experts", Key(int, *_EXPERTS)),
@@ -167,10 +165,6 @@ KEYS: dict[str, Key] = {
     "use_expert_bias": Key(bool, default=True),
     "first_k_dense_replace": Key(int, *_LAYERS, 0, "refused"),
     "num_dense_layers": Key(int, *_LAYERS, 2),
-    "expert_selection_fn": Key(str, default="softmax", unread="refused"),
-    "shared_expert_combination_strategy": Key(str, default="average", unread="harmless"),
-    "prefix_dense_sliding_window_pattern": Key(int, 1, 10_000, 1, "harmless"),
-    "prefix_dense_intermediate_size": Key(int, 1, 2**22),
     "moe_layer_start_index": Key(int, *_LAYERS, 1),
     "moe_layer_end_index": Key(int, -1, 10_000, -1),
     "moe_layer_interval": Key(int, 1, 10_000, 1),
@@ -236,11 +230,9 @@ HARMLESS = frozenset((
     "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",
     "reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
-    # of a head of classes
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj",
+    "summary_use_proj", "init_std",
     # how weights begin
-    "init_std",
     "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "expand",
     "z_loss_coefficient", "_sliding_window_pattern",
     # the sum of two others; where two addends are rounded

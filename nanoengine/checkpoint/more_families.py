@@ -11,7 +11,6 @@ from dataclasses import replace
 from nanoengine.checkpoint import mamba, more_readers, readers
 from nanoengine.checkpoint.families import (
     ATTENTION_BIAS,
-    COHERE_2_DEFAULTS,
     FAMILIES,
     GELU,
     GEMMA_2,
@@ -103,11 +102,6 @@ NEMOTRON_NAMES = {
     "model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f",
     "input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer",
 }
-GLM_MOE = {
-    "qkv_bias": key("attention_bias"),
-    "head_norm": key("use_qk_norm", lambda asked: "head" if asked else None),
-}
-AFFINE = "layer_norm_elementwise_affine"
 PLAIN = {
     "norm": "layer", "norm_bias": True, "gated": False, "activation": more_readers.activation,
 }
@@ -200,33 +194,6 @@ MORE_FAMILIES: dict[str, Family] = {
         },
         names=FALCON_NAMES,
     ),
-    "Cohere2MoeForCausalLM": Family(
-        "cohere2_moe", more_readers.cohere_keys,
-        plan=plan(
-            only={
-                "expert_selection_fn": ("softmax", "sigmoid"),
-                "shared_expert_combination_strategy": ("average", "sum"),
-            },
-            norms="parallel", interleaved=True, logit_scale=key("logit_scale"),
-            norm=key("rms_norm_eps", lambda eps: "layer" if eps is None else "rms"),
-            **ATTENTION_BIAS,
-        ),
-        windows=all_but_every(), turned=more_readers.cohere_turned,
-        moe=experts(
-            inner="intermediate_size", scale=more_readers.cohere_scale,
-            shared_size=shared_size("num_shared_experts", "intermediate_size"),
-            layers=more_readers.named_sparse_layers, score=key("expert_selection_fn"),
-            # Why: a softmax over the experts taken.
-            norm_topk_prob=lambda keys: keys.get("norm_topk_prob")
-            or keys.get("expert_selection_fn") == "softmax",
-        ),
-        defaults={
-            **COHERE_2_DEFAULTS, "head_dim": 128, "norm_topk_prob": True, "rms_norm_eps": None,
-        },
-        inner=lambda keys: keys.get("prefix_dense_intermediate_size")
-        or keys.require("intermediate_size"),
-        eps="layer_norm_eps",
-    ),
     "CwmForCausalLM": Family(
         "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
         defaults={
@@ -288,13 +255,8 @@ MORE_FAMILIES: dict[str, Family] = {
         left_out=r"model\.mtp_",
     ),
     "ExaoneForCausalLM": Family(
-        "exaone",
-        more_readers.renamed(
-            num_layers="num_hidden_layers", layer_norm_epsilon="rms_norm_eps",
-            activation_function="hidden_act",
-        ),
-        plan=plan(**LLAMA),
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        "exaone", more_readers.older, plan=plan(**LLAMA), eps="layer_norm_epsilon",
+        defaults={"num_key_value_heads": 8, "rope_theta": 5e5},
         names={
             **GPT_NAMES, "self_attn": "attn.attention", "o_proj": "out_proj",
             "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
@@ -315,9 +277,7 @@ MORE_FAMILIES: dict[str, Family] = {
     ),
     "FalconForCausalLM": Family(
         "falcon", more_readers.falcon,
-        plan=plan(
-            norms=more_readers.falcon_norms, merged="heads", **PLAIN, **biases("bias"),
-        ),
+        plan=plan(norms=more_readers.falcon_norms, merged="heads", **PLAIN, **biases("bias")),
         defaults=GPT_DEFAULTS | {"hidden_act": "gelu", "max_position_embeddings": 2048},
         names=more_readers.falcon_names, **OLD,
     ),
@@ -348,7 +308,11 @@ MORE_FAMILIES: dict[str, Family] = {
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
-        plan=plan(**GLM_MOE), moe=DEEPSEEK,
+        plan=plan(
+            qkv_bias=key("attention_bias"),
+            head_norm=key("use_qk_norm", lambda asked: "head" if asked else None),
+        ),
+        moe=DEEPSEEK,
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
             "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1,
@@ -365,20 +329,17 @@ MORE_FAMILIES: dict[str, Family] = {
         },
     ),
     "GPT2LMHeadModel": Family(
-        "gpt2", more_readers.renamed(**more_readers.GPT_2),
-        plan=plan(merged="parts", inputs_first=True, **GPT),
+        "gpt2", more_readers.older, plan=plan(merged="parts", inputs_first=True, **GPT),
         turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES, **OLD,
     ),
     "GPTBigCodeForCausalLM": Family(
-        "gpt_bigcode", more_readers.big_code,
-        plan=plan(merged=key("multi_query", lambda one: "parts" if one else "heads"), **GPT),
-        turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES, **OLD,
+        "gpt_bigcode", more_readers.older, plan=plan(merged="parts", **GPT),
+        turned=readers.nowhere, defaults=GPT_DEFAULTS | {"num_key_value_heads": 1},
+        names=GPT_2_NAMES, **OLD,
     ),
     "GPTJForCausalLM": Family(
-        "gptj", more_readers.renamed(**more_readers.GPT_2),
-        plan=plan(
-            norms="parallel", interleaved=True, head_bias=True, mlp_bias=True, **PLAIN,
-        ),
+        "gptj", more_readers.older,
+        plan=plan(norms="parallel", interleaved=True, head_bias=True, mlp_bias=True, **PLAIN),
         defaults={"hidden_act": "gelu_new", "rotary_dim": 64, "partial_rotary_factor": 1.0},
         names={
             **GPT_NAMES, "self_attn": "attn", "o_proj": "out_proj", "up_proj": "fc_in",
@@ -387,8 +348,7 @@ MORE_FAMILIES: dict[str, Family] = {
         **OLD,
     ),
     "GPTNeoXForCausalLM": Family(
-        "gpt_neox",
-        more_readers.renamed(rotary_pct="partial_rotary_factor", rotary_emb_base="rope_theta"),
+        "gpt_neox", more_readers.older,
         plan=plan(
             norms=key("use_parallel_residual", lambda on: "parallel each" if on else "before"),
             merged="heads", mlp_bias=True, **PLAIN, **ATTENTION_BIAS,
@@ -607,15 +567,8 @@ MORE_FAMILIES: dict[str, Family] = {
         names=NEMOTRON_NAMES, left_out=DRAFTS, eps="layer_norm_epsilon",
     ),
     "OPTForCausalLM": Family(
-        "opt",
-        more_readers.renamed(ffn_dim="intermediate_size", activation_function="hidden_act"),
-        plan=plan(
-            **{
-                **PLAIN, **biases("enable_bias"), "positions": more_readers.opt_positions,
-                "norm_bias": key(AFFINE),
-                "norm": key(AFFINE, lambda any_: "layer" if any_ else "bare layer"),
-            },
-        ),
+        "opt", more_readers.older,
+        plan=plan(positions=more_readers.opt_positions, **PLAIN, **biases("enable_bias")),
         turned=readers.nowhere, defaults={"hidden_act": "relu", "tie_word_embeddings": True},
         names={
             "model.norm": "model.final_layer_norm", "input_layernorm": "self_attn_layer_norm",
@@ -678,24 +631,6 @@ MORE_FAMILIES: dict[str, Family] = {
         "qwen3_next", plan=QWEN_NEXT, states=more_readers.delta_states(merged=True),
         moe=QWEN_SHARED, defaults=NEXT_DEFAULTS | {"norm_topk_prob": True},
         names=SHARED_NAMES, left_out=DRAFTS,
-    ),
-    "SarvamMoEForCausalLM": Family(
-        "sarvam_moe",
-        more_readers.renamed(
-            num_experts="n_routed_experts", num_shared_experts="n_shared_experts",
-            use_qkv_bias="attention_bias", num_mtp_layers="num_nextn_predict_layers",
-        ),
-        plan=plan(merged="parts", **GLM_MOE), moe=DEEPSEEK,
-        defaults={
-            "head_dim": 64, "num_key_value_heads": 4, "partial_rotary_factor": 1.0,
-            "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5, "rope_theta": 8e6, "use_qk_norm": True,
-        },
-        names={
-            "model.embed_tokens": "model.word_embeddings", "self_attn": "attention",
-            "qkv_proj": "query_key_value", "o_proj": "dense", "q_norm": "query_layernorm",
-            "k_norm": "key_layernorm", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
-        },
     ),
     "SeedOssForCausalLM": Family(
         "seed_oss",

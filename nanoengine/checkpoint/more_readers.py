@@ -5,7 +5,6 @@ layers that differ, which layers keep a state, and mixtures of experts, which ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanoengine.checkpoint.keys import Json, Keys
@@ -253,38 +252,15 @@ def layers_from(name: str) -> Reader[tuple[int, ...]]:
     return lambda keys: tuple(range(keys.get(name), keys.require("num_hidden_layers")))
 
 
-def shared_size(name: str = "n_shared_experts", of: str = "moe_intermediate_size") -> Reader[int]:
+def shared_size(name: str = "n_shared_experts") -> Reader[int]:
     """DeepSeek-V3: as many shared experts of an expert's size as this key says."""
 
     def read(keys: Keys) -> int:
         count = keys.get(name)
         count = keys.require(name) if count is None else count
-        return count * keys.require(of)
+        return count * keys.require("moe_intermediate_size")
 
     return read
-
-
-# --- Cohere 2 with experts ------------------------------------------------------------------------
-
-
-def cohere_turned(keys: Keys, slides: Sequence[bool]) -> list[bool]:
-    """Layers with a window, and dense ones where none of these has any."""
-    if not keys.get("layer_types"):  # else the first layers have a pattern of their own
-        keys.allow("first_k_dense_replace", 0)
-    sparse, every = named_sparse_layers(keys), keys.get("prefix_dense_sliding_window_pattern")
-    return [slide or (every == 1 and n not in sparse) for n, slide in enumerate(slides)]
-
-
-def cohere_scale(keys: Keys) -> float:
-    """The mean of experts and shared expert, or their sum."""
-    mean = keys.get("shared_expert_combination_strategy") == "average"
-    return 0.5 if mean and keys.get("num_shared_experts") else 1.0
-
-
-def cohere_keys(raw: Json) -> Json:
-    """Its norms are RMSNorm where they have an epsilon of that."""
-    eps = raw.get("rms_norm_eps")
-    return raw if eps is None else {**raw, "layer_norm_eps": eps}
 
 
 # --- models before Llama --------------------------------------------------------------------------
@@ -300,30 +276,26 @@ def activation(keys: Keys) -> str:
     return BEFORE[keys.get("hidden_act")]
 
 
-def renamed(**names: str) -> Callable[[Json], Json]:
-    """A config whose keys have other names: theirs -> ours, which counts where there are both."""
-    return lambda raw: {names[n]: raw[n] for n in names if n in raw} | {
-        name: value for name, value in raw.items() if name not in names
-    }  # fmt: skip
-
-
-GPT_2 = {
-    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
-    "activation_function": "hidden_act",
+OLDER = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "num_layers": "num_hidden_layers",
+    "n_head": "num_attention_heads", "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size", "ffn_dim": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size", "activation": "hidden_act",
+    "activation_function": "hidden_act", "rms_norm_eps": "layer_norm_epsilon",
+    "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta",
 }  # fmt: skip
+
+
+def older(raw: Json) -> Json:
+    """A config whose keys have the usual names, which count where there are both."""
+    return {OLDER[name]: raw[name] for name in OLDER if name in raw} | {
+        name: value for name, value in raw.items() if name not in OLDER
+    }
 
 
 def four_times(keys: Keys) -> int:
     """The MLP's inner size, which is four times the hidden size unless the config has another."""
     return keys.get("intermediate_size") or 4 * keys.require("hidden_size")
-
-
-def big_code(raw: Json) -> Json:
-    """StarCoder 1: one KV head, or as many as there are of queries."""
-    raw = renamed(**GPT_2)(raw)
-    one = raw.get("multi_query", True)
-    return {**raw, "num_key_value_heads": 1 if one else raw.get("num_attention_heads")}
 
 
 NEOX = {
@@ -333,20 +305,18 @@ NEOX = {
 
 
 def falcon(raw: Json) -> Json:
-    """Falcon: so does the first one, unless it has a newer form."""
-    raw = renamed(ffn_hidden_size="intermediate_size", activation="hidden_act")(raw)
-    several = raw.get("new_decoder_architecture") or not raw.get("multi_query", True)
+    """Falcon: one KV head, but in the newer form."""
     heads = raw.get("num_kv_heads") or raw.get("num_attention_heads")
-    return {**raw, "num_key_value_heads": heads if several else 1}
+    newer = raw.get("new_decoder_architecture")
+    return {**older(raw), "num_key_value_heads": heads if newer else 1}
 
 
 def falcon_norms(keys: Keys) -> str:
-    """Attention and MLP side by side, behind one norm or two."""
+    """Attention and MLP side by side, behind one norm, or in the newer form two."""
+    newer, count = keys.get("new_decoder_architecture"), "num_ln_in_parallel_attn"
     keys.allow("parallel_attn", True)
-    if not keys.get("new_decoder_architecture"):
-        keys.allow("num_ln_in_parallel_attn", None, 1)
-        return "parallel"
-    return "parallel" if keys.get("num_ln_in_parallel_attn") == 1 else "parallel each"
+    keys.allow(count, None, 1, 2 if newer else 1)
+    return "parallel each" if newer and keys.get(count) != 1 else "parallel"
 
 
 def falcon_names(keys: Keys) -> dict[str, str]:

@@ -209,7 +209,6 @@ class MoEConfig:
         scaling_factor: on the weights.
         shared_size: inner size of the MLP that every token takes besides; 0: none.
         shared_gate: a learned sigmoid weighs it.
-        scale: on all that the mixture gives, that MLP too.
         router_bias, expert_bias: the router, and both matrices of each expert, have biases.
         interleaved: the checkpoint's stacked rows of gate and of up alternate.
         gated: experts are gated MLPs; else as `LayerPlan.gated` says.
@@ -233,7 +232,6 @@ class MoEConfig:
     scaling_factor: float = 1.0
     shared_size: int = 0
     shared_gate: bool = False
-    scale: float = 1.0
     router_bias: bool = False
     expert_bias: bool = False
     interleaved: bool = False

@@ -51,7 +51,7 @@ class SparseMLP(Layer):
         self.experts = Experts(
             f"{path}.experts", hidden, moe, config.plan.activation, plain, context=context
         )
-        self.shared_experts, self.shared_expert_gate, self.scale = None, None, moe.scale
+        self.shared_experts = self.shared_expert_gate = None
         if moe.shared_size:
             self.shared_experts = shared(f"{path}.shared_experts", moe.shared_size, config, context)
         if moe.shared_gate:
@@ -60,10 +60,6 @@ class SparseMLP(Layer):
         self.routed: Callable[[torch.Tensor], torch.Tensor] = self._one_by_one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._sum(x)
-        return out if self.scale == 1 else out * self.scale
-
-    def _sum(self, x: torch.Tensor) -> torch.Tensor:
         out = self.routed(x)
         if self.shared_experts is None or getattr(self.routed, "adds_shared", False):
             return out

@@ -59,29 +59,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_layer_interval": 1, "moe_layer_end_index": 2, "moe_num_shared_experts": 0},
     ),
     "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    "cohere2_moe rms": (
-        "cohere2_moe",
-        {
-            "rms_norm_eps": 1e-5,
-            "expert_selection_fn": "sigmoid",
-            "norm_topk_prob": False,
-            "shared_expert_combination_strategy": "sum",
-            "prefix_dense_sliding_window_pattern": 2,
-        },
-    ),
     "falcon 7b": ("falcon", {"new_decoder_architecture": False, "bias": False}),
     "falcon 11b": ("falcon", {"num_ln_in_parallel_attn": 1}),
-    "falcon heads": (
-        "falcon",
-        {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": None},
-    ),
-    "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False, "num_key_value_heads": 4}),
     "gpt_neox in order": (
         "gpt_neox",
         {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 0.5},
     ),
     "olmo free": ("olmo", {"clip_qkv": None, "tie_word_embeddings": True}),
-    "opt bare": ("opt", {"layer_norm_elementwise_affine": False, "enable_bias": False}),
+    "opt no bias": ("opt", {"enable_bias": False, "activation_function": "gelu"}),
     "bamba bias": (
         "bamba",
         {

@@ -123,12 +123,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2Config",
         {"layer_types": [SLIDING, FULL], "sliding_window": 16, "logit_scale": 0.25},
     ),
-    "cohere2_moe": (
-        "Cohere2MoeConfig",
-        {**MOE, "layer_types": [FULL, SLIDING, FULL], "sliding_window": 16, "logit_scale": 0.25,
-         "mlp_layer_types": ["dense", "sparse", "sparse"], "num_shared_experts": 2,
-         "prefix_dense_intermediate_size": 48, "rms_norm_eps": None, "head_dim": 32},
-    ),
     "cwm": (
         "CwmConfig",
         {"head_dim": 32, "sliding_window": 16, "layer_types": [FULL, SLIDING], "pad_token_id": 0},
@@ -413,7 +407,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_vision": ("Qwen3_5Config", {"text": "qwen3_5"}),
     "qwen3_5_moe_vision": ("Qwen3_5MoeConfig", {"text": "qwen3_5_moe"}),
-    "sarvam_moe": ("SarvamMoEConfig", {**ROUTED_MOE, "head_dim": 16, "attention_bias": True}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 32, "mlp_bias": True}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
     "solar_open": ("SolarOpenConfig", {**ROUTED_MOE, "head_dim": 32, "first_k_dense_replace": 0}),
