@@ -71,7 +71,7 @@ def configs(family: str) -> Iterator[Raw]:
         raw |= {"partial_rotary_factor": turns["partial_rotary_factor"]}
     if turns.get("rope_type", "default") != "default":
         raw |= {"rope_scaling": turns}
-    if "layer_norm_eps" in raw or "norm_eps" in raw:
+    if raw.keys() & {"layer_norm_eps", "layer_norm_epsilon", "norm_eps"}:
         raw.pop("rms_norm_eps", None)  # the tests' own: the class has none
     yield raw
     by_layer = ("layer_types", "mlp_layer_types", "no_rope_layers")

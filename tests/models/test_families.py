@@ -320,7 +320,12 @@ def test_the_model_may_lie_below_another_prefix(prefix: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("phimoe", "PhiMoEForCausalLM"), ("exaone_moe", "ExaoneMoEForCausalLM")]
+    ("family", "name"),
+    [
+        ("phimoe", "PhiMoEForCausalLM"),
+        ("exaone_moe", "ExaoneMoEForCausalLM"),
+        ("exaone", "ExaoneForCausalLM"),
+    ],
 )
 def test_an_architecture_may_have_the_name_that_it_was_published_with(
     family: str, name: str, tmp_path: Path
@@ -411,6 +416,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "use_bias=True is not implemented": ("ernie4_5_moe", {"use_bias": True}),
     "turns 3 of head_dim=16": ("phi3", {"partial_rotary_factor": 0.2, "rope_parameters": None}),
     "first_k_dense_replace=1": ("llama", {"first_k_dense_replace": 1}),
+    "alibi=True": ("falcon", {"alibi": True}),
+    "multi_query=False": ("falcon", {"multi_query": False}),
+    "num_ln_in_parallel_attn=2": (
+        "falcon",
+        {"new_decoder_architecture": False, "num_ln_in_parallel_attn": 2},
+    ),
+    "do_layer_norm_before=False": ("opt", {"do_layer_norm_before": False}),
+    "word_embed_proj_dim=32": ("opt", {"word_embed_proj_dim": 32}),
+    "hidden_act='quick_gelu'": ("gpt2", {"activation_function": "quick_gelu"}),
+    "scale_attn_by_inverse_layer_idx=True": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "quantization_config of gptq is not implemented for gpt2": (
+        "gpt2",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
+    ),
+    "rotary_dim=18 turns 18 of head_dim=16": ("gptj", {"rotary_dim": 18}),
+    "layer_rope_theta=[0.5, 10.0] must have 0, or a number above 1.001": (
+        "granite_swa",
+        {"layer_rope_theta": [0.5, 10.0]},
+    ),
+    "layer_rope_theta=[10.0] must have": ("granite_swa", {"layer_rope_theta": [10.0]}),
     "kv_lora_rank=8": ("llama", {"kv_lora_rank": 8}),
 }
 
