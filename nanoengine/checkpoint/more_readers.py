@@ -283,6 +283,7 @@ OLDER = {
     "ffn_hidden_size": "intermediate_size", "activation": "hidden_act",
     "activation_function": "hidden_act", "rms_norm_eps": "layer_norm_epsilon",
     "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta",
+    "num_kv_heads": "num_key_value_heads",
 }  # fmt: skip
 
 

@@ -372,7 +372,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 1e-9,
         },
     ),
-    "olmo": ("OlmoConfig", {"clip_qkv": 0.8}),
+    "olmo": ("OlmoConfig", {"clip_qkv": 0.8, "rms_norm_eps": None}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": (
         "Olmo3Config",
@@ -383,7 +383,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("OlmoeConfig", {**MOE, "moe_intermediate_size": None}),
-    "opt": ("OPTConfig", {"ffn_dim": 96, "num_key_value_heads": 4, "init_std": 0.15}),
+    "opt": (
+        "OPTConfig",
+        {"ffn_dim": 96, "num_key_value_heads": 4, "init_std": 0.15, "rms_norm_eps": None},
+    ),
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5, "rms_norm_eps": None}),
     "phimoe": ("PhimoeConfig", {**LOCAL_MOE, "attention_bias": True, "lm_head_bias": True,
                                 "sliding_window": 16}),
