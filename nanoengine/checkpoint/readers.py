@@ -143,6 +143,7 @@ def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader
 
 
 def all_but_first_of_four(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+    keys.get("sliding_window")  # of a model, none of whose layers may have it
     return [n % 4 > 0 for n in range(layers)] if kinds is None else _named(kinds)
 
 
