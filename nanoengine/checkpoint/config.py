@@ -243,8 +243,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
             return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], True
     own = OWN_NAMES.get(given.get("model_type") or "")
     if own and len(named) == 1 and named[0].endswith("ForCausalLM"):
-        named = [own]
-        raw = {**raw, "architectures": named}
+        named, raw = [own], {**raw, "architectures": [own]}
     for name in named:
         if name in FAMILIES:
             return raw, name, False

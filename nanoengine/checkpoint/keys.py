@@ -68,7 +68,7 @@ KEYS: dict[str, Key] = {
         "embedding_multiplier residual_multiplier logits_scaling logit_scale",
         Key(float, *_FACTOR, 1.0, "refused"),
     ),
-    **_each("final_logit_softcapping attn_logit_softcapping", _SOFTCAP),
+    **_each("final_logit_softcapping attn_logit_softcapping clip_qkv", _SOFTCAP),
     **_each("scale_emb scale_depth", Key(float, *_FACTOR, None, "refused")),
     "dim_model_base": Key(int, 1, 2**20, None, "refused"),
     **_each("lm_head_bias mup_enabled", _MATHS_FLAG),
@@ -82,7 +82,6 @@ KEYS: dict[str, Key] = {
     "head_dim": Key(int, 2, 2**16),
     **_each("attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias", _MATHS_FLAG),
     **_each("attention_chunk_size dual_chunk_attention_config", _REFUSED),
-    "clip_qkv": _SOFTCAP,
     "is_causal": Key(bool, default=True, unread="refused"),
     **_each("use_mla attn_output_gate attention_k_eq_v", _MATHS_FLAG),
     **_each(
