@@ -147,7 +147,8 @@ RARELY = {
     "afmoe", "apertus", "ernie4_5_moe all", "exaone_moe", "flex_olmo", "gemma4_unified",
     "gemma4_unified_vision", "granitemoeshared", "hunyuan_moe", "hy_v3", "hyperclovax",
     "hyperclovax before", "exaone", "falcon 7b", "falcon 11b", "gpt_bigcode", "gpt_neox in order",
-    "gptj", "granite_swa", "granitemoe_swa", "olmo free", "opt no bias", "jais2", "mellum", "solar_open", "vaultgemma",
+    "gptj", "granite_swa", "granitemoe_swa", "olmo free", "opt no bias", "jais2", "mellum",
+    "solar_open", "vaultgemma",
 }  # fmt: skip
 """Cases of mechanisms that others have too: they run where what a model is made of has changed."""
 GROUND = ("nanoengine/checkpoint/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py")
