@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nanoengine.checkpoint.config import parse_model_config  # noqa: E402
+from nanoengine.checkpoint.config import OWN_NAMES, parse_model_config  # noqa: E402
 from nanoengine.checkpoint.families import TEXT_PARTS  # noqa: E402
 from nanoengine.checkpoint.more_families import every_family  # noqa: E402
 from nanoengine.errors import NanoEngineError  # noqa: E402
@@ -37,6 +37,7 @@ BEGIN, END = "<!-- table: python tools/model_table.py -->", "<!-- end of the tab
 KNOWN = {
     getattr(transformers, kind).model_type: name for name, (kind, _) in checkpoints.FAMILIES.items()
 }
+KNOWN |= {"gpt-sw3": "gpt2"}
 """Model type -> the tests' family of it, whose config shows more of it than common sizes do."""
 
 
@@ -98,6 +99,7 @@ def main() -> None:
     for model_type in wanted:
         architecture = names[model_type]
         architecture = architecture if isinstance(architecture, str) else architecture[-1]
+        architecture = OWN_NAMES.get(model_type, architecture)
         rows[model_type] = (architecture, tried(model_type, architecture))
         print(model_type, *rows[model_type], flush=True)
     supported = {architecture for architecture, result in rows.values() if result == "equal"}

@@ -36,6 +36,10 @@ GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_pena
 """Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
 
+OWN_NAMES = {"exaone": "ExaoneForCausalLM"}
+"""`model_type` -> the architecture whose tensors a checkpoint has, although transformers names the
+class that computes it there."""
+
 VISION = (
     r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
     r"|vision_embedder)\."
@@ -178,7 +182,10 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     else:
         extra, absent = family.rope_extra, family.rope
         rope = read_rope(keys, absent=absent, extra=extra, partial=partial_heads)
-        ropes = tuple(rope if turned else None for turned in family.turned(keys, slides))
+        ropes = tuple(
+            replace(rope, theta=float(turned)) if turned > 1 else rope if turned else None
+            for turned in family.turned(keys, slides)
+        )
     named = raw.get("architectures") or [architecture]
     headless = not is_part and architecture not in named
     # Why tied: nothing is made for a head then.
@@ -201,7 +208,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         sliding_windows=windows,
         states=states,
         moe=family.moe(keys) if family.moe else None,
-        tensor_names=family.names,
+        tensor_names=family.names(keys) if callable(family.names) else family.names,
         left_out="|".join(left_out) or _drafting_layers(keys),
         dtype=_dtype(keys),
         quantization=_quantization(keys, family, plan, is_part=is_part, tied=tied),
@@ -234,6 +241,9 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                 )
             outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
             return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], True
+    own = OWN_NAMES.get(given.get("model_type") or "")
+    if own and len(named) == 1 and named[0].endswith("ForCausalLM"):
+        named, raw = [own], {**raw, "architectures": [own]}
     for name in named:
         if name in FAMILIES:
             return raw, name, False
@@ -353,10 +363,11 @@ def _quantization(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"
             " gpt_oss, whose experts it is for"
         )
-    if is_part:
+    if is_part or plan.inputs_first:
+        what = "the text part of a multimodal checkpoint" if is_part else family.model_type
         raise UnsupportedModelError(
-            f"quantization_config of {stored.format} is not implemented for the text part of a"
-            " multimodal checkpoint; supported: checkpoints of floats"
+            f"quantization_config of {stored.format} is not implemented for {what}; supported:"
+            " checkpoints of floats"
         )
     # Why: exceptions are written in the checkpoint's names, and layers ask by ours.
     patterns = *stored.skipped, *stored.targets

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from nanoengine.checkpoint import readers
 from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
-from nanoengine.checkpoint.readers import Reader, all_but_every, key, plan, size, windows
+from nanoengine.checkpoint.readers import Reader, all_but_every, biases, key, plan, size, windows
 
 PLAIN, INNER_SIZE = plan(), size("intermediate_size")
 
@@ -36,7 +36,8 @@ class Family:
             of `partial_rotary_factor` obeys that key; others turn whole heads.
         rope: `rope_parameters` of a config that has none, by layer type where there are `bases`.
         rope_extra: further keys of `rope_parameters` -> whether they change the maths of text.
-        names: parts of our tensors' names -> what they are called in its checkpoints.
+        names: parts of our tensors' names -> what they are called in its checkpoints; or what reads
+            this from a config.
         left_out: expression that begins the names of tensors that are for drafts.
         inner: the MLP's inner size.
         eps: the key of what norms add to a variance.
@@ -53,7 +54,7 @@ class Family:
     defaults: Json = field(default_factory=dict)
     rope: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] | Reader[Mapping[str, str]] = field(default_factory=dict)
     left_out: str = ""
     inner: Reader[int] = INNER_SIZE
     eps: str = "rms_norm_eps"
@@ -147,8 +148,7 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5ForCausalLM": Family(
         "ernie4_5",
         plan=plan(
-            interleaved=True, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
-            mlp_bias=key("use_bias"),
+            interleaved=True, **biases("use_bias"),
         ),
         defaults={
             "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
@@ -224,7 +224,7 @@ FAMILIES: dict[str, Family] = {
         names=GEMMA_NAMES,
     ),
     "Phi3ForCausalLM": Family(
-        "phi3", plan=plan(merged=True), windows=WINDOW,
+        "phi3", plan=plan(merged="parts", merged_gate=True), windows=WINDOW,
         defaults={
             "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0,
             "original_max_position_embeddings": 4096,

@@ -68,7 +68,7 @@ KEYS: dict[str, Key] = {
         "embedding_multiplier residual_multiplier logits_scaling logit_scale",
         Key(float, *_FACTOR, 1.0, "refused"),
     ),
-    **_each("final_logit_softcapping attn_logit_softcapping", _SOFTCAP),
+    **_each("final_logit_softcapping attn_logit_softcapping clip_qkv", _SOFTCAP),
     **_each("scale_emb scale_depth", Key(float, *_FACTOR, None, "refused")),
     "dim_model_base": Key(int, 1, 2**20, None, "refused"),
     **_each("lm_head_bias mup_enabled", _MATHS_FLAG),
@@ -81,7 +81,7 @@ KEYS: dict[str, Key] = {
     **_each("num_attention_heads num_key_value_heads", Key(int, 1, 2**16)),
     "head_dim": Key(int, 2, 2**16),
     **_each("attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias", _MATHS_FLAG),
-    **_each("clip_qkv attention_chunk_size dual_chunk_attention_config", _REFUSED),
+    **_each("attention_chunk_size dual_chunk_attention_config", _REFUSED),
     "is_causal": Key(bool, default=True, unread="refused"),
     **_each("use_mla attn_output_gate attention_k_eq_v", _MATHS_FLAG),
     **_each(
@@ -122,6 +122,7 @@ KEYS: dict[str, Key] = {
     "rope_interleaved": _MATHS_FLAG,
     "rope_interleave": Key(bool, default=True, unread="refused"),
     "no_rope_layers": Key(list[int], unread="refused"),
+    "layer_rope_theta": Key(list[float], unread="refused"),
     "no_rope_layer_interval": Key(int, 1, 10_000, 4),
     # the MLP
     **_each("intermediate_size block_ff_dim", Key(int, 1, 2**22)),
@@ -131,6 +132,14 @@ KEYS: dict[str, Key] = {
     "block_auto_adjust_ff_dim": Key(bool, default=True),
     "block_ffn_dim_multiplier": Key(float, 1e-3, 1e3, 1.0),
     "block_multiple_of": Key(int, 1, 2**20, 256, "harmless"),
+    # what models before Llama have
+    **_each("alibi bias add_cross_attention scale_attn_by_inverse_layer_idx", _MATHS_FLAG),
+    **_each("_remove_final_layer_norm new_decoder_architecture", _MATHS_FLAG),
+    **_each(
+        "scale_attn_weights do_layer_norm_before multi_query enable_bias"
+        " layer_norm_elementwise_affine",
+        Key(bool, default=True, unread="refused"),
+    ),
     # experts
     **_each("num_experts num_local_experts num_experts_per_tok", Key(int, *_EXPERTS)),
     **_each("moe_num_experts moe_k moe_topk top_k_experts", Key(int, *_EXPERTS)),
@@ -213,11 +222,15 @@ HARMLESS = frozenset((
     # of training alone
     "attention_dropout", "classifier_dropout", "embd_pdrop", "embedding_dropout",
     "hidden_dropout", "resid_pdrop",
-    "residual_dropout", "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
+    "residual_dropout", "attn_pdrop", "dropout", "layerdrop", "embed_dropout",
+    "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
     # how transformers runs, not what; and what is read as `sliding_window_pattern`
     "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
     "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+    "reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "init_std",
     # how weights begin
     "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "expand",
     "z_loss_coefficient", "_sliding_window_pattern",

@@ -28,8 +28,9 @@ from nanoengine.checkpoint.families import (
     WINDOW,
     Family,
 )
+from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.more_readers import experts, layers_from, limited, shared_size
-from nanoengine.checkpoint.readers import all_but_every, key, plan, size, windows
+from nanoengine.checkpoint.readers import all_but_every, biases, key, plan, size, windows
 
 # fmt: off
 # Why: where all layers have experts, configs need name no other MLP.
@@ -82,6 +83,11 @@ GRANITE_NAMES = {
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
     "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
 }
+GRANITE_SHARED_NAMES = GRANITE_NAMES | {
+    "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
+    "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
+}
+GRANITE_SWA = {"attention_multiplier": 1.0, "sliding_window": 128}
 MAMBA_DEFAULTS = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
 GRANITE_4_NAMES = GRANITE_NAMES | {
     f"mlp.{part}{ours}": f"shared_mlp.{theirs}_linear"
@@ -95,6 +101,20 @@ FALCON_NAMES = {
 NEMOTRON_NAMES = {
     "model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f",
     "input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer",
+}
+PLAIN = {
+    "norm": "layer", "norm_bias": True, "gated": False, "activation": more_readers.activation,
+}
+GPT = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "positions": 0, **PLAIN}
+OLD: Json = {"inner": more_readers.four_times, "eps": "layer_norm_epsilon"}
+GPT_DEFAULTS = {"hidden_act": "gelu_new", "tie_word_embeddings": True}
+GPT_NAMES = {
+    "model.embed_tokens": "model.wte", "model.layers": "model.h", "model.norm": "model.ln_f",
+    "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+}
+GPT_2_NAMES = GPT_NAMES | {
+    "model.embed_positions": "model.wpe", "self_attn": "attn", "qkv_proj": "c_attn",
+    "o_proj": "c_proj", "up_proj": "c_fc", "down_proj": "c_proj",
 }
 MIXTRAL_NAMES = {"mlp": "block_sparse_moe", **NUMBERED}
 
@@ -234,6 +254,14 @@ MORE_FAMILIES: dict[str, Family] = {
         names={"mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
         left_out=r"model\.mtp_",
     ),
+    "ExaoneForCausalLM": Family(
+        "exaone", more_readers.older, plan=plan(**LLAMA), eps="layer_norm_epsilon",
+        defaults={"num_key_value_heads": 8, "rope_theta": 5e5},
+        names={
+            **GPT_NAMES, "self_attn": "attn.attention", "o_proj": "out_proj",
+            "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
+        },
+    ),
     "ExaoneMoeForCausalLM": Family(
         "exaone_moe", plan=plan(head_norm="head"), windows=all_but_every(),
         turned=readers.exaone_turned,
@@ -246,6 +274,12 @@ MORE_FAMILIES: dict[str, Family] = {
         },
         names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
         left_out=DRAFTS,
+    ),
+    "FalconForCausalLM": Family(
+        "falcon", more_readers.falcon,
+        plan=plan(norms=more_readers.falcon_norms, merged="heads", **PLAIN, **biases("bias")),
+        defaults=GPT_DEFAULTS | {"hidden_act": "gelu", "max_position_embeddings": 2048},
+        names=more_readers.falcon_names, **OLD,
     ),
     "FalconH1ForCausalLM": Family(
         "falcon_h1",
@@ -294,6 +328,41 @@ MORE_FAMILIES: dict[str, Family] = {
             "num_nextn_predict_layers": 1, "q_lora_rank": 768, "num_key_value_heads": 20,
         },
     ),
+    "GPT2LMHeadModel": Family(
+        "gpt2", more_readers.older, plan=plan(merged="parts", inputs_first=True, **GPT),
+        turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES, **OLD,
+    ),
+    "GPTBigCodeForCausalLM": Family(
+        "gpt_bigcode", more_readers.older, plan=plan(merged="parts", **GPT),
+        turned=readers.nowhere, defaults=GPT_DEFAULTS | {"num_key_value_heads": 1},
+        names=GPT_2_NAMES, **OLD,
+    ),
+    "GPTJForCausalLM": Family(
+        "gptj", more_readers.older,
+        plan=plan(norms="parallel", interleaved=True, head_bias=True, mlp_bias=True, **PLAIN),
+        defaults={"hidden_act": "gelu_new", "rotary_dim": 64, "partial_rotary_factor": 1.0},
+        names={
+            **GPT_NAMES, "self_attn": "attn", "o_proj": "out_proj", "up_proj": "fc_in",
+            "down_proj": "fc_out",
+        },
+        **OLD,
+    ),
+    "GPTNeoXForCausalLM": Family(
+        "gpt_neox", more_readers.older,
+        plan=plan(
+            norms=key("use_parallel_residual", lambda on: "parallel each" if on else "before"),
+            merged="heads", mlp_bias=True, **PLAIN, **ATTENTION_BIAS,
+        ),
+        defaults={
+            "attention_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.25,
+            "use_parallel_residual": True,
+        },
+        names={
+            "model.embed_tokens": "model.embed_in", "model.norm": "model.final_layer_norm",
+            "self_attn": "attention", **more_readers.NEOX,
+        },
+        eps="layer_norm_eps",
+    ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         plan=plan(
@@ -335,10 +404,24 @@ MORE_FAMILIES: dict[str, Family] = {
         "granitemoeshared", plan=plan(**GRANITE_KEYS, **LLAMA, merged_gate=True),
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         defaults={"attention_multiplier": 1.0},
+        names=GRANITE_SHARED_NAMES,
+    ),
+    "GraniteMoeSWAForCausalLM": Family(
+        "granitemoe_swa",
+        plan=plan(**GRANITE_KEYS, **ATTENTION_BIAS, merged_gate=True, sinks=True),
+        windows=readers.all_but_first_of_four, turned=readers.layer_bases,
+        moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
+        defaults=GRANITE_SWA,
         names={
-            **GRANITE_NAMES,
-            "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
-            "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
+            "mlp": "block_sparse_moe", "mlp.gate": "block_sparse_moe.router",
+            **{n: of for n, of in GRANITE_SHARED_NAMES.items() if ".shared_experts." in n},
+        },
+    ),
+    "GraniteSWAForCausalLM": Family(
+        "granite_swa", plan=plan(**GRANITE_KEYS, **LLAMA, sinks=True),
+        windows=readers.all_but_first_of_four, turned=readers.layer_bases,
+        defaults=GRANITE_SWA | {
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
         },
     ),
     "HeliumForCausalLM": Family(
@@ -444,6 +527,16 @@ MORE_FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         names=MIXTRAL_NAMES,
     ),
+    "NanoChatForCausalLM": Family(
+        "nanochat",
+        plan=plan(
+            only={"hidden_act": ("relu2",)}, norm="bare", head_norm="rotated", backwards=True,
+            embedding_norm=True, gated=False, activation="relu2",
+            logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
+        ),
+        defaults={"final_logit_softcapping": 15.0},
+        names={"up_proj": "fc1", "down_proj": "fc2"},
+    ),
     "NemotronForCausalLM": Family(
         "nemotron",
         plan=plan(
@@ -472,6 +565,21 @@ MORE_FAMILIES: dict[str, Family] = {
             "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8, "mamba_d_state": 128,
         },
         names=NEMOTRON_NAMES, left_out=DRAFTS, eps="layer_norm_epsilon",
+    ),
+    "OPTForCausalLM": Family(
+        "opt", more_readers.older,
+        plan=plan(positions=more_readers.opt_positions, **PLAIN, **biases("enable_bias")),
+        turned=readers.nowhere, defaults={"hidden_act": "relu", "tie_word_embeddings": True},
+        names={
+            "model.norm": "model.final_layer_norm", "input_layernorm": "self_attn_layer_norm",
+            "post_attention_layernorm": "final_layer_norm", "o_proj": "out_proj",
+            "mlp.up_proj": "fc1", "mlp.down_proj": "fc2",
+        },
+        eps="layer_norm_eps",
+    ),
+    "OlmoForCausalLM": Family(
+        "olmo", plan=plan(norm="bare layer", clip=key("clip_qkv"), **ATTENTION_BIAS),
+        eps="layer_norm_eps",
     ),
     "OlmoeForCausalLM": Family(
         "olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
@@ -553,8 +661,7 @@ MORE_FAMILIES: dict[str, Family] = {
         "starcoder2",
         plan=plan(
             only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated=False,
-            activation=GELU, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
-            mlp_bias=key("use_bias"),
+            activation=GELU, **biases("use_bias"),
         ),
         windows=WINDOW,
         defaults={"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True},

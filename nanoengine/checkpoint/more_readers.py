@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from nanoengine.checkpoint.keys import Keys
+from nanoengine.checkpoint.keys import Json, Keys
 from nanoengine.checkpoint.plan import LatentPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING, Reader, made, size, those
 from nanoengine.checkpoint.varied_plan import VariedPlan
@@ -261,3 +261,76 @@ def shared_size(name: str = "n_shared_experts") -> Reader[int]:
         return count * keys.require("moe_intermediate_size")
 
     return read
+
+
+# --- models before Llama --------------------------------------------------------------------------
+
+BEFORE = {"gelu_fast": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
+BEFORE |= {name: name for name in ("gelu", "gelu_pytorch_tanh", "relu", "relu2", "silu")}
+"""`hidden_act` -> what `LayerPlan.activation` calls it."""
+
+
+def activation(keys: Keys) -> str:
+    """Of an MLP without a gate."""
+    keys.allow("hidden_act", *BEFORE)
+    return BEFORE[keys.get("hidden_act")]
+
+
+OLDER = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "num_layers": "num_hidden_layers",
+    "n_head": "num_attention_heads", "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size", "ffn_dim": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size", "activation": "hidden_act",
+    "activation_function": "hidden_act", "rms_norm_eps": "layer_norm_epsilon",
+    "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta",
+    "num_kv_heads": "num_key_value_heads",
+}  # fmt: skip
+
+
+def older(raw: Json) -> Json:
+    """A config whose keys have the usual names, which count where there are both."""
+    return {OLDER[name]: raw[name] for name in OLDER if name in raw} | {
+        name: value for name, value in raw.items() if name not in OLDER
+    }
+
+
+def four_times(keys: Keys) -> int:
+    """The MLP's inner size, which is four times the hidden size unless the config has another."""
+    return keys.get("intermediate_size") or 4 * keys.require("hidden_size")
+
+
+NEOX = {
+    "qkv_proj": "query_key_value", "o_proj": "dense", "up_proj": "dense_h_to_4h",
+    "down_proj": "dense_4h_to_h",
+}  # fmt: skip
+
+
+def falcon(raw: Json) -> Json:
+    """Falcon: one KV head, but in the newer form."""
+    heads = raw.get("num_kv_heads") or raw.get("num_attention_heads")
+    newer = raw.get("new_decoder_architecture")
+    return {**older(raw), "num_key_value_heads": heads if newer else 1}
+
+
+def falcon_norms(keys: Keys) -> str:
+    """Attention and MLP side by side, behind one norm, or in the newer form two."""
+    newer, count = keys.get("new_decoder_architecture"), "num_ln_in_parallel_attn"
+    keys.allow("parallel_attn", True)
+    keys.allow(count, None, 1, 2 if newer else 1)
+    return "parallel each" if newer and keys.get(count) != 1 else "parallel"
+
+
+def falcon_names(keys: Keys) -> dict[str, str]:
+    """What the norms are called depends on how many there are."""
+    two = falcon_norms(keys) == "parallel each"
+    norms = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"} if two else {}
+    return {
+        "model.embed_tokens": "model.word_embeddings", "model.layers": "model.h",
+        "model.norm": "model.ln_f", "self_attn": "self_attention", **NEOX, **norms,
+    }  # fmt: skip
+
+
+def opt_positions(keys: Keys) -> int:
+    """OPT: two rows of the table are before the first position."""
+    keys.allow("word_embed_proj_dim", keys.require("hidden_size"), None)
+    return 2

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from nanoengine.checkpoint.varied_plan import VariedPlan
 
-Norms = Literal["before", "behind", "both", "parallel"]
-NormKind = Literal["rms", "wide", "centered", "layer", "centered layer"]
+Norms = Literal["before", "behind", "both", "parallel", "parallel each"]
+NormKind = Literal["rms", "wide", "centered", "bare", "layer", "centered layer", "bare layer"]
 ANY_STEP = (0.0, math.inf)
 HeadNormKind = Literal["head", "width", "rotated"]
 
@@ -69,10 +69,12 @@ class LayerPlan:
 
     Attributes:
         norms: where they stand: "before" attention and MLP, "behind" them, "both"; "parallel": one
-            norm before, from which attention and MLP both start.
+            norm before, from which attention and MLP both start; "parallel each": both start from
+            the same, each behind a norm of its own.
         norm: "rms"; "wide": its weight is multiplied before rounding to the model's dtype;
             "centered": wide, and the factor is 1 + weight; "layer": LayerNorm; "centered layer":
-            that with the factor 1 + weight.
+            that with the factor 1 + weight; "bare", "bare layer": RMSNorm and LayerNorm that have
+            no weight.
         norm_bias: LayerNorm adds a bias.
         head_norm: query and key heads are normed each ("head"), over all heads together ("width"),
             or each behind the rotation ("rotated"); None: not at all.
@@ -82,10 +84,17 @@ class LayerPlan:
         gated: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
         activation: a key of `layers.kernels.GATES`, of an MLP without a gate one of
             `models.variants.ACTIVATIONS`; that of experts too.
-        merged: q, k and v are one tensor of the checkpoint, and so are gate and up.
-        merged_gate: gate and up alone are.
+        merged: q, k and v are one tensor of the checkpoint: all queries, keys and values as
+            "parts" behind each other, or by "heads": of each KV head its queries, key and value.
+        merged_gate: gate and up are one tensor.
+        inputs_first: the matrices of layers are [inputs, outputs] in the checkpoint.
+        clip: heads are clipped to this much around 0, before they are normed and turned.
         rotary_dim: how many of a head's first dimensions are turned; None: all.
         interleaved: neighbours are turned together, not the halves of a head.
+        backwards: heads are turned the other way round.
+        positions: a learned vector of each position is added to the embeddings, and the table of
+            these has so many rows before that of the first; None: there is none.
+        embedding_norm: the last norm norms the embeddings as well.
         embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and
             MLP add, and on logits.
         attention_scale: factor on q.k; None: head_dim ** -0.5.
@@ -110,10 +119,15 @@ class LayerPlan:
     output_gate: Literal[False, "behind", "beside"] = False
     gated: bool = True
     activation: str = "silu"
-    merged: bool = False
+    merged: Literal[False, "parts", "heads"] = False
     merged_gate: bool = False
+    inputs_first: bool = False
+    clip: float | None = None
     rotary_dim: int | None = None
     interleaved: bool = False
+    backwards: bool = False
+    positions: int | None = None
+    embedding_norm: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

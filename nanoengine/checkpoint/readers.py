@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from nanoengine.checkpoint.keys import KEYS, Keys
 from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import shown
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR, CONV = "linear_attention", "conv"
@@ -26,6 +27,11 @@ Reader = Callable[[Keys], T]
 def key(name: str, make: Callable[[Any], Any] | None = None) -> Reader[Any]:
     """Reads a key; `make` turns its value into the field's."""
     return lambda keys: make(keys.get(name)) if make else keys.get(name)
+
+
+def biases(name: str) -> dict[str, Reader[Any]]:
+    """Fields of a plan whose projections have biases where this key says so."""
+    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), key(name))
 
 
 def size(*names: str) -> Reader[int]:
@@ -137,6 +143,7 @@ def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader
 
 
 def all_but_first_of_four(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+    keys.get("sliding_window")  # of a model, none of whose layers may have it
     return [n % 4 > 0 for n in range(layers)] if kinds is None else _named(kinds)
 
 
@@ -146,33 +153,45 @@ def _named(kinds: Sequence[str]) -> list[bool]:
 
 # --- which layers turn their heads ----------------------------------------------------------------
 
-TurnedReader = Callable[[Keys, Sequence[bool]], Sequence[int]]
-"""The second argument says which layers have a window; a 0 in the answer is not turned."""
+TurnedReader = Callable[[Keys, Sequence[bool]], Sequence[float]]
+"""The second argument says which layers have a window; a 0 in the answer is not turned, a number
+above 1 is the base of the layer's angles."""
 
 
-def always(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+def always(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
     return [True] * len(slides)
 
 
-def only_with_window(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+def only_with_window(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
     return slides
 
 
-def exaone_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+def exaone_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
     """In a model with windows, layers that see everything are not turned."""
     return slides if keys.get("sliding_window") is not None else always(keys, slides)
 
 
-def nowhere(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+def nowhere(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
     return [False] * len(slides)
 
 
-def if_named_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+def if_named_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
     """Granite 4: none unless `position_embedding_type` is "rope"."""
     return [keys.get("position_embedding_type") == "rope"] * len(slides)
 
 
-def smollm_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+def layer_bases(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    """Granite SWA: `layer_rope_theta` has a base for each layer, 0 where it is not turned."""
+    bases: Sequence[float] = keys.get("layer_rope_theta") or always(keys, slides)
+    if len(bases) != len(slides) or not all(base in (0, 1) or base > 1.001 for base in bases):
+        raise UnsupportedModelError(
+            f"layer_rope_theta={shown(bases)} must have 0, or a number above 1.001, for each of"
+            f" num_hidden_layers={len(slides)}"
+        )
+    return bases
+
+
+def smollm_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
     """`no_rope_layers` has a 0 for each layer that is not turned."""
     every, given = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
     layers = len(slides)
@@ -181,4 +200,4 @@ def smollm_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
         raise UnsupportedModelError(
             f"no_rope_layers has {len(turned)} entries, num_hidden_layers={layers}"
         )
-    return turned[:layers]
+    return [turn != 0 for turn in turned[:layers]]

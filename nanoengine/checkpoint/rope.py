@@ -112,11 +112,12 @@ def read_rotary_dim(keys: Keys, head_dim: int, absent: Json) -> int:
     given, name = Keys(raw, where=f"config.json: {key}"), "partial_rotary_factor"
     outside = keys.get(name)
     factor = given.get(name) if name in given else outside
-    size = keys.get("rotary_dim") or int(head_dim * factor)
+    size = keys.get("rotary_dim")
+    said = f"{name}={factor}" if size is None else f"rotary_dim={size}"
+    size = int(head_dim * factor) if size is None else size
     if not 2 <= size <= head_dim or size % 2:
         raise UnsupportedModelError(
-            f"{name}={factor} turns {size} of head_dim={head_dim}; supported: an even number of"
-            " them"
+            f"{said} turns {size} of head_dim={head_dim}; supported: an even number of them"
         )
     return size
 

@@ -89,6 +89,9 @@ PREFIXES = {
     "": "lm_head.",
     "model.language_model.": "lm_head.",
     "backbone.": "lm_head.",
+    "transformer.": "lm_head.",
+    "gpt_neox.": "embed_out.",
+    "model.decoder.": "lm_head.",
     "language_model.model.": "language_model.lm_head.",
 }
 """What may stand for our "model." -> what stands for "lm_head." beside it."""

@@ -19,7 +19,7 @@ from nanoengine.checkpoint.files import Stored, listed, read_tensors
 from nanoengine.checkpoint.slots import TensorNames, WeightSlot
 from nanoengine.errors import WeightLoadError
 
-HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)")
+HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias)")
 """Tensors that old checkpoints carry and that are computed here."""
 
 ROWS_COMPARED = 4096
@@ -47,7 +47,8 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
             raise WeightLoadError(f"config.json has {key}={size}, but {name} is {list(shape)}")
 
     def check_outputs(key: str, size: int, name: str) -> None:
-        for part, axis in (("weight", 0), ("weight_packed", 0), ("scales", 1)):
+        outputs = int(config.plan.inputs_first)
+        for part, axis in (("weight", outputs), ("weight_packed", 0), ("scales", 1)):
             check(key, size, axis, f"{name}.{part}")
 
     check("vocab_size", config.vocab_size, 0, "model.embed_tokens.weight")

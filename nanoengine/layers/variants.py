@@ -18,14 +18,16 @@ Legend: T tokens, N size of a row, H / K query / KV heads of this rank, D head d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights, Rotation
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import NormKind
+from nanoengine.checkpoint.plan import LayerPlan, NormKind
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered, whole_slots
 from nanoengine.layers.layer import Layer, ModelContext
@@ -60,12 +62,13 @@ class NoRotary(RotaryEmbedding):
 def head_order(config: ModelConfig) -> torch.Tensor | None:
     """Which dimension of a checkpoint's head each of ours is, [D] int64, so that those turned
     together are i and i + D / 2; None: they are so already."""
-    head_dim, interleaved = config.head_dim, config.plan.interleaved
-    size = config.plan.rotary_dim or head_dim
-    if size == head_dim and not interleaved:
+    head_dim, plan = config.head_dim, config.plan
+    size = plan.rotary_dim or head_dim
+    if size == head_dim and not plan.interleaved and not plan.backwards:
         return None
     turned = torch.arange(size)
-    pairs = turned.view(-1, 2).T if interleaved else turned.view(2, -1)
+    pairs = turned.view(-1, 2).T if plan.interleaved else turned.view(2, -1)
+    pairs = pairs.flip(0) if plan.backwards else pairs
     still = torch.arange(size, head_dim).view(2, -1)
     return torch.cat((pairs, still), dim=1).flatten()
 
@@ -83,8 +86,12 @@ class OneTensor(MergedLinear):
             rows = torch.arange(first + part.start, first + part.stop)
             found.append(ordered(rows, self.row_order(name, len(rows))))
             first += size
-        matrix = MatrixPart((first, self.in_features), order=torch.cat(found))
+        matrix = MatrixPart((first, self.in_features), order=self.stored_rows(torch.cat(found)))
         return self.slots_of(path, matrix)
+
+    def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Where the checkpoint has these rows of the matrices behind each other."""
+        return rows
 
 
 class OtherQKV(QKVLinear):
@@ -118,6 +125,48 @@ class OneTensorQKV(OtherQKV, OneTensor):
     """Both at once."""
 
 
+class HeadByHeadQKV(OneTensorQKV):
+    """Of each KV head its queries, its key and its value, then those of the next."""
+
+    def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        kv_heads = self.parts["k_proj"] // self.head_dim
+        stored = torch.arange(sum(self.parts.values())).view(kv_heads, -1, self.head_dim)
+        parts = stored[:, :-2], stored[:, -2], stored[:, -1]
+        return torch.cat([part.flatten() for part in parts])[rows]
+
+
+def as_stored(slots: Mapping[str, WeightSlot], plan: LayerPlan) -> dict[str, WeightSlot]:
+    """The slots of a model whose norms have no weight, which are 1 then, or whose checkpoint has
+    the matrices of layers as [inputs, outputs]."""
+    found = dict(slots)
+    for name, slot in slots.items():
+        if plan.norm.startswith("bare") and name.endswith("norm.weight"):
+            found[name] = replace(slot, absent=partial(slot.store, torch.ones(slot.shape)))
+        elif plan.inputs_first and ".layers." in name and len(slot.shape) == 2:
+            part = (*slot.part, slice(None), slice(None))[1::-1]
+            store = slot.store
+            found[name] = replace(
+                slot, shape=slot.shape[::-1], part=part, store=lambda m, store=store: store(m.T)
+            )
+    return found
+
+
+class Positions(Layer):
+    """The learned vectors of positions [T], [T, hidden_size]."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        self.before = config.plan.positions or 0
+        rows = config.max_position_embeddings + self.before
+        self.weight = context.parameter(rows, config.hidden_size)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return F.embedding(positions + self.before, self.weight)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return whole_slots(path, weight=self.weight)
+
+
 class XIELU(Layer):
     """a x^2 + b x, for x above 0; below, c (e^x - 1 - x) + b x. a and c are a layer's own.
 
@@ -148,8 +197,8 @@ class XIELU(Layer):
 def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
     """The norm over the hidden size that a family has."""
     kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
-    if kind in ("layer", "centered layer"):
-        layer_norm = LayerNorm if kind == "layer" else CenteredLayerNorm
+    if kind.endswith("layer"):
+        layer_norm = CenteredLayerNorm if kind == "centered layer" else LayerNorm
         return layer_norm(*sizes, bias=config.plan.norm_bias, context=context)
     norm = CenteredNorm if kind == "centered" else RMSNorm
     return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))

@@ -187,7 +187,7 @@ def tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, 
     return kept
 
 
-def weight_slots(model: torch.nn.Module) -> dict[str, WeightSlot]:
+def weight_slots(model: CausalLM) -> dict[str, WeightSlot]:
     """All slots of a model by their names here."""
     slots: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
@@ -195,6 +195,11 @@ def weight_slots(model: torch.nn.Module) -> dict[str, WeightSlot]:
             own = module.weight_slots(path)
             assert not slots.keys() & own.keys(), f"{path} offers slots of another layer"
             slots.update(own)
+    plan = model.config.plan
+    if plan.inputs_first or plan.norm.startswith("bare"):
+        from nanoengine.layers.variants import as_stored
+
+        slots = as_stored(slots, plan)
     return slots
 
 

@@ -119,6 +119,8 @@ class CappedHead(OutputHead):
 class VariantDecoder(Decoder):
     """The stack of layers, of this kind, with a list of rotations in place of one."""
 
+    embed_positions: variants.Positions | None = None
+
     def __init__(
         self, config: ModelConfig, context: ModelContext, layer: type[VariantLayer]
     ) -> None:
@@ -134,6 +136,17 @@ class VariantDecoder(Decoder):
         )
         self.stack: list[Layers] = list(self.layers)
         self.norm = variants.make_norm(config, context)
+        self.norms_embeddings = config.plan.embedding_norm
+        if config.plan.positions is not None:
+            self.embed_positions = variants.Positions(config, context)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = self.embed_tokens(batch.token_ids)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(batch.positions)
+        if self.norms_embeddings:
+            x, _ = self.norm(x, None)
+        return self.through(x, self.rotary(batch.positions), batch)
 
 
 class ScaledEmbedding(Embedding):
@@ -186,7 +199,7 @@ class VariantLayer(DecoderLayer):
         setattr(self, mixer.name, mixer)  # as checkpoints call it
         self.mixer, self.mlp = mixer, self.make_mlp(f"{path}.mlp", index, config, context)
         norms, self.scale = config.plan.norms, config.plan.residual_scale
-        self.is_parallel = norms == "parallel"
+        self.is_parallel = norms in ("parallel", "parallel each")
         before, behind = norms != "behind", norms in ("behind", "both")
 
         def norm(wanted: bool) -> Norm:
@@ -194,7 +207,7 @@ class VariantLayer(DecoderLayer):
 
         self.input_layernorm = norm(before)
         self.attention_output_norm = norm(behind)
-        self.post_attention_layernorm = norm(before and not self.is_parallel)
+        self.post_attention_layernorm = norm(before and norms != "parallel")
         self.mlp_output_norm = norm(behind)
 
     @staticmethod
@@ -218,7 +231,9 @@ class VariantLayer(DecoderLayer):
         attended = self.mixer(x, rotations[self.rotation], batch, rows)
         residual = taken(residual, rows)
         if self.is_parallel:
-            return self._added(None, attended + self.mlp(taken(x, rows))), residual
+            x, each = taken(x, rows), self.post_attention_layernorm
+            x = x if each is None else each(residual, None)[0]
+            return self._added(None, attended + self.mlp(x)), residual
         attended = self._added(self.attention_output_norm, attended)
         x, residual = summed(self.post_attention_layernorm, attended, residual)
         return self.mlp_part(x), residual
@@ -266,7 +281,7 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
 def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
     """The MLP of layer `index`, whose full name is `path`: [T, hidden_size] -> the same."""
     plan = config.plan
-    gated = OneTensorMLP if plan.merged or plan.merged_gate else GatedMLP
+    gated = OneTensorMLP if plan.merged_gate else GatedMLP
     if config.moe is not None and index in config.moe.layers:
         from nanoengine.models.moe import SparseMLP
 
@@ -285,7 +300,9 @@ class OneTensorMLP(GatedMLP):
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
     "relu2": lambda x: F.relu(x).square_(),
 }
 """`hidden_act` of a config -> the function of an MLP without a gate, in plain torch everywhere."""
@@ -321,6 +338,7 @@ class VariantAttention(SelfAttention):
 
     def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> variants.OtherQKV:
         kind = variants.OneTensorQKV if config.plan.merged else variants.OtherQKV
+        kind = variants.HeadByHeadQKV if config.plan.merged == "heads" else kind
         return kind(path, config, context)
 
     def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
@@ -359,7 +377,7 @@ def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
 
 class TorchAttention(VariantAttention):
     """Attention with what no backend does: a gate on what heads have attended, queries that grow, a
-    norm behind the rotation, or one over heads of several ranks."""
+    norm behind the rotation, or one over heads of several ranks, and heads that are clipped."""
 
     @staticmethod
     def is_needed(index: int, config: ModelConfig, context: ModelContext) -> bool:
@@ -367,7 +385,8 @@ class TorchAttention(VariantAttention):
         plan, rope = config.plan, config.ropes[index]
         split = plan.head_norm == "width" and context.shard.world_size > 1
         grows = rope is not None and rope.llama_4_scaling_beta != 0
-        return bool(plan.output_gate) or plan.head_norm == "rotated" or split or grows
+        gated = bool(plan.output_gate) or plan.head_norm == "rotated"
+        return gated or split or grows or plan.clip is not None
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(path, index, config, context)
@@ -377,7 +396,9 @@ class TorchAttention(VariantAttention):
         self.norm_is_split = plan.head_norm == "width" and self.norm_weights is None
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
+        self.clip = plan.clip
         self.needs_torch = self.norm_is_last or self.norm_is_split or self.growth != 0
+        self.needs_torch |= self.clip is not None
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
@@ -386,6 +407,8 @@ class TorchAttention(VariantAttention):
         gates = None
         if self.is_gated:
             gates, heads = heads[:, : self.num_heads], heads[:, self.num_heads :].contiguous()
+        if self.clip is not None:
+            heads = heads.clamp(-self.clip, self.clip)
         if self.norm_is_split:
             heads = self.head_norm(heads)
         if self.growth:

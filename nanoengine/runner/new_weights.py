@@ -25,6 +25,7 @@ from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
 from nanoengine.checkpoint.weights import HARMLESS, drop_copy
 from nanoengine.core.plan import StepPlan
 from nanoengine.errors import EngineDeadError, WeightLoadError
+from nanoengine.layers.embedding import NAME
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.models.loader import DTYPES, FLOATS, tensors_to_run, weight_slots
 from nanoengine.runner.start import RunnerParts
@@ -100,7 +101,7 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
     # Why several: a part of all tensors may not show the prefix, and the names in the memory of
     # transformers are not always those of its files.
     schemes = [
-        TensorNames(parts, [f"{prefix}embed_tokens.weight"])
+        TensorNames(parts, [f"{prefix}{parts.get(NAME, NAME).removeprefix('model.')}.weight"])
         for parts in (config.tensor_names, {})
         for prefix in PREFIXES
     ]

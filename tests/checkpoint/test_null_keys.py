@@ -46,6 +46,7 @@ NAMES = {"architectures", "model_type", "text_config"}
 
 PROPERTIES = {(family, "layer_types") for family in ("bamba", "falcon_h1", "nemotron_h")}
 """Keys that transformers computes from others, and may raise where a file has them."""
+PROPERTIES |= {("falcon", "head_dim")}
 PROPERTIES |= {("nemotron_h", "mamba_proj_bias")}  # which its model code does not read
 
 
@@ -70,7 +71,7 @@ def configs(family: str) -> Iterator[Raw]:
         raw |= {"partial_rotary_factor": turns["partial_rotary_factor"]}
     if turns.get("rope_type", "default") != "default":
         raw |= {"rope_scaling": turns}
-    if "layer_norm_eps" in raw or "norm_eps" in raw:
+    if raw.keys() & {"layer_norm_eps", "layer_norm_epsilon", "norm_eps"}:
         raw.pop("rms_norm_eps", None)  # the tests' own: the class has none
     yield raw
     by_layer = ("layer_types", "mlp_layer_types", "no_rope_layers")

@@ -116,7 +116,8 @@ def check(case: str) -> None:
     directory, options = checkpoint(family, **fields), SMALL | options
     one = make_engine(directory, **options)
     two = make_engine(directory, tensor_parallel_size=2, **options)
-    shared = "num_key_value_heads" in fields or "kv_lora_rank" in FAMILIES[family][1]
+    one_head = FAMILIES[family][1].get("num_key_value_heads") == 1
+    shared = one_head or "num_key_value_heads" in fields or "kv_lora_rank" in FAMILIES[family][1]
     heads_each = 1 if shared else 2
     assert two.info.block_bytes * heads_each == one.info.block_bytes
     assert len(two.executor._ranks.workers) == 2

@@ -47,7 +47,7 @@ def test_peer_bug_10_a_directory_without_weights_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
     ],
 )

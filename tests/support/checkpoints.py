@@ -141,6 +141,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 3,
          "moe_num_shared_experts": 2, "moe_layer_interval": 2},
     ),
+    "exaone": ("ExaoneConfig", {}),
     "exaone4": (
         "Exaone4Config",
         {
@@ -157,6 +158,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "flex_olmo": (
         "FlexOlmoConfig",
         {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0},
+    ),
+    "falcon": (
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96, "bias": True},
     ),
     "falcon_h1": (
         "FalconH1Config",
@@ -244,6 +249,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt2": ("GPT2Config", {"n_inner": 96, "num_key_value_heads": 4}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {"n_inner": 96, "num_key_value_heads": 1}),
+    "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
+    "gptj": ("GPTJConfig", {"n_inner": 96, "rotary_dim": 8, "num_key_value_heads": 4}),
     "granite": (
         "GraniteConfig",
         {
@@ -267,6 +276,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeSharedConfig",
         {**LOCAL_MOE, "shared_intermediate_size": 48, "attention_multiplier": 0.2,
          "residual_multiplier": 0.4},
+    ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {"sliding_window": 16, "layer_types": [FULL, SLIDING], "layer_rope_theta": [0, 5000.0],
+         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+         "logits_scaling": 2.0},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        {**LOCAL_MOE, "shared_intermediate_size": 48, "attention_multiplier": 0.2,
+         "residual_multiplier": 0.4, "sliding_window": 16, "layer_types": [SLIDING, FULL]},
     ),
     "granite_hybrid": (
         "GraniteMoeHybridConfig",
@@ -329,6 +349,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 16}),
     "mistral3_vision": ("Mistral3Config", {"text": "mistral"}),
     "mixtral": ("MixtralConfig", {**LOCAL_MOE, "sliding_window": 16}),
+    "nanochat": ("NanoChatConfig", {"final_logit_softcapping": 10.0}),
     "nemotron": ("NemotronConfig", {"mlp_bias": True, "attention_bias": True}),
     "nemotron_h": (
         "NemotronHConfig",
@@ -351,6 +372,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 1e-9,
         },
     ),
+    "olmo": ("OlmoConfig", {"clip_qkv": 0.8, "rms_norm_eps": None}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": (
         "Olmo3Config",
@@ -361,6 +383,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("OlmoeConfig", {**MOE, "moe_intermediate_size": None}),
+    "opt": (
+        "OPTConfig",
+        {"ffn_dim": 96, "num_key_value_heads": 4, "init_std": 0.15, "rms_norm_eps": None},
+    ),
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5, "rms_norm_eps": None}),
     "phimoe": ("PhimoeConfig", {**LOCAL_MOE, "attention_bias": True, "lm_head_bias": True,
                                 "sliding_window": 16}),
@@ -404,7 +430,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> the class of its config in transformers, and what differs from `COMMON`. "text" names the
 family that a multimodal checkpoint's text part is of."""
 
-EAGER = ("gemma2", "gpt_oss", "vaultgemma")
+EAGER = ("gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
 """Those whose attention transformers has in plain torch alone."""
 
 
@@ -450,6 +476,11 @@ def make_model(
                     "norm.weight",
                     "norm_1.weight",
                     "norm_2.weight",
+                    ".ln_1.weight",
+                    ".ln_2.weight",
+                    ".ln_f.weight",
+                    ".ln_attn.weight",
+                    ".ln_mlp.weight",
                     ".router.scale",
                     "per_expert_scale",
                 )

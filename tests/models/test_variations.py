@@ -1,0 +1,98 @@
+"""Models before Llama, and others whose rows came with them, in sizes and forms drawn at random:
+log-probabilities of transformers at each position, and its tokens in chunks from a small pool."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import greedy, make_engine, random_prompts, run, tokens
+from tests.support.model_helpers import all_logits, build
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+INNER = {"falcon": "ffn_hidden_size", "opt": "ffn_dim", "gpt2": "n_inner", "gpt_bigcode": "n_inner",
+         "gptj": "n_inner"}  # fmt: skip
+GROUPED = ("exaone", "granite_swa", "granitemoe_swa", "nanochat", "olmo")
+ACTIVATIONS = ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"]
+PROMPTS = random_prompts(7, (26, 3, 19))
+
+pytestmark = pytest.mark.guards(
+    "nanoengine/checkpoint/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py"
+)
+
+
+def variation(family: str, seed: int) -> dict[str, Any]:
+    """Keys of a config, whatever the seed of those that the family has."""
+    draw = random.Random(f"{family} {seed}")
+    heads, size, layers = draw.choice((2, 3, 4, 6)), draw.choice((8, 16, 24)), draw.randint(1, 3)
+    kv_heads = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    inner = draw.choice((40, 96, 130))
+    each = [draw.random() < 0.5 for _ in range(8)]
+    found: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads if family in GROUPED else heads,
+        "hidden_size": heads * size,
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": each[0] and family != "gptj",  # its head has biases
+        "max_position_embeddings": draw.choice((64, 100)),
+        INNER.get(family, "intermediate_size"): inner,
+        "intermediate_size": inner,
+    }
+    if family in ("exaone", "gpt_neox", "granite_swa", "nanochat", "olmo"):
+        found["attention_bias"] = each[1]
+    if family in ("exaone", "granite_swa"):
+        found["mlp_bias"] = each[2]
+    if family in ("granite_swa", "granitemoe_swa"):
+        found |= {
+            "sliding_window": draw.choice((3, 16)),
+            "layer_types": [draw.choice((FULL, SLIDING)) for _ in range(layers)],
+            "layer_rope_theta": [draw.choice((0, 50.0, 1e4)) for _ in range(layers)],
+            "embedding_multiplier": draw.choice((1.0, 3.0)),
+        }
+    if family == "falcon":
+        found |= {"new_decoder_architecture": each[3], "bias": each[4], "num_kv_heads": kv_heads}
+        found |= {"num_ln_in_parallel_attn": 1} if each[5] else {}
+    if family == "gpt_bigcode":
+        found["num_key_value_heads"] = 1
+    if family == "gpt_neox":
+        found |= {"use_parallel_residual": each[3], "rotary_pct": draw.choice((0.25, 0.5, 1.0))}
+    if family == "gptj":
+        found["rotary_dim"] = draw.choice((2, 4, size))
+    if family == "opt":
+        found["enable_bias"] = each[3]
+    if family in ("gpt2", "gptj", "opt"):
+        found["activation_function"] = draw.choice(ACTIVATIONS)
+    if family == "nanochat":
+        found["final_logit_softcapping"] = draw.choice((None, 5.0))
+    if family == "olmo":
+        found["clip_qkv"] = draw.choice((None, 0.3))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("family", [*GROUPED, *INNER, "gpt_neox"])
+def test_log_probabilities_and_tokens_are_those_of_transformers(
+    family: str, seed: int, tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path, family, **variation(family, seed)).to(torch.float64)
+    ids = PROMPTS[0]
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        asked = [list(prompt) for prompt in PROMPTS]
+        for prompt in asked:
+            for _ in range(5):
+                prompt.append(int(model(torch.tensor([prompt])).logits[0, -1].argmax()))
+    found = all_logits(build(tmp_path, torch.float64), [ids]).log_softmax(-1)
+    assert (found - expected).abs().max() < 2e-5  # angles are float32
+    options = {"max_num_batched_tokens": 7, "max_num_seqs": 3, "max_model_len": 48}
+    engine = make_engine(
+        str(tmp_path), block_size=8, num_kv_blocks=13, dtype="float32", attention_backend="cpu",
+        **options,
+    )  # fmt: skip
+    got = tokens(run(engine, PROMPTS, greedy(5)))
+    assert got == [[prompt[-5:]] for prompt in asked]
