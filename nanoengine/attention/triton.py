@@ -241,6 +241,8 @@ class TritonBackend(AttentionBackend):
     default_block_size: ClassVar[int] = 64
     graph_safe: ClassVar[bool] = True
     head_dims: ClassVar[tuple[int, int]] = (16, 512)
+    programs_an_sm: ClassVar[int] = 32
+    has_splits_by_batch: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -303,11 +305,13 @@ class TritonBackend(AttentionBackend):
         max_splits = min(cdiv(seen, config.split_tokens), config.max_splits)
         max_splits += window is not None
         # Why not a program a split: a captured graph has the splits of the longest sequence that
-        # may come, and programs that only exit take time too. 32 an SM are several full waves.
+        # may come, and programs that only exit take time too. So many an SM are several full waves.
         tasks = num_seqs * spec.num_kv_heads
-        programs = min(max_splits, max(4, cdiv(32 * self.num_sms, tasks)))
+        programs = min(max_splits, max(4, cdiv(self.programs_an_sm * self.num_sms, tasks)))
         if tasks > NUM_COUNTERS:
             programs = 1
+        if self.has_splits_by_batch:
+            max_splits = programs
         shape = (num_seqs, spec.num_heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=device)
