@@ -39,6 +39,7 @@ CASES = [
     ("deepseek_v3", {}, {"num_kv_blocks": 60, "max_num_batched_tokens": 21}, greedy(4)),
     ("glm4_moe_lite", {}, {"num_kv_blocks": 60}, greedy(3)),
     ("minicpm3", {}, {"num_kv_blocks": 60}, greedy(4)),
+    ("minicpm3", {}, {"num_kv_blocks": 60, "deterministic": True}, greedy(3)),
     ("youtu", {}, {"num_kv_blocks": 7}, greedy(12)),
 ]
 
@@ -73,6 +74,7 @@ def test_tokens_are_those_of_the_cpu(short_splits, family, fields, options, para
         engine.close()
         assert not gpu.disorder
         assert gpu.num_allocated == 0
+        assert ("bmm" in gpu.kernels) is not options.get("deterministic", False)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
