@@ -160,7 +160,8 @@ def gemm_constants(
 ) -> Constants:  # fmt: skip
     """Of `gemm_kernel`."""
     return Constants(
-        X_ROW=row, OUT_ROW=out_row, HEADS=heads, IN=inputs, OUT=outputs, M=config.rows, N=config.columns, K=config.inputs,
+        X_ROW=row, OUT_ROW=out_row, HEADS=heads, IN=inputs, OUT=outputs,
+        M=config.rows, N=config.columns, K=config.inputs,
         BIAS=biased, ACTIVATION=activation, EPS=eps,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
