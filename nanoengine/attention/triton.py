@@ -191,9 +191,14 @@ def constants_of_attention(
     """`attention_constants` by what they follow from."""
     attention = AttentionConstants(
         *q[:2], *out[:2], scale, softcap or 0.0, window or 0, group, sinks, head_dim,
-        next_power_of_2(head_dim), tile.rows, tile.keys, *splits,
+        padded(head_dim), tile.rows, tile.keys, *splits,
     )  # fmt: skip
     return Constants(CACHE=cache, A=attention, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def padded(size: int) -> int:
+    """Numbers of a row in a tile: 16 are the least of tl.dot."""
+    return max(16, next_power_of_2(size))
 
 
 def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
@@ -240,7 +245,7 @@ class TritonBackend(AttentionBackend):
     kv_layout: ClassVar[KVLayoutName] = "PKD"
     default_block_size: ClassVar[int] = 64
     graph_safe: ClassVar[bool] = True
-    head_dims: ClassVar[tuple[int, int]] = (16, 512)
+    head_dims: ClassVar[tuple[int, int]] = (2, 512)
     programs_an_sm: ClassVar[int] = 32
     has_splits_by_batch: ClassVar[bool] = False
 

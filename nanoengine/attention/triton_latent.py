@@ -50,6 +50,7 @@ from nanoengine.attention.triton import (
     Strides,
     TritonBackend,
     cache_constants,
+    padded,
 )
 from nanoengine.attention.triton_kernels import (
     MIN_SCORE,
@@ -263,11 +264,6 @@ def latent_constants(
         num_stages=tile.stages,
     )  # fmt: skip
     return constants, Constants(A=attention, num_warps=4)
-
-
-def padded(size: int) -> int:
-    """Numbers of a row in a tile: 16 are the least of tl.dot."""
-    return max(16, next_power_of_2(size))
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The Triton kernels become good machine code for sm_80, sm_89 and sm_90, without a GPU; those of
-states, of experts, of quantized weights and of latents for sm_100 and sm_120 too.
+states, of experts, of quantized weights and of latents for sm_100 and sm_120 too. What is the same
+code for several of these is compiled for one: see `is_compiled`.
 
 What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
 instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The
@@ -18,6 +19,8 @@ import pytest
 import torch
 import triton
 
+from tests.support.aot_targets import is_compiled
+
 pytestmark = [
     pytest.mark.guards(
         "nanoengine/*/triton*.py", "nanoengine/attention/fp8.py", "tests/support/aot_*.py"
@@ -29,6 +32,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MAIN = [f"{arch},bfloat16,128,64,8,2,all" for arch in (80, 89, 90)]
+EVERY = [MAIN[0], MAIN[2]]  # of these each kernel is compiled
 FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
 OTHERS = ["80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention"]
 EXPERTS = [f"{arch},bfloat16,128,64,8,2,experts" for arch in (100, 120)]
@@ -47,7 +51,7 @@ WIDE = ("wide_expert_gemm_kernel", "wide_gated_expert_gemm_kernel")
 NARROW = ("narrow_expert_gemm_kernel", "narrow_gated_expert_gemm_kernel")
 PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", *OF_EXPERTS)
 ROUTING = tuple(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
-                for experts in (128, 256, 512))  # fmt: skip
+                for experts in (16, 128, 256, 512))  # fmt: skip
 DRAWN = "drawn_sample_kernel"  # not in float32
 FOLDED = "folded_gemm_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
@@ -145,6 +149,7 @@ def test_every_kernel_compiles_for_every_target(reports):
     of_main = (DRAWN, FOLDED, *WIDE, *NARROW, *STORED)
     expected |= {(t, k) for t in MAIN for k in of_main} | {(t, ROUNDED) for t in MAIN[1:]}
     expected |= {(t, k) for t in MAIN + BLACKWELL for k in LARGE}
+    expected = {(t, k) for t, k in expected if is_compiled(k, t.split(",")[0], t.split(",")[-1])}
     assert set(reports) == expected
 
 
@@ -160,7 +165,10 @@ def test_nothing_spills_and_shared_memory_fits(reports):
     for (target, kernel), figures in reports.items():
         assert figures["stack"] <= SPILLED_BYTES, (target, kernel, figures)
         assert figures["local"] == 0, (target, kernel, figures)
-        assert figures["shared"] <= SHARED_BYTES[target.split(",")[0]], (target, kernel, figures)
+        arch = target.split(",")[0]
+        if arch == "80" and not is_compiled(kernel, "89", ""):  # it stands for that one too
+            arch = "89"
+        assert figures["shared"] <= SHARED_BYTES[arch], (target, kernel, figures)
 
 
 @pytest.mark.parametrize("target", MAIN + FP8)
@@ -187,11 +195,11 @@ def test_experts_have_tiles_for_decodes_and_for_prompts(reports, target):
         assert figures["in_flight"] >= 2
         if not target.startswith("100") or kernel in NARROW:  # it has instructions of its own
             assert figures["mma"] > 0
-    for kernel in ROUTING:
+    for kernel in ROUTING if target in EVERY else ():
         assert reports[target, kernel]["registers"] <= (248 if kernel.endswith("512") else 168)
 
 
-@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("target", EVERY)
 @pytest.mark.parametrize("kernel", [DRAWN, FILTERED])
 def test_logits_arrive_by_wide_copies_while_others_are_weighed(reports, target, kernel):
     figures = reports[target, kernel]
@@ -255,8 +263,10 @@ def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_cop
         assert figures["wgmma"] > 0
 
 
-@pytest.mark.parametrize("target", MAIN + OF_STORED)
-@pytest.mark.parametrize("kernel", STORED)
+@pytest.mark.parametrize(
+    ("target", "kernel"),
+    [(t, k) for t in MAIN + OF_STORED for k in STORED if is_compiled(k, t.split(",")[0], "all")],
+)
 def test_stored_weights_are_multiplied_on_tensor_cores_while_others_arrive(reports, target, kernel):
     figures = reports[target, kernel]
     if not target.startswith("100"):  # it has instructions of its own
@@ -312,7 +322,7 @@ def test_a_program_counts_itself_after_all_of_its_threads_have_stored(reports, t
     assert reports[target, kernel]["counted"] == reports[target, kernel]["atomics"] == 1
 
 
-@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("target", EVERY)
 @pytest.mark.parametrize("kernel", STORES + LAYERS)
 def test_element_wise_kernels_move_16_bytes_at_a_time(reports, target, kernel):
     figures = reports[target, kernel]

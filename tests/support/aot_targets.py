@@ -1,0 +1,29 @@
+"""Which kernels are compiled for which GPUs. Used by aot_compile.py and test_triton_aot.py."""
+
+from __future__ import annotations
+
+import re
+
+ONE_CODE = {
+    "store_kernel", "rotate_store_kernel", "folded_rotate_store_kernel", "rms_norm_kernel",
+    "gate_kernel", "folded_gate_kernel", "add_experts_kernel", "gather_kernel", "advance_kernel",
+    "filtered_sample_kernel", "drawn_sample_kernel", "turn_latents_kernel", "merge_latents_kernel",
+    "conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel",
+    "gates_kernel", "gate_norm_kernel", "mamba_gates_kernel", "mamba_step_kernel",
+    "mamba_norm_kernel", "mamba_step_kernel_256", "mamba_norm_kernel_256",
+    *(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
+      for experts in (16, 128, 256, 512)),
+}  # fmt: skip
+"""Kernels that multiply no matrices: but for an early start, which sm_90 shows, Triton emits one
+code for all targets. Compiled for sm_80 and sm_90, in one of their sizes, and over fp8 for all."""
+
+ONE_PRODUCT = re.compile("(wide_)?(gated_)?(int4|int8|e2m1)_")
+"""Products of stored weights that no fp8 instruction unpacks, and whose tiles no target chooses:
+sm_89 and sm_120 multiply them as sm_80 does."""
+
+
+def is_compiled(name, arch, what):
+    """Whether a target has code of its own for a kernel."""
+    if name in ONE_CODE and what != "fp8":
+        return arch in ("80", "90")
+    return arch in ("80", "90", "100") or not ONE_PRODUCT.match(name)
