@@ -30,10 +30,11 @@ def check_tokens(
     prompts: list[list[int]] = PROMPTS,
     fields: dict[str, Any] | None = None,
     replays: int = 4,
+    runs: int = 2,
     **options: Any,
 ) -> tuple[EmulatedGPU, EngineStats]:
-    """Holds tokens of two equal runs to those of the CPU, one prompt at a time; that nothing waits
-    but for tokens, more than `replays` decodes are graphs, and no memory is left.
+    """Holds tokens of equal runs to those of the CPU, one prompt at a time; that nothing waits but
+    for tokens, more than `replays` decodes are graphs, and no memory is left.
 
     Args:
         fields: of the model's config.
@@ -48,7 +49,7 @@ def check_tokens(
     with EmulatedGPU() as gpu:
         engine = make_engine(directory, **SIZES, **ON_GPU, **options)
         gpu.waits.clear()
-        for _ in range(2):
+        for _ in range(runs):
             assert tokens(run(engine, prompts, params)) == expected
         scored = params.prompt_logprobs is not None  # what they ask for is fetched when it is there
         assert scored or (set(gpu.waits) == WAIT and gpu.num_replayed > replays)
