@@ -1,6 +1,6 @@
 """The Triton kernels become good machine code for sm_80, sm_89 and sm_90, without a GPU; those of
 states, of experts, of quantized weights, of latents and of heads of 512 for sm_100 too, the last
-two for sm_120. What is one code for several is compiled for one: see `aot_targets.py`.
+two for sm_120. Which kernels are compiled for fewer, and why: `aot_targets.py`.
 
 What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
 instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The

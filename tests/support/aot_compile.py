@@ -61,7 +61,7 @@ from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.aot_loops import tile_loop
-from tests.support.aot_targets import ONE_CODE, is_compiled
+from tests.support.aot_targets import NO_PRODUCTS, is_compiled
 from tests.support.attention_cases import Case, make_case
 from tests.support.model_helpers import DenseAttention, make_context
 from tests.support.states import delta_plan
@@ -467,7 +467,7 @@ def distinct_launches(target):
     for kernel, args, options in launches(int(arch), getattr(torch, dtype), *map(int, shape), what):
         name = name_of(kernel, options)
         # Decodes and prompts with deterministic=True launch one kernel.
-        key = name, "" if name in ONE_CODE else str(options)
+        key = name, "" if name in NO_PRODUCTS else str(options)
         if key not in seen and is_compiled(name, arch, what):
             seen.add(key)
             found.append((target, name, kernel, args, options))
