@@ -73,10 +73,9 @@ def make_backend(
             what it can.
         MissingDependencyError: its package is not installed.
     """
-    if deterministic and (latent or name != "triton"):
-        what = "latent attention" if latent else name
+    if deterministic and name != "triton":
         raise ConfigError(
-            f"deterministic=True needs the attention backend triton on a CUDA GPU, got {what}:"
+            f"deterministic=True needs the attention backend triton on a CUDA GPU, got {name}:"
             " leave it out; greedy tokens seldom show last bits"
         )
     options = {"deterministic": True} if deterministic else {}

@@ -191,9 +191,14 @@ def constants_of_attention(
     """`attention_constants` by what they follow from."""
     attention = AttentionConstants(
         *q[:2], *out[:2], scale, softcap or 0.0, window or 0, group, sinks, head_dim,
-        next_power_of_2(head_dim), tile.rows, tile.keys, *splits,
+        padded(head_dim), tile.rows, tile.keys, *splits,
     )  # fmt: skip
     return Constants(CACHE=cache, A=attention, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def padded(size: int) -> int:
+    """Numbers of a row in a tile: 16 are the least of tl.dot."""
+    return max(16, next_power_of_2(size))
 
 
 def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
@@ -240,7 +245,9 @@ class TritonBackend(AttentionBackend):
     kv_layout: ClassVar[KVLayoutName] = "PKD"
     default_block_size: ClassVar[int] = 64
     graph_safe: ClassVar[bool] = True
-    head_dims: ClassVar[tuple[int, int]] = (16, 512)
+    head_dims: ClassVar[tuple[int, int]] = (2, 512)
+    programs_an_sm: ClassVar[int] = 32
+    has_splits_by_batch: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -303,11 +310,13 @@ class TritonBackend(AttentionBackend):
         max_splits = min(cdiv(seen, config.split_tokens), config.max_splits)
         max_splits += window is not None
         # Why not a program a split: a captured graph has the splits of the longest sequence that
-        # may come, and programs that only exit take time too. 32 an SM are several full waves.
+        # may come, and programs that only exit take time too. So many an SM are several full waves.
         tasks = num_seqs * spec.num_kv_heads
-        programs = min(max_splits, max(4, cdiv(32 * self.num_sms, tasks)))
+        programs = min(max_splits, max(4, cdiv(self.programs_an_sm * self.num_sms, tasks)))
         if tasks > NUM_COUNTERS:
             programs = 1
+        if self.has_splits_by_batch:
+            max_splits = programs
         shape = (num_seqs, spec.num_heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=device)

@@ -314,10 +314,10 @@ def varlen_kernel(
 
 
 @triton.jit
-def split_keys(seq_len, A: tl.constexpr):
+def split_keys(seq_len, max_splits, A: tl.constexpr):
     """How the keys that a sequence's last token sees are split.
 
-    A split is SPLIT tokens, or so many times SPLIT that MAX_SPLITS of them hold all: the size
+    A split is A.split tokens, or so many times these that `max_splits` hold all: the size
     follows from this sequence's length alone, so its sums are cut at the same places whatever runs
     beside it, and the buffers of partial results stay small at any length. Splits start at
     position 0; with a window the first and the last may be cut, so there may be one more.
@@ -328,7 +328,7 @@ def split_keys(seq_len, A: tl.constexpr):
     low = 0
     if A.window > 0:
         low = tl.maximum(seq_len - A.window, 0)
-    size = A.split * tl.cdiv(seq_len - low, A.split * A.max_splits)
+    size = A.split * tl.cdiv(seq_len - low, A.split * max_splits)
     size = tl.maximum(size, A.split)
     return low, size, low // size, tl.cdiv(seq_len, size) - low // size
 
@@ -387,7 +387,7 @@ def decode_kernel(
     after_the_kernel_ahead(EARLY)
     kv_head, seq = tl.program_id(0) % A.kv_heads, tl.program_id(0) // A.kv_heads
     seq_len = tl.load(seq_lens + seq)
-    low, size, first_split, num_splits = split_keys(seq_len, A)
+    low, size, first_split, num_splits = split_keys(seq_len, A.max_splits, A)
     # Why: launches are sized for the longest sequence that may come; the others exit at once.
     programs = tl.minimum(tl.num_programs(1), tl.maximum(num_splits, 1))
     if tl.program_id(1) < programs:

@@ -16,6 +16,11 @@ Prompts take the same kernel with other tiles. With 512 + 64 numbers a score and
 result are 2,176 floating-point operations a head; keys and values made for each head would need
 640, and 262,144 more for each head and each token of the context, in every chunk anew.
 
+A context has at most as many splits as fill the card together with the sequences beside it: each
+is a result of all heads' latents, of 256 sequences of 128 heads 67 MB. So the last bits of a decode
+may depend on the number of sequences. With `deterministic` all tokens take the form of prompts,
+without splits, which is slow where contexts are long and sequences are few.
+
 A second kernel merges splits. Why not the program that comes last, as in `triton_kernels.py`: the
 16 heads of a tile have 32 KiB of results a split, and one program would add them up for longer than
 all of them together read the context.
@@ -45,6 +50,7 @@ from nanoengine.attention.triton import (
     Strides,
     TritonBackend,
     cache_constants,
+    padded,
 )
 from nanoengine.attention.triton_kernels import (
     MIN_SCORE,
@@ -171,7 +177,7 @@ def latent_kernel(
         table = block_tables + seq.to(tl.int64) * table_stride
         size, num_splits = last, 1
         if A.split > 0:
-            _, size, _, num_splits = split_keys(seq_len, A)
+            _, size, _, num_splits = split_keys(seq_len, max_splits, A)
         for split in range(tl.program_id(1), num_splits, tl.num_programs(1)):
             end = tl.minimum(split * size + size, last)
             acc = tl.full([A.m, A.dim], 0, tl.float32)
@@ -218,7 +224,7 @@ def merge_latents_kernel(
     """Adds up the splits of one head of one decode, where there are several. Grid: [S, H]."""
     after_the_kernel_ahead(EARLY)
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), A)
+    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), max_splits, A)
     if num_splits > 1:
         part = (seq * tl.num_programs(1) + head) * max_splits
         row = out + seq * A.o_token + head * A.o_head
@@ -247,7 +253,7 @@ def latent_constants(
     heads: int, rank: int, rope: int, scale: float, q: Strides, out: Strides,
     cache: CacheConstants, tile: TileConfig, splits: tuple[int, ...],
 ) -> tuple[Constants, Constants]:  # fmt: skip
-    """Of `latent_kernel` and of `merge_latents_kernel`; `splits` are those of `KernelConfig`."""
+    """Of `latent_kernel` and of `merge_latents_kernel`; `splits`: the tokens of one, or ()."""
     attention = AttentionConstants(
         *q[:2], *out[:2], scale, 0.0, 0, min(heads, tile.rows), False, rank, padded(rank),
         tile.rows, tile.keys, *splits,
@@ -258,11 +264,6 @@ def latent_constants(
         num_stages=tile.stages,
     )  # fmt: skip
     return constants, Constants(A=attention, num_warps=4)
-
-
-def padded(size: int) -> int:
-    """Numbers of a row in a tile: 16 are the least of tl.dot."""
-    return max(16, next_power_of_2(size))
 
 
 @functools.cache
@@ -287,6 +288,8 @@ class TritonLatentBackend(TritonBackend):
     """
 
     head_dims: ClassVar[tuple[int, int]] = (2, 640)
+    programs_an_sm: ClassVar[int] = 8  # by registers and shared memory one or two run at a time
+    has_splits_by_batch: ClassVar[bool] = True
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         """Writes k [T, 1, rank + rope], of which v is a part."""
@@ -321,10 +324,13 @@ class TritonLatentBackend(TritonBackend):
         assert rank is not None
         out = q.new_empty(len(q), spec.num_heads, rank)
         table, lens = batch.block_tables[spec.group], batch.seq_lens
-        config, num_prefills = self._config(spec), batch.num_seqs - batch.num_decodes
+        config, num_decodes = self._config(spec), batch.num_decodes
+        if self.deterministic:  # Why: a decode is then the same code as a chunk's token.
+            num_decodes = 0
+        num_prefills = batch.num_seqs - num_decodes
         of_layer = spec.num_heads, rank, spec.head_dim - rank, spec.scale
         strides = q.stride(), out.stride(), cache_constants(k_cache, k_cache)
-        if batch.num_decodes:
+        if num_decodes:
             of_step: dict[Any, Splits] = batch.attention  # type: ignore[assignment]
             head_tiles = cdiv(spec.num_heads, config.decode.rows)
             splits = of_step.get(spec.group)
@@ -332,27 +338,27 @@ class TritonLatentBackend(TritonBackend):
                 as_tiles = replace(spec, num_kv_heads=head_tiles, head_dim=rank)
                 splits = of_step[spec.group] = self._splits(batch, as_tiles)
             attending, merging = latent_constants(
-                *of_layer, *strides, config.decode, (config.split_tokens, config.max_splits)
+                *of_layer, *strides, config.decode, (config.split_tokens,)
             )
             launch(
-                latent_kernel, (head_tiles * batch.num_decodes, splits.grid[1]), attending,
+                latent_kernel, (head_tiles * num_decodes, splits.grid[1]), attending,
                 out, splits.part_out, splits.part_lse, q, k_cache, table, batch.query_start_loc,
                 lens, table.stride(0), 0, 0, splits.max_splits,
             )  # fmt: skip
             if splits.max_splits > 1:
                 launch(
-                    merge_latents_kernel, (batch.num_decodes, spec.num_heads), merging,
+                    merge_latents_kernel, (num_decodes, spec.num_heads), merging,
                     out, splits.part_out, splits.part_lse, lens, splits.max_splits,
                 )  # fmt: skip
         if num_prefills:
             group = min(spec.num_heads, config.prefill.rows)
-            tokens = batch.num_tokens - batch.num_decodes
+            tokens = batch.num_tokens - num_decodes
             tiles = tokens // (config.prefill.rows // group) + num_prefills
             constants, _ = latent_constants(*of_layer, *strides, config.prefill, ())
             launch(
                 latent_kernel, (tiles * cdiv(spec.num_heads, group), 1), constants,
                 out, out, out, q, k_cache, table, batch.query_start_loc, lens, table.stride(0),
-                batch.num_decodes, num_prefills, 1,
+                num_decodes, num_prefills, 1,
             )  # fmt: skip
         return out
 

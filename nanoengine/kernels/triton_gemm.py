@@ -85,15 +85,19 @@ def ended(
 @triton.jit(do_not_specialize=["num_rows"])
 def gemm_kernel(
     out, x, weight, bias, num_rows,
-    X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr = None,
-    EARLY: tl.constexpr = False,
+    HEADS: tl.constexpr = None, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias, or gates: see `products`. Grid:
-    [T / M, OUT / N], rounded up. Its first axis goes over rows: programs that run together then
-    share their weights."""
+    [T / M, OUT / N, 1], rounded up. Its first axis goes over rows: programs that run together then
+    share their weights. HEADS, if not None: its third axis goes over products, which begin so far
+    apart in out, x and weight."""
     after_the_kernel_ahead(EARLY)
+    if HEADS is not None:
+        head = tl.program_id(2)
+        out, x, weight = out + head * HEADS[0], x + head * HEADS[1], weight + head * HEADS[2]
     rows = tl.program_id(0) * M + tl.arange(0, M)
     columns = tl.program_id(1) * N + tl.arange(0, N)
     inside = (rows < num_rows)[:, None]
@@ -101,5 +105,5 @@ def gemm_kernel(
     result = products(
         out, x_rows, inside, weight, bias, columns, IN, OUT, M, N, K, BIAS, ACTIVATION, EPS
     )
-    place = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
+    place = out + rows.to(tl.int64)[:, None] * OUT_ROW + columns[None, :]
     tl.store(place, result, mask=inside & (columns < OUT)[None, :])

@@ -5,8 +5,9 @@
 
 Called by `layers/triton_experts.py` alone. A program has a block of tokens, one tile of `ROWS`
 after the other. Counts of whole blocks take the place of atomic additions, so the order is that of
-a stable sort, and nothing waits for the host. What the kernels compute is `layers.moe.Router` and a
-stable sort by expert; of equal scores the expert with the lowest index is taken, as on the CPU.
+a stable sort, and nothing waits for the host. What the kernels compute is `layers.moe.Router`, or
+`layers.routers.SparseMixer`, and a stable sort by expert; of equal scores the expert with the
+lowest index is taken, as on the CPU.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
@@ -67,12 +68,14 @@ def route_kernel(
     ROWS: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
     GROUPS: tl.constexpr, GROUP_WIDTH: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
     NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr, FACTOR: tl.constexpr,
+    NEAR: tl.constexpr = None,
 ):  # fmt: skip
     """ids [T, k] int32, weights [T, k] of logits [T, E]; counts [blocks, E]: how many of a block's
     tokens took each expert. Grid: [blocks] of steps * ROWS tokens.
 
-    correction [E] float32, if CORRECTED. WIDTH, CHOICES, GROUP_WIDTH: E, k and the number of groups
-    rounded up to powers of two.
+    correction [E] float32, if CORRECTED. NEAR, if not None: a weight is a share among the experts
+    that were not taken before it and come so near to it, as in `SparseMixer`. WIDTH, CHOICES,
+    GROUP_WIDTH: E, k and the number of groups rounded up to powers of two.
     """
     experts, choices = tl.arange(0, WIDTH), tl.arange(0, CHOICES)
     real = (experts < EXPERTS)[None, :]
@@ -83,9 +86,10 @@ def route_kernel(
         row = tokens.to(tl.int64)[:, None]
         read = tl.load(logits + row * EXPERTS + experts[None, :], mask=there & real, other=0.0)
         read = tl.where(real, read.to(tl.float32), float("-inf"))
+        scores = read
         if SIGMOID:
             scores = 1 / (1 + tl.exp(-read))
-        else:
+        elif NEAR is None:
             scores = tl.exp(read - tl.max(read, 1)[:, None])
             scores = scores / tl.sum(scores, 1)[:, None]
         preferred = scores
@@ -99,8 +103,13 @@ def route_kernel(
         chosen = tl.full([ROWS, CHOICES], 0, tl.int32)
         picked = tl.full([ROWS, CHOICES], 0, tl.float32)
         for choice in range(TAKEN):
+            left = keys != LOWEST
             best, keys = take_largest(keys, experts)
             score = tl.sum(tl.where(experts[None, :] == best[:, None], scores, 0.0), 1)
+            if NEAR is not None:
+                most = score[:, None]
+                near = left & (most - read <= NEAR * tl.maximum(tl.abs(read), most))
+                score = 1 / tl.sum(tl.where(near, tl.exp(read - most), 0.0), 1)
             here = (choices == choice)[None, :]
             chosen = tl.where(here, best[:, None], chosen)
             picked = tl.where(here, score[:, None], picked)

@@ -125,9 +125,10 @@ class LinearMethod(nn.Module, ABC):
         num_weights: of the model, that are kept in another form than parameters.
         has_kernel: compiled code multiplies by this weight, in the inputs' own order.
         product: on a GPU what multiplies by it, for people; "": floats, by torch.
+        bmm: torch.bmm, or one that such methods have instead.
     """
 
-    num_weights, has_kernel, product = 0, False, ""
+    num_weights, has_kernel, product, bmm = 0, False, "", staticmethod(torch.bmm)
 
     def __init__(self, name: str) -> None:
         """`name` is the layer's full name."""

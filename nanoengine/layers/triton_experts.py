@@ -5,8 +5,8 @@
 The readable form is `Router` and `Experts`, which waits for the number of rows of each expert and
 calls them one by one. Put in its place by `TritonKernels.fuse` once the weights are loaded. This
 file chooses grids and tiles; the arithmetic is in `kernels/triton_routing.py` and
-`kernels/triton_experts.py`. What a router of `layers/routers.py` has of its own is plain torch, in
-more launches.
+`kernels/triton_experts.py`. What `layers/routers.py::ScaledRouter` has of its own is plain torch,
+in more launches.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
@@ -97,13 +97,9 @@ class TritonExperts:
         second = expert_config(arch, x.shape[1], False, x.dtype, rows, self.down.form)
         assert first.rows == second.rows, "both products have the same tiles of rows"
         router, seen = self.router, x if seen is None else seen
-        if moe.score == "sparsemixer":
-            weights, ids = router(seen)
-            places = places_of(ids, moe.num_experts, first.rows)
-        else:
-            correction = router.e_score_correction_bias
-            weights, ids, places = route(router.logits(seen), correction, moe, first.rows)
-            weights = router.weighed(weights, ids)
+        correction = router.e_score_correction_bias
+        weights, ids, places = route(router.logits(seen), correction, moe, first.rows)
+        weights = router.weighed(weights, ids)
         gated = self._multiply(x, self.gate_up, self.gate_up_bias, places, self.activation, first)
         if self.plain is not None:
             gated = self.plain(gated)
@@ -157,7 +153,7 @@ def route(
     """Weights [T, k] and experts [T, k] of tokens by their logits [T, E], and where their rows are
     in tiles of so many `rows`."""
     tokens, taken, experts = len(logits), moe.num_experts_per_tok, moe.num_experts
-    steps = cdiv(tokens, ROUTED_TOKENS * MOST_BLOCKS)
+    mixes, steps = moe.score == "sparsemixer", cdiv(tokens, ROUTED_TOKENS * MOST_BLOCKS)
     blocks = cdiv(tokens, ROUTED_TOKENS * steps)
     new = functools.partial(torch.empty, dtype=torch.int32, device=logits.device)
     weights, ids = logits.new_empty((tokens, taken)), new((tokens, taken))
@@ -173,9 +169,10 @@ def route(
             CHOICES=next_power_of_2(taken),
             SIGMOID=moe.score == "sigmoid", CORRECTED=correction is not None,
             GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
-            KEPT=moe.groups_per_token, BEST=moe.best_of_group, NORMALIZED=moe.norm_topk_prob,
-            EPSILON=moe.norm_epsilon, LEAST=moe.norm_least,
-            FACTOR=moe.scaling_factor, **sizes,
+            KEPT=moe.groups_per_token, BEST=moe.best_of_group,
+            NORMALIZED=moe.norm_topk_prob and not mixes, EPSILON=moe.norm_epsilon,
+            LEAST=moe.norm_least, FACTOR=moe.scaling_factor,
+            NEAR=2 * moe.jitter if mixes else None, **sizes,
         ),
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,
     )  # fmt: skip
@@ -184,15 +181,6 @@ def route(
         order, starts, tiles, ids, counts, tokens, steps, blocks,
     )  # fmt: skip
     return weights, ids, (order, starts, tiles)
-
-
-def places_of(ids: torch.Tensor, experts: int, rows: int) -> Places:
-    """What `align_kernel` gives, in torch, of any ids [T, k]: a token may take one expert twice."""
-    chosen, order = ids.flatten().sort(stable=True)
-    numbers = torch.arange(experts + 1, device=ids.device)
-    starts = torch.searchsorted(chosen, numbers, out_int32=True)
-    tiles = (starts.diff() + (rows - 1)) // rows
-    return order.int(), starts, (tiles.cumsum(0) - tiles).int()
 
 
 def tile_rows(per_expert: float) -> int:

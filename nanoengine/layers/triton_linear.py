@@ -104,6 +104,25 @@ class TritonLinear(UnquantizedLinear):
         config = gemm_config(arch_of(x.device), len(self.weight) // 2, True, x.dtype)
         return multiply(x, self.weight, None, activation, config)
 
+    @staticmethod
+    def bmm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        """out [H, T, O] = x [H, T, I] @ weight [H, I, O], in which an output's inputs are side by
+        side."""
+        heads, rows, inputs = x.shape
+        outputs = weight.shape[2]
+        assert weight.stride()[1:] == (1, inputs) and x.stride(2) == out.stride(2) == 1
+        config = gemm_config(arch_of(x.device), outputs, False, x.dtype)
+        of_heads = out.stride(0), x.stride(0), weight.stride(0)
+        launch(
+            triton_gemm.gemm_kernel,
+            (cdiv(rows, config.rows), cdiv(outputs, config.columns), heads),
+            gemm_constants(
+                x.stride(1), out.stride(1), inputs, outputs, False, "", config, None, of_heads
+            ),
+            out, x, weight, weight, rows,
+        )  # fmt: skip
+        return out
+
 
 def multiply(
     x: torch.Tensor,
@@ -126,7 +145,8 @@ def multiply(
     launch(
         triton_gemm.gemm_kernel, grid,
         gemm_constants(
-            rows.stride(0), in_features, out_features, bias is not None, activation, config, eps
+            rows.stride(0), out_features, in_features, out_features, bias is not None, activation,
+            config, eps,
         ),
         out, rows, weight, weight if bias is None else bias, len(rows),
     )  # fmt: skip
@@ -135,12 +155,13 @@ def multiply(
 
 @functools.cache
 def gemm_constants(
-    row: int, inputs: int, outputs: int, biased: bool, activation: str, config: GemmConfig,
-    eps: float | None,
+    row: int, out_row: int, inputs: int, outputs: int, biased: bool, activation: str,
+    config: GemmConfig, eps: float | None, heads: tuple[int, ...] | None = None,
 ) -> Constants:  # fmt: skip
     """Of `gemm_kernel`."""
     return Constants(
-        X_ROW=row, IN=inputs, OUT=outputs, M=config.rows, N=config.columns, K=config.inputs,
+        X_ROW=row, OUT_ROW=out_row, HEADS=heads, IN=inputs, OUT=outputs,
+        M=config.rows, N=config.columns, K=config.inputs,
         BIAS=biased, ACTIVATION=activation, EPS=eps,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

@@ -109,7 +109,7 @@ class HeadMatrices(Layer):
             return heads_product(x, method, self.padded)[..., :outputs]
         weight = method.weight.view(heads, self.padded, inputs)[:, :outputs].to(x.dtype)
         out = x.new_empty(len(x), heads, outputs) if out is None else out
-        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        method.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out
 
 

@@ -152,8 +152,7 @@ class DecodeStep:
     def forward(self, size: int) -> tuple[torch.Tensor]:
         """The logits [size, V] of the first `size` of `batch_rows`, in a buffer that all sizes
         share."""
-        gathered = self.held.gather(self.batch_rows[:size])
-        inputs = gathered.pop("inputs", None)
+        gathered, inputs = self.held.gather(self.batch_rows[:size])
         batch = Batch(
             **gathered,
             query_start_loc=self._query_start_loc[: size + 1],

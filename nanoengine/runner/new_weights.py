@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ from nanoengine.checkpoint.config import ModelConfig, load_model_config
 from nanoengine.checkpoint.files import Stored, listed, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
 from nanoengine.checkpoint.weights import HARMLESS, drop_copy
-from nanoengine.core.plan import StepPlan
 from nanoengine.errors import EngineDeadError, WeightLoadError
 from nanoengine.layers.embedding import NAME
 from nanoengine.layers.kernels import LinearMethod
@@ -56,24 +54,9 @@ def load_weights(runner: RunnerParts, source: Source) -> list[str]:
                     module.finish()
     except Exception as error:
         raise EngineDeadError(f"{error}; the model has only a part of the new weights") from error
-    folds = [module.fold for module in runner.model.modules() if hasattr(module, "fold")]
-    if folds and "launch" not in vars(runner):
-        _fold_before_launch(runner, folds)
+    # Why not now: what a weight is multiplied by may come in a call of its own.
+    runner.due = [module.fold for module in runner.model.modules() if hasattr(module, "fold")]
     return sorted(slots)
-
-
-def _fold_before_launch(runner: Any, folds: list[Callable[[], None]]) -> None:
-    """Weights that are multiplied by others wait for the next step: these may come in a call of
-    their own."""
-
-    def launch(plan: StepPlan) -> object:
-        del runner.launch
-        with torch.inference_mode(), runner.as_current():
-            for fold in folds:
-                fold()
-        return runner.launch(plan)
-
-    runner.launch = launch
 
 
 def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:

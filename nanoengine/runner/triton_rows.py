@@ -9,8 +9,6 @@ GPU yet.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from nanoengine.kernels import triton_rows as kernels
@@ -18,7 +16,7 @@ from nanoengine.kernels.launch import cdiv, constants, launch
 from nanoengine.layers.embedding import Embedding
 from nanoengine.layers.kernels import UnquantizedLinear
 from nanoengine.models.decoder import CausalLM
-from nanoengine.runner.device_rows import DeviceRows
+from nanoengine.runner.device_rows import DeviceRows, Inputs
 
 WIDTH = 512
 """Entries of a block table copied at a time: 4 for each of 128 threads, 16 bytes."""
@@ -38,7 +36,7 @@ class TritonRows(DeviceRows):
     embedding: torch.Tensor | None = None
 
     def look_up(self, model: CausalLM) -> None:
-        """From now on `gather` finds the rows of a plain model's tables too, under "inputs"."""
+        """From now on `gather` finds the rows of a plain model's tables too."""
         if type(model) is not CausalLM or model.model.embed_tokens.method is not None:
             return
         embed = model.model.embed_tokens
@@ -46,10 +44,10 @@ class TritonRows(DeviceRows):
         if plain and embed.shard.world_size == 1 and embed.weight.dtype == embed.dtype:
             self.embedding, self.angles = embed.weight, model.model.rotary.table
 
-    def gather(self, rows: torch.Tensor) -> dict[str, Any]:
+    def gather(self, rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], Inputs | None]:
         num_groups, with_padding, num_blocks = self.tables.shape
         size, device = len(rows), rows.device
-        gathered: dict[str, Any] = {
+        gathered = {
             "token_ids": torch.empty(size, dtype=torch.int64, device=device),
             "positions": torch.empty(size, dtype=torch.int64, device=device),
             "slot_mapping": torch.empty((num_groups, size), dtype=torch.int64, device=device),
@@ -70,9 +68,9 @@ class TritonRows(DeviceRows):
             *gathered.values(), self.draw_params,
             rows, self.pool, self.lengths, self.tables, self.columns, self.seeds, *found,
         )  # fmt: skip
-        if sizes is not None:
-            gathered["inputs"] = x, rotation.unsqueeze(1).chunk(2, dim=-1)
-        return gathered
+        if sizes is None:
+            return gathered, None
+        return gathered, (x, rotation.unsqueeze(1).chunk(2, dim=-1))
 
     def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         launch(

@@ -50,7 +50,7 @@ def run(*lengths, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [6, 64, 80, 96, 128, 256])
 def test_head_dims_and_dtypes(head_dim, dtype):
     run((1, 21), (3, 25), head_dim=head_dim, dtype=dtype, group_size=2, block_size=64)
 

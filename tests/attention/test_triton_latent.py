@@ -13,6 +13,7 @@ from nanoengine.attention import make_backend, triton_latent
 from nanoengine.attention.base import LayerCache, rotate
 from nanoengine.errors import ConfigError
 from tests.support.attention_cases import DEVICE, TOLERANCE, Case, make_case
+from tests.support.row_products import row_products  # noqa: F401
 
 pytestmark = pytest.mark.guards("nanoengine/attention/*.py", "tests/support/attention_cases.py")
 LENGTHS = (1, 1), (1, 40), (1, 700), (3, 3), (20, 90), (33, 40)
@@ -47,9 +48,9 @@ def expected(made: Case) -> torch.Tensor:
     return oracle.forward(wide.q, k, k[..., :rank], cache, batch)
 
 
-def backend(made: Case, name: str = "triton"):
+def backend(made: Case, name: str = "triton", **options):
     return make_backend(name, device=DEVICE, dtype=made.q.dtype, head_dim=made.spec.head_dim,
-                        block_size=made.k_cache.shape[1], latent=True)  # fmt: skip
+                        block_size=made.k_cache.shape[1], latent=True, **options)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,42 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
     assert torch.equal(alone.run(backend(alone)), whole[:1])
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqs", "least", "most"), [(16, 1, 32, 32), (16, 256, 4, 5), (128, 256, 4, 4)]
+)
+def test_the_results_of_splits_take_no_more_than_fills_the_card(heads, seqs, least, most):
+    """An H100's multiprocessors; 32 splits of 256 sequences were 268 MB with 16 heads, and with 128
+    more than 2 GB."""
+    made = case(heads, 512, 64, (1, 40), block_size=64)
+    kernels = backend(made)
+    kernels.num_sms = 132
+    tiles = -(-heads // kernels._config(made.spec).decode.rows)
+    of_seqs = replace(made.batch, num_decodes=seqs, max_seq_len=100_000)
+    spec = replace(made.spec, num_kv_heads=tiles, head_dim=512)
+    splits = kernels._splits(of_seqs, spec)
+    assert least <= splits.max_splits == splits.grid[1] <= most
+    assert splits.part_out.shape == (seqs, heads, splits.max_splits, 512)
+
+
+def test_fewer_splits_are_longer():
+    """As many short sequences as leave no more than the least number of splits for a long one."""
+    made = case(3, 24, 8, (1, 2500), *[(1, 3)] * 9)
+    found = made.run(backend(made))
+    assert (found.double() - expected(made)).abs().max() < TOLERANCE[torch.float32]
+
+
+@pytest.mark.usefixtures("row_products")
+@pytest.mark.parametrize(("heads", "dtype"), [(5, "float32"), (40, "float16")])
+def test_deterministic_tokens_have_the_same_bits_in_any_chunk(heads, dtype):
+    made = case(heads, 24, 8, (70, 70), dtype=SIZES[dtype])
+    whole = made.run(backend(made, deterministic=True))
+    assert (whole.double() - expected(made)).abs().max() < TOLERANCE[made.q.dtype]
+    for chunk in (1, 7, 8):
+        part = case(heads, 24, 8, (chunk, 70), (1, 3), (9, 20), dtype=SIZES[dtype])
+        found = part.run(backend(part, deterministic=True))
+        assert torch.equal(found[:chunk], whole[-chunk:]), f"chunk of {chunk}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("heads", "still", "rank", "rope"), [(3, 6, 40, 12), (20, 16, 64, 16)])
 def test_turns_queries_and_stores_what_it_norms_and_turns(heads, still, rank, rope, dtype):
@@ -108,8 +145,6 @@ def test_turns_queries_and_stores_what_it_norms_and_turns(heads, still, rank, ro
 
 def test_what_is_not_implemented_is_refused_by_name():
     options = {"device": DEVICE, "dtype": torch.float32, "block_size": 16}
-    with pytest.raises(ConfigError, match="on a CUDA GPU, got latent attention"):
-        make_backend("triton", **options, head_dim=576, deterministic=True, latent=True)
     with pytest.raises(ConfigError, match="flash_attn does not attend over latents"):
         make_backend("flash_attn", **options, head_dim=96, latent=True)
     with pytest.raises(ConfigError, match="head dims from 2 to 640, got 1000"):

@@ -50,6 +50,7 @@ def run(*lengths, num_sms=1, **options):
         (1, {"group_size": 2, "num_kv_heads": 2}),
         (100, {"group_size": 7, "dtype": torch.float16}),
         (1, {"head_dim": 80, "sliding_window": 40, "block_size": 32}),
+        (100, {"head_dim": 8, "group_size": 2}),
         (100, {"sliding_window": 9, "softcap": 4.0}),
         (100, {"fp8": True, "group_size": 3}),
         (1, {"sinks": 2.0, "group_size": 3}),

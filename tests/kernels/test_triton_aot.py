@@ -1,5 +1,6 @@
 """The Triton kernels become good machine code for sm_80, sm_89 and sm_90, without a GPU; those of
-states, of experts, of quantized weights and of latents for sm_100 and sm_120 too.
+states, of experts, of quantized weights, of latents and of heads of 512 for sm_100 too, the last
+two for sm_120. Which kernels are compiled for fewer, and why: `aot_targets.py`.
 
 What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
 instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The
@@ -18,6 +19,8 @@ import pytest
 import torch
 import triton
 
+from tests.support.aot_targets import is_compiled
+
 pytestmark = [
     pytest.mark.guards(
         "nanoengine/*/triton*.py", "nanoengine/attention/fp8.py", "tests/support/aot_*.py"
@@ -29,9 +32,10 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MAIN = [f"{arch},bfloat16,128,64,8,2,all" for arch in (80, 89, 90)]
+EVERY = [MAIN[0], MAIN[2]]  # of these each kernel is compiled
 FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
 OTHERS = ["80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention"]
-EXPERTS = [f"{arch},bfloat16,128,64,8,2,experts" for arch in (100, 120)]
+EXPERTS = ["100,bfloat16,128,64,8,2,experts"]
 STORES = ("store_kernel", "rotate_store_kernel", "folded_rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
 EARLY = ("rotate_store_kernel", "varlen_kernel", "decode_kernel", "rms_norm_kernel", "gate_kernel")
@@ -47,7 +51,7 @@ WIDE = ("wide_expert_gemm_kernel", "wide_gated_expert_gemm_kernel")
 NARROW = ("narrow_expert_gemm_kernel", "narrow_gated_expert_gemm_kernel")
 PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", *OF_EXPERTS)
 ROUTING = tuple(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
-                for experts in (128, 256, 512))  # fmt: skip
+                for experts in (16, 128, 256, 512))  # fmt: skip
 DRAWN = "drawn_sample_kernel"  # not in float32
 FOLDED = "folded_gemm_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
@@ -61,14 +65,14 @@ STATES += MAMBA
 LARGE = ("mamba_step_kernel_256", "mamba_scan_kernel_256", "mamba_norm_kernel_256")
 LARGE_HEADS = [f"{arch},bfloat16,512,64,2,4,heads" for arch in (80, 89, 90, 100, 120)]
 LARGE_HEADS += ["89,float32,512,64,2,4,heads"]
-BLACKWELL = [f"{arch},bfloat16,128,64,8,2,states" for arch in (100, 120)]
+BLACKWELL = ["100,bfloat16,128,64,8,2,states"]
 STORED = tuple(f"{form}_gemm_{m}" for form in ("int4", "int4_in_32s", "int8", "e4m3")
                for m in (16, 64, 128))  # fmt: skip
 STORED += tuple(f"gated_{form}_gemm_16" for form in ("int4", "int8", "e4m3"))
 STORED += tuple(f"{form}_{gated}expert_gemm_kernel" for gated in ("gated_", "")
                 for form in ("e4m3", "int4", "e2m1", "wide_e4m3", "wide_int4"))  # fmt: skip
 LATENT = [f"{arch},bfloat16,128,64,8,2,latents" for arch in (100, 120)]
-OF_STORED = [f"{arch},bfloat16,128,64,8,2,quantized" for arch in (100, 120)]
+OF_STORED = ["100,bfloat16,128,64,8,2,quantized"]
 ROUNDED = "e4m3_rows_kernel"  # not on sm_80
 KERNELS = {
     "all": STORES
@@ -145,6 +149,7 @@ def test_every_kernel_compiles_for_every_target(reports):
     of_main = (DRAWN, FOLDED, *WIDE, *NARROW, *STORED)
     expected |= {(t, k) for t in MAIN for k in of_main} | {(t, ROUNDED) for t in MAIN[1:]}
     expected |= {(t, k) for t in MAIN + BLACKWELL for k in LARGE}
+    expected = {(t, k) for t, k in expected if is_compiled(k, t.split(",")[0], t.split(",")[-1])}
     assert set(reports) == expected
 
 
@@ -160,7 +165,10 @@ def test_nothing_spills_and_shared_memory_fits(reports):
     for (target, kernel), figures in reports.items():
         assert figures["stack"] <= SPILLED_BYTES, (target, kernel, figures)
         assert figures["local"] == 0, (target, kernel, figures)
-        assert figures["shared"] <= SHARED_BYTES[target.split(",")[0]], (target, kernel, figures)
+        arch = target.split(",")[0]
+        if arch == "80" and not is_compiled(kernel, "89", ""):  # it stands for that one too
+            arch = "89"
+        assert figures["shared"] <= SHARED_BYTES[arch], (target, kernel, figures)
 
 
 @pytest.mark.parametrize("target", MAIN + FP8)
@@ -187,11 +195,11 @@ def test_experts_have_tiles_for_decodes_and_for_prompts(reports, target):
         assert figures["in_flight"] >= 2
         if not target.startswith("100") or kernel in NARROW:  # it has instructions of its own
             assert figures["mma"] > 0
-    for kernel in ROUTING:
+    for kernel in ROUTING if target in EVERY else ():
         assert reports[target, kernel]["registers"] <= (248 if kernel.endswith("512") else 168)
 
 
-@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("target", EVERY)
 @pytest.mark.parametrize("kernel", [DRAWN, FILTERED])
 def test_logits_arrive_by_wide_copies_while_others_are_weighed(reports, target, kernel):
     figures = reports[target, kernel]
@@ -226,7 +234,7 @@ def test_latents_are_read_by_wide_copies_and_multiplied_on_tensor_cores(reports,
         assert figures["in_flight"] >= 2
 
 
-@pytest.mark.parametrize("target", MAIN + BLACKWELL)
+@pytest.mark.parametrize("target", EVERY + BLACKWELL)
 def test_pieces_of_prompts_multiply_on_tensor_cores(reports, target):
     for kernel in PIECES:
         assert reports[target, kernel]["mma"] > 0
@@ -255,8 +263,10 @@ def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_cop
         assert figures["wgmma"] > 0
 
 
-@pytest.mark.parametrize("target", MAIN + OF_STORED)
-@pytest.mark.parametrize("kernel", STORED)
+@pytest.mark.parametrize(
+    ("target", "kernel"),
+    [(t, k) for t in MAIN + OF_STORED for k in STORED if is_compiled(k, t.split(",")[0], "all")],
+)
 def test_stored_weights_are_multiplied_on_tensor_cores_while_others_arrive(reports, target, kernel):
     figures = reports[target, kernel]
     if not target.startswith("100"):  # it has instructions of its own
@@ -312,7 +322,7 @@ def test_a_program_counts_itself_after_all_of_its_threads_have_stored(reports, t
     assert reports[target, kernel]["counted"] == reports[target, kernel]["atomics"] == 1
 
 
-@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("target", EVERY)
 @pytest.mark.parametrize("kernel", STORES + LAYERS)
 def test_element_wise_kernels_move_16_bytes_at_a_time(reports, target, kernel):
     figures = reports[target, kernel]

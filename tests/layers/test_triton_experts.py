@@ -14,6 +14,7 @@ from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import cpu_experts
 from nanoengine.layers import triton_experts
 from nanoengine.layers.moe import Router
+from nanoengine.layers.routers import SparseMixer
 from nanoengine.layers.triton_experts import TritonExperts, expert_config
 from nanoengine.layers.triton_linear import GemmConfig
 from nanoengine.models.moe import SparseMLP
@@ -106,6 +107,8 @@ FORMS = {
     "three groups of 12": replace(
         SIGMOID, num_experts=36, num_experts_per_tok=5, num_groups=3, groups_per_token=2,
     ),
+    "near": replace(SOFTMAX, num_experts=16, score="sparsemixer", jitter=0.3),
+    "none near": replace(SOFTMAX, num_experts=16, score="sparsemixer"),
 }  # fmt: skip
 """The forms that the families have, and sizes that are no powers of two."""
 
@@ -135,7 +138,8 @@ def check_places(ids: torch.Tensor, places: tuple[torch.Tensor, ...], experts: i
 @pytest.mark.parametrize("form", FORMS)
 def test_the_experts_and_weights_are_those_of_the_router(few_blocks, form, tokens):
     moe = FORMS[form]
-    router = Router("gate", 8, moe, context=make_context(torch.float32))
+    kind = SparseMixer if moe.score == "sparsemixer" else Router
+    router = kind("gate", 8, moe, context=make_context(torch.float32))
     router.e_score_correction_bias = None
     if moe.correction_bias:
         router.e_score_correction_bias = torch.nn.Parameter(correction_of(moe), False)
@@ -174,7 +178,7 @@ def test_of_equal_scores_those_of_the_lowest_indices_are_taken(few_blocks, form)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's on NaN, by the interpreter
-@pytest.mark.parametrize("form", ["128 experts", "60 experts", "groups"])
+@pytest.mark.parametrize("form", ["128 experts", "60 experts", "groups", "near"])
 def test_no_score_makes_a_token_take_an_expert_twice_or_one_that_is_not_there(few_blocks, form):
     """Else rows of the order were never written. Padding of a graph may have any values."""
     moe = FORMS[form]
@@ -215,7 +219,8 @@ def test_tiles_are_chosen_by_the_rows_of_an_expert_unless_bits_are_promised(
 
 @NO_GPU
 @pytest.mark.parametrize(("family", "tokens", "most"), [
-    ("qwen3_moe", 3, 6), ("qwen3_moe", 40, 6), ("glm4_moe", 40, 10), ("qwen2_moe", 40, 12),
+    ("qwen3_moe", 3, 6), ("qwen3_moe", 40, 6), ("phimoe", 3, 6), ("glm4_moe", 40, 10),
+    ("qwen2_moe", 40, 12),
 ])  # fmt: skip
 def test_a_layer_is_at_most_12_launches(family, tokens, most):
     """Six of the router and the experts; one that every token takes, and its gate, have the
@@ -246,14 +251,6 @@ def test_experts_beside_an_mlp_see_a_norm_of_what_their_router_sees(small):
     expected = layer.experts(x, *layer.router(seen))
     found = TritonExperts(layer.gate, layer.experts)(x, seen)
     torch.testing.assert_close(found, expected, rtol=0, atol=ATOL[torch.float32])
-
-
-def test_places_are_those_of_a_stable_sort_even_if_a_token_takes_an_expert_twice():
-    """Scores of nothing but -inf have two best ones at the same place."""
-    ids = torch.randint(7, (70, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    ids[5] = ids[6] = 3
-    ids[ids == 2] = 4
-    check_places(ids, triton_experts.places_of(ids, 7, 16), 7)
 
 
 @NO_GPU

@@ -68,6 +68,18 @@ def test_products_with_and_without_bias(small, sizes, dtype):
         torch.testing.assert_close(out.float(), expected, rtol=0, atol=ATOL[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_product_for_each_head_is_one_launch(small, dtype):
+    """Of parts of rows, into parts of rows, by weights that are not side by side."""
+    x = inputs(19, 3 * 50, dtype).view(19, 3, 50)[..., :40].transpose(0, 1)
+    weight = inputs(3 * 32, 40, dtype).view(3, 32, 40)[:, :20].transpose(1, 2)
+    out = torch.full((19, 3, 24), 7.0, dtype=dtype, device=DEVICE)
+    TritonLinear.bmm(x, weight, out=out[..., :20].transpose(0, 1))
+    expected = torch.bmm(x.float(), weight.float()).transpose(0, 1)
+    torch.testing.assert_close(out[..., :20].float(), expected, rtol=0, atol=40 * ATOL[dtype])
+    assert (out[..., 20:] == 7).all()
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_gates_in_the_same_kernel(small, activation):
     method, x, ops = layer(64, 80, torch.float16), inputs(5, 64, torch.float16), PLAIN

@@ -15,6 +15,7 @@ from tests.models.test_latent import OTHERS, STORED_SIZES
 from tests.support.attention_cases import DEVICE
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.gpu_tokens import ON_GPU, PROMPTS, SIZES, check_tokens
 from tests.support.quantized_checkpoints import PROJECTIONS
 
 pytestmark = [
@@ -26,19 +27,16 @@ pytestmark = [
         "nanoengine/runner/decode_step.py",
         "nanoengine/runner/graphs.py",
         "tests/support/emulated_gpu.py",
+        "tests/support/gpu_tokens.py",
     ),
 ]
-SIZES = {"max_num_seqs": 3, "max_model_len": 64, "block_size": 16, "dtype": "float32"}
-ON_GPU = {"device": "cuda", "attention_backend": "triton"}
-[SHARED] = random_prompts(1, [36], seed=3)
-PROMPTS = [SHARED + tail for tail in random_prompts(2, [7, 1], seed=4)]
-PROMPTS += random_prompts(2, [13, 1], seed=5)
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 CASES = [
     ("deepseek_v2", GROUPS, {"num_kv_blocks": 60}, greedy(4)),
     ("deepseek_v3", {}, {"num_kv_blocks": 60, "max_num_batched_tokens": 21}, greedy(4)),
     ("glm4_moe_lite", {}, {"num_kv_blocks": 60}, greedy(3)),
     ("minicpm3", {}, {"num_kv_blocks": 60}, greedy(4)),
+    ("minicpm3", {}, {"num_kv_blocks": 60, "deterministic": True}, greedy(3)),
     ("youtu", {}, {"num_kv_blocks": 7}, greedy(12)),
 ]
 
@@ -54,25 +52,10 @@ def short_splits(monkeypatch):
 
 @pytest.mark.parametrize(("family", "fields", "options", "params"), CASES)
 def test_tokens_are_those_of_the_cpu(short_splits, family, fields, options, params):
-    directory = checkpoint(family, **fields)
-    plain = make_engine(
-        directory, **SIZES, num_kv_blocks=60, attention_backend="naive",
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    expected = [tokens(run(plain, [prompt], params))[0] for prompt in PROMPTS]
-    with EmulatedGPU() as gpu:
-        engine = make_engine(directory, **SIZES, **ON_GPU, **options)
-        gpu.waits.clear()
-        for _ in range(2):
-            assert tokens(run(engine, PROMPTS, params)) == expected
-        assert set(gpu.waits) == {"event.synchronize, runner/transfers.py wait"}
-        assert gpu.num_replayed > 4
-        stats = engine.stats()
-        assert stats.cache_hit_tokens > 16
-        assert (stats.preemptions > 0) is (options["num_kv_blocks"] == 7)
-        engine.close()
-        assert not gpu.disorder
-        assert gpu.num_allocated == 0
+    gpu, stats = check_tokens(family, params, fields=fields, **options)
+    assert stats.cache_hit_tokens > 16
+    assert (stats.preemptions > 0) is (options["num_kv_blocks"] == 7)
+    assert ("bmm" in gpu.kernels) is not options.get("deterministic", False)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])

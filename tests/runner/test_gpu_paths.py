@@ -48,6 +48,12 @@ def on_gpu_by_torch(**options):
         return on_gpu(**{"dtype": "float64", "attention_backend": "naive"} | options)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def written():
+    """Why: transformers, by which a model is written, can't be imported beside an emulated GPU."""
+    checkpoint("qwen3", **SHAPE)
+
+
 def close(gpu, engine):
     """Closes an engine, and holds what all of them are held to."""
     engine.close()

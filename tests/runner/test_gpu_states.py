@@ -10,7 +10,8 @@ from nanoengine.core.plan import StepPlan
 from nanoengine.runner.decode_step import DecodeStep
 from tests.support.attention_cases import DEVICE
 from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts
+from tests.support.gpu_tokens import ON_GPU, SIZES, check_tokens
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one"),
@@ -23,13 +24,9 @@ pytestmark = [
         "nanoengine/runner/decode_step.py",
         "nanoengine/runner/graphs.py",
         "tests/support/emulated_gpu.py",
+        "tests/support/gpu_tokens.py",
     ),
 ]
-SIZES = {"max_num_seqs": 3, "max_model_len": 64, "block_size": 16, "dtype": "float32"}
-ON_GPU = {"device": "cuda", "attention_backend": "triton"}
-[SHARED] = random_prompts(1, [36], seed=3)
-PROMPTS = [SHARED + tail for tail in random_prompts(2, [7, 1], seed=4)]
-PROMPTS += random_prompts(2, [13, 1], seed=5)
 FORKED = SamplingParams(n=2, temperature=1.0, seed=7, max_tokens=6, ignore_eos=True)
 CASES = {
     "hits": ({"num_kv_blocks": 60}, greedy(6)),
@@ -49,24 +46,9 @@ CASES = {
 )
 def test_tokens_are_those_of_the_cpu(family, case):
     options, params = CASES[case]
-    plain = make_engine(
-        checkpoint(family), **SIZES, num_kv_blocks=60, attention_backend="naive",
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    expected = [tokens(run(plain, [prompt], params))[0] for prompt in PROMPTS]
-    with EmulatedGPU() as gpu:
-        engine = make_engine(checkpoint(family), **SIZES, **ON_GPU, **options)
-        gpu.waits.clear()
-        for _ in range(2):
-            assert tokens(run(engine, PROMPTS, params)) == expected
-        assert set(gpu.waits) == {"event.synchronize, runner/transfers.py wait"}
-        assert gpu.num_replayed > 8
-        stats = engine.stats()
-        assert stats.cache_hit_tokens > 16
-        assert (stats.preemptions > 0) is (case == "small")
-        engine.close()
-        assert not gpu.disorder
-        assert gpu.num_allocated == 0
+    _, stats = check_tokens(family, params, replays=8, **options)
+    assert stats.cache_hit_tokens > 16
+    assert (stats.preemptions > 0) is (case == "small")
 
 
 @pytest.mark.parametrize(("family", "most"), [("qwen3_5", 60), ("lfm2", 50), ("bamba", 60)])

@@ -61,6 +61,7 @@ from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.aot_loops import tile_loop
+from tests.support.aot_targets import NO_PRODUCTS, is_compiled
 from tests.support.attention_cases import Case, make_case
 from tests.support.model_helpers import DenseAttention, make_context
 from tests.support.states import delta_plan
@@ -232,7 +233,7 @@ def run_quantized(dtype, arch, hidden=4096, outputs=6144):
 
 def run_experts(dtype, hidden=2048, inner=768):
     """Mixtures of experts with biases: a decode, more sequences and a prompt of Qwen3-30B-A3B's
-    sizes, and the routing of more experts and of groups."""
+    sizes, and the routing of more experts, of groups, and of Phi-3.5-MoE."""
     weights = torch.zeros(1, 2 * inner, hidden, dtype=dtype)
     mixture = mixture_of(
         Stack(weight=weights.expand(128, -1, -1)),
@@ -243,7 +244,8 @@ def run_experts(dtype, hidden=2048, inner=768):
     moe = mixture.router.moe
     more = replace(moe, num_experts=512, num_experts_per_tok=10)
     groups = replace(moe, num_experts=256, score="sigmoid", num_groups=8, groups_per_token=4)
-    for form, correction in ((more, None), (groups, torch.zeros(256))):
+    near = replace(moe, num_experts=16, num_experts_per_tok=2, score="sparsemixer", jitter=0.01)
+    for form, correction in ((more, None), (groups, torch.zeros(256)), (near, None)):
         triton_experts.route(torch.zeros(2, form.num_experts, dtype=dtype), correction, form, 16)
 
 
@@ -390,7 +392,8 @@ def report(kernel, compiled):
         usage = subprocess.run(
             [tool, "-res-usage", path], capture_output=True, text=True, check=True
         ).stdout
-        loop = tile_loop(path)
+        # Why not all: the disassembler takes as long as the compiler.
+        loop = tile_loop(path) if kernel.__name__ == "decode_kernel" else {}
     ptx = compiled.asm["ptx"]
     return {
         "function": kernel.__name__,
@@ -457,23 +460,38 @@ def name_of(kernel, options):
     return name
 
 
-def reports_of(target):
-    """The figures of all kernels of one target."""
+def distinct_launches(target):
+    """(target, name, kernel, arguments, options) of what is compiled for a target."""
     arch, dtype, *shape, what = target.split(",")
-    shape, results = [int(x) for x in shape], {}
-    for kernel, args, options in launches(int(arch), getattr(torch, dtype), *shape, what):
-        key = name_of(kernel, options), str(options)
-        if key not in results:  # decodes and prompts with deterministic=True launch one kernel
-            found = compile_launch(kernel, args, options, int(arch))
-            results[key] = {"target": target, "kernel": key[0]} | report(kernel, found)
-    return list(results.values())
+    found, seen = [], set()
+    for kernel, args, options in launches(int(arch), getattr(torch, dtype), *map(int, shape), what):
+        name = name_of(kernel, options)
+        # Decodes and prompts with deterministic=True launch one kernel.
+        key = name, "" if name in NO_PRODUCTS else str(options)
+        if key not in seen and is_compiled(name, arch, what):
+            seen.add(key)
+            found.append((target, name, kernel, args, options))
+    return found
+
+
+LAUNCHES = []
+"""What the processes that compile have from the one that they are forks of."""
+
+
+def compiled(index):
+    """The figures of one launch."""
+    target, name, kernel, args, options = LAUNCHES[index]
+    arch = int(target.split(",")[0])
+    made = compile_launch(kernel, args, options, arch)
+    return {"target": target, "kernel": name} | report(kernel, made)
 
 
 def main():
+    torch.set_num_threads(1)  # Why: a fork has none of its parent's threads.
+    LAUNCHES.extend(each for target in sys.argv[1:] for each in distinct_launches(target))
     # Why processes: a compilation is one thread; forks have all that was imported already.
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(reports_of, sys.argv[1:], chunksize=1)
-    print(json.dumps([figures for of_target in results for figures in of_target]))
+        print(json.dumps(pool.map(compiled, range(len(LAUNCHES)), chunksize=1)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The emulated GPU with Triton's compiler in the place of its interpreter.
 
     python -m tests.support.compiling_gpu FAMILY ...        prints a line of JSON a family
+    python -m tests.support.compiling_gpu 'FAMILY {"hidden_size": 44}'    with fields of its config
 
 Every launch goes through Triton's own binder, specialization and ptxas, is checked against the
 card, counted, and dropped: what it would have written stays zero, or true. So this finds launches
@@ -144,7 +145,10 @@ def main(families: Sequence[str]) -> None:
     """Prints a line a family."""
     assert "TRITON_INTERPRET" not in os.environ
     torch.set_num_threads(1)
-    directories = {family: checkpoint(family) for family in families}
+    directories = {}
+    for family in families:
+        name, _, fields = family.partition(" ")
+        directories[family] = checkpoint(name, **json.loads(fields or "{}"))
     with CompilingGPU() as gpu:
         for family, directory in directories.items():
             print(json.dumps(start_and_run(gpu, family, directory)), flush=True)
