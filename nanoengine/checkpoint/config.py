@@ -128,8 +128,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 
         model = GGUFModel(directory)
         config = parse_model_config(*config_json(model))
-        parts = config.plan, config.moe, config.states, config.num_hidden_layers
-        return replace(config, **differences(model, *parts))
+        return replace(config, **differences(model, config))
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)

@@ -130,10 +130,11 @@ class Expansion(Layer):
         )
         self.shape = heads * rows, latent.rank
         self.part = context.shard.slice(self.shape[0], "num_attention_heads")
-        self.reader = context.kernels.linear
+        self.reader, self.shard = context.kernels.linear, context.shard
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        """As the checkpoint's matrix is stored, which becomes floats where it is quantized."""
+        """As the checkpoint's matrix is stored, which becomes floats where it is quantized; a GGUF
+        file may have two in its place, that of keys in this layer's order."""
         method = self.reader(path)
         to_floats = {
             "load": lambda rows, first: self.store(rows),
@@ -142,7 +143,18 @@ class Expansion(Layer):
         for name, take in to_floats.items():
             object.__setattr__(method, name, take)
         matrix = MatrixPart(self.shape, (self.part,))
-        return {f"{path}.weight": method.weight_slot(path, matrix)}
+        slot, beside = method.weight_slot(path, matrix), path.rpartition(".")[0]
+        apart = {"k_b_proj": self.key_up, "v_b_proj": self.value_up}
+        pieces = {f"{beside}.{name}.weight": self._own(each) for name, each in apart.items()}
+        return {f"{path}.weight": slot if slot.pieces else replace(slot, pieces=pieces)}
+
+    def _own(self, each: HeadMatrices) -> WeightSlot:
+        """The matrices of all heads, one below the other."""
+        heads, outputs, inputs = each.shape
+        shape = (self.shard.world_size * heads * outputs, inputs)
+        part = self.shard.slice(shape[0], "num_attention_heads")
+        store = lambda rows: each.load(rows.view(each.shape))  # noqa: E731
+        return WeightSlot(shape=shape, part=(part,), store=store)
 
     def store(self, stored: torch.Tensor) -> None:
         """Takes this rank's rows of the checkpoint's matrix: of each head keys, then values."""

@@ -45,6 +45,15 @@ LONGROPE = {
 PHI3 = {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", FULL, "mlp"], "rms_norm_eps": None,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7,
+    "mscale_all_dim": 0.7, "original_max_position_embeddings": 16,
+}  # fmt: skip
+MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -109,6 +118,46 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe one tensor": ("qwen3_moe", {"mlp_only_layers": [], "joined": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
+    "granitehybrid": ("granite_hybrid", {}),
+    "granitehybrid dense": ("granite_hybrid", {"num_local_experts": 0}),
+    "bamba": ("bamba", {}),
+    "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}),
+    "falcon_h1 without norms": ("falcon_h1", {"mamba_rms_norm": False}),
+    "nemotron_h": ("nemotron_h", NEMOTRON | {"architecture": "nemotron_h"}),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "moe", FULL, "moe"], "rms_norm_eps": None},
+    ),
+    "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN}),
+    "deepseek_v2 groups": (
+        "deepseek_v2",
+        {"rope_parameters": YARN, "topk_method": "group_limited_greedy", "n_group": 4,
+         "topk_group": 2, "q_lora_rank": 40},
+    ),
+    "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN}),
+    "deepseek_v3 older": (
+        "deepseek_v3",
+        {"rope_parameters": YARN, "joined": True, "keys": {
+            "attention.key_length_mla": None, "attention.value_length_mla": None,
+            "attention.key_length": 20, "attention.value_length": 20,
+            "attention.head_count_kv": 4,
+        }},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "youtu": ("youtu", {"rope_parameters": None}),
+    "minicpm3": ("minicpm3", MINICPM),
+    "gemma4": ("gemma4", {}),
+    "gemma4_moe": ("gemma4_moe", {}),
+    "gemma": ("gemma", {}),
+    "nemotron": ("nemotron", {}),
+    "phi2": ("phi", {}),
+    "phimoe": ("phimoe", {"sliding_window": 16}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "afmoe": ("afmoe", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
+    "exaone_moe": ("exaone_moe", {}),
+    "hy_v3": ("hy_v3", {}),
+    "mellum": ("mellum", {"mlp_layer_types": ["sparse"] * 3}),
+    "solar_open": ("solar_open", {}),
 }  # fmt: skip
 """Name -> a family and what its config must say so that a GGUF file can hold it."""
 
