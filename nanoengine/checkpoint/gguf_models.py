@@ -253,11 +253,14 @@ def _mamba(given: Metadata) -> Json:
 
 def _granite_hybrid(given: Metadata) -> Json:
     """Layers without keys are Mamba's."""
-    if given.get("rope.scaling.finetuned", bool) is None:
+    found = {**_lfm2(given, LINEAR), **_mamba(given)}
+    turned, count = given.get("rope.scaling.finetuned", bool), given.get("expert_count", int, 0)
+    if turned is None:
         given.refuse("rope.scaling.finetuned", "a key that says whether heads are turned")
-    count = given.get("expert_count", int, 0)
+    if turned:
+        return found
     none = {} if count else dict.fromkeys(("intermediate_size", "num_experts_per_tok"))
-    return {**_lfm2(given, LINEAR), **_mamba(given), "num_local_experts": count, **none}
+    return found | none | {"num_local_experts": count}
 
 
 def _nemotron(given: Metadata) -> Json:
@@ -382,6 +385,7 @@ NAMES = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_gate_up_exps": "mlp.experts.{}.{}_proj",
     "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
@@ -465,7 +469,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "exaone4": Architecture("Exaone4ForCausalLM", slides=4),
     "falcon-h1": Architecture(
-        "FalconH1ForCausalLM", keys=MAMBA, more=_mamba, names=MAMBA_NAMES,
+        "FalconH1ForCausalLM", keys=MAMBA, more=_mamba,
+        names=MAMBA_NAMES | {"ffn_norm": "post_attention_layernorm.weight"},
         fixed={"mamba_norm_before_gate": False, "mamba_rms_norm": True},
     ),
     "gemma": Architecture("GemmaForCausalLM"),

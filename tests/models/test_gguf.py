@@ -47,6 +47,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", FULL, "mlp"], "rms_norm_eps": None,
+    "use_bias": False,
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7,
@@ -119,14 +120,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe one tensor": ("qwen3_moe", {"mlp_only_layers": [], "joined": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
     "granitehybrid": ("granite_hybrid", {}),
-    "granitehybrid dense": ("granite_hybrid", {"num_local_experts": 0}),
+    "granitehybrid dense": ("granite_hybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),
     "bamba": ("bamba", {}),
     "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}),
     "falcon_h1 without norms": ("falcon_h1", {"mamba_rms_norm": False}),
     "nemotron_h": ("nemotron_h", NEMOTRON | {"architecture": "nemotron_h"}),
     "nemotron_h_moe": (
         "nemotron_h",
-        {"layers_block_type": ["linear_attention", "moe", FULL, "moe"], "rms_norm_eps": None},
+        {"layers_block_type": ["linear_attention", "moe", FULL, "moe"], "rms_norm_eps": None,
+         "use_bias": False, "n_group": 1, "topk_group": 1},
     ),
     "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN}),
     "deepseek_v2 groups": (

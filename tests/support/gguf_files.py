@@ -272,7 +272,7 @@ def make_gguf(
             write_key(writer, key, value)
     tensors = converted(places, architecture, model.config, joined)
     for name, place in together(dict(tensors)) if joined else tensors:
-        ours = gguf_name(name, NAMES | names)
+        ours = gguf_name(name, NAMES | names, architecture)
         data = flat[place].numpy()
         factor = factor_of(name, model.config) if architecture == "falcon-h1" else 1.0
         data = data * factor
@@ -324,7 +324,11 @@ def factor_of(name: str, config: Any) -> Any:
     return np.float32(found * config.key_multiplier if part == "k_proj" else found)
 
 
-def gguf_name(name: str, names: Mapping[str, str]) -> str:
+UNNAMED = {"falcon-h1": ("ffn_norm",), "hy_v3": ("exp_probs_b",)}
+"""Architecture -> names that have no ".weight" and no ".bias" behind them."""
+
+
+def gguf_name(name: str, names: Mapping[str, str], architecture: str) -> str:
     """What a checkpoint's tensor is called in a GGUF file."""
     name = name.replace("backbone.", "model.")
     layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -334,6 +338,10 @@ def gguf_name(name: str, names: Mapping[str, str]) -> str:
         return f"blk.{layer[1]}.{VECTORS[end]}"
     if names.get(rest, "").endswith(".scale"):
         return f"blk.{layer[1]}.{names[rest]}"
+    if names.get(stem) in UNNAMED.get(architecture, ()) or names.get(rest) in UNNAMED.get(
+        architecture, ()
+    ):
+        return f"blk.{layer[1]}.{names.get(stem) or names[rest]}"
     if end not in ("weight", "bias"):
         stem, end = rest, "bias" if "bias" in end else "weight"
     return f"blk.{layer[1]}.{names[stem]}.{end}" if layer else f"{names[stem]}.{end}"
@@ -359,8 +367,9 @@ def converted(
             yield name.replace("kv_b", "v_b"), of_heads[:, still:].contiguous()
         elif name.endswith(("mamba.A_log", "mixer.A_log", ".D")):
             yield name, tensor.unsqueeze(1)
-        elif name.endswith(("mamba.conv1d.weight", "mixer.conv1d.weight")):
-            yield name.replace("mixer", "mamba"), tensor.squeeze(1)
+        elif re.search(r"\.(mamba|mixer)\.conv1d\.", name):
+            squeezed = tensor.squeeze(1) if name.endswith("weight") else tensor
+            yield name.replace("mixer", "mamba"), squeezed
         elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             groups = getattr(config, "mamba_n_groups", None) or config.n_groups
             yield name.replace("mixer", "mamba"), tensor.unflatten(0, (groups, -1))
@@ -522,13 +531,10 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         found["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
         found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
         found["full_attention_interval"] = given.get("full_attention_interval", 4)
-    if architecture in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
-        kinds = kinds or given["layers_block_type"]
-        kv_heads = found["attention.head_count_kv"]
-        found["attention.head_count_kv"] = [kv_heads * ("attention" in kind) for kind in kinds]
     if architecture == "granitehybrid":
+        kinds = kinds or config.layers_block_type
         found["attention.head_count_kv"] = [
-            kv_heads * (kind in ("full_attention", "attention")) for kind in kinds
+            config.num_key_value_heads * (kind in ("full_attention", "attention")) for kind in kinds
         ]
         found["ssm.inner_size"] = config.mamba_expand * config.hidden_size
         found["rope.scaling.finetuned"] = config.model_type == "bamba"
@@ -536,7 +542,10 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         if config.model_type == "bamba":
             found["rope.dimension_count"] //= 2
     elif architecture.startswith("nemotron_h"):
-        found["attention.head_count_kv"] = [kv_heads * (kind == "full_attention") for kind in kinds]
+        kinds = given["layers_block_type"]
+        found["attention.head_count_kv"] = [
+            config.num_key_value_heads * (kind == "full_attention") for kind in kinds
+        ]
         found["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
         found["ssm.inner_size"] = config.mamba_num_heads * config.mamba_head_dim
         size = config.moe_intermediate_size if "moe" in kinds else config.intermediate_size
