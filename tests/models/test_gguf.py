@@ -55,6 +55,16 @@ YARN = {
 }  # fmt: skip
 MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16}
 
+
+def of_plain_heads(keys: int, values: int) -> dict[str, int | None]:
+    """What older files say of DeepSeek's heads, in place of one wide KV head."""
+    return {
+        "attention.key_length_mla": None, "attention.value_length_mla": None,
+        "attention.key_length": keys, "attention.value_length": values,
+        "attention.head_count_kv": 4,
+    }  # fmt: skip
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -120,7 +130,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe one tensor": ("qwen3_moe", {"mlp_only_layers": [], "joined": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
     "granitehybrid": ("granite_hybrid", {}),
-    "granitehybrid dense": ("granite_hybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),
+    "granitehybrid dense": (
+        "granite_hybrid",
+        {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 48},
+    ),
     "bamba": ("bamba", {}),
     "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}),
     "falcon_h1 without norms": ("falcon_h1", {"mamba_rms_norm": False}),
@@ -139,11 +152,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN}),
     "deepseek_v3 older": (
         "deepseek_v3",
-        {"rope_parameters": YARN, "joined": True, "keys": {
-            "attention.key_length_mla": None, "attention.value_length_mla": None,
-            "attention.key_length": 20, "attention.value_length": 20,
-            "attention.head_count_kv": 4,
-        }},
+        {"rope_parameters": YARN, "joined": True, "keys": of_plain_heads(20, 20)},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "youtu": ("youtu", {"rope_parameters": None}),
@@ -231,6 +240,11 @@ NEXT_32 = {
 }  # fmt: skip
 """Rows of whole blocks; all experts, so that rounding does not choose others; a layer of each kind,
 because each of them adds to what rounding does."""
+LATENT_32 = {
+    "rope_parameters": YARN, "kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32, "num_experts_per_tok": 8, "n_group": 1,
+    "topk_group": 1,
+}  # fmt: skip
 QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "Q4_K_M": ("llama", {**WIDE, "tie_word_embeddings": True}, mixed),
     "some floats": ("qwen2", {}, partly),
@@ -245,6 +259,25 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "qwen3_next one tensor": ("qwen3_next", {**NEXT_32, "joined": True}, lambda name: "Q8_0"),
     "one tensor": ("llama", {"joined": True}, lambda name: "Q8_0"),
     "lfm2_moe": ("lfm2_moe", {}, lambda name: "Q4_0"),
+    "granitehybrid": (
+        "granite_hybrid",
+        {"shared_intermediate_size": 64, "num_experts_per_tok": 8},
+        lambda name: "Q8_0",
+    ),
+    "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}, lambda name: "Q8_0"),
+    "nemotron_h": (
+        "nemotron_h",
+        {**NEMOTRON, "architecture": "nemotron_h", "mamba_num_heads": 8, "mamba_head_dim": 16},
+        lambda name: "Q8_0",
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT_32, lambda name: "Q8_0"),
+    "deepseek_v3 older": (
+        "deepseek_v3",
+        {**LATENT_32, "joined": True, "keys": of_plain_heads(48, 32)},
+        lambda name: "Q8_0",
+    ),
+    "gemma4": ("gemma4", {"hidden_size_per_layer_input": 32}, lambda name: "Q8_0"),
+    "gemma4_moe": ("gemma4_moe", {"top_k_experts": 6}, lambda name: "Q8_0"),
 }
 
 
