@@ -59,6 +59,12 @@ class Metadata:
             return value
         return value[0] if len(set(value)) == 1 else self.refuse(name, "one number for all layers")
 
+    def each(self, name: str) -> list[int]:
+        """A number for each layer."""
+        value = self.get(name, int | list[int], 0)
+        found = value if isinstance(value, list) else [value] * self.layers
+        return found if len(found) == self.layers else self.refuse(name, "one number a layer")
+
     @property
     def layers(self) -> int:
         """How many layers the file has, those for drafts included."""
@@ -195,10 +201,6 @@ BIASES = {
     "mlp_bias": (".mlp.down_proj.bias",), "head_bias": ("lm_head.bias",),
 }
 """Field of `LayerPlan` -> ends of the names that show it. Why not a key: no file has one."""
-MAMBA_BIASES = {
-    "bias": ".in_proj.bias", "conv_bias": ".conv1d.bias", "output_bias": ".out_proj.bias",
-}
-"""The same of `StatePlan`, of Mamba."""
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
     "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
@@ -219,9 +221,9 @@ def _gemma(given: Metadata) -> Json:
 
 def _lfm2(given: Metadata, without: str = CONV) -> Json:
     """Layers without keys are convolutions."""
-    heads = given.get("attention.head_count_kv", list[int], [])
+    heads = given.each("attention.head_count_kv")
     return {
-        "num_key_value_heads": max(heads, default=0),
+        "num_key_value_heads": max(heads),
         "layer_types": [FULL if count else without for count in heads],
     }
 
@@ -265,14 +267,12 @@ def _granite_hybrid(given: Metadata) -> Json:
 
 def _nemotron(given: Metadata) -> Json:
     """A layer is one thing: attention has keys, an MLP or experts have an inner size."""
-    names = "attention.head_count_kv", "feed_forward_length"
-    keys, inner = (given.get(name, list[int], []) for name in names)
-    mlp = "moe" if given.get("expert_count", int) else "mlp"
-    both = list(zip(keys, inner, strict=False))[: given.main_layers]
-    sizes = _mamba(given)
+    keys, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
+    mlp, sizes = "moe" if given.get("expert_count", int) else "mlp", _mamba(given)
+    both = list(zip(keys, inner, strict=True))[: given.main_layers]
     return {
         "layers_block_type": [FULL if kv else mlp if size else LINEAR for kv, size in both],
-        "num_key_value_heads": max(keys, default=0), "intermediate_size": max(inner, default=0),
+        "num_key_value_heads": max(keys), "intermediate_size": max(inner) or None,
         "mamba_num_heads": sizes["mamba_n_heads"], "mamba_head_dim": sizes["mamba_d_head"],
     }
 
@@ -288,8 +288,7 @@ def _latent(given: Metadata) -> Json:
         "kv_lora_rank": given.get("attention.kv_lora_rank", int),
         "q_lora_rank": given.get("attention.q_lora_rank", int),
         "qk_rope_head_dim": turned, "qk_nope_head_dim": key - turned, "v_head_dim": value,
-        "num_key_value_heads": given.get("attention.head_count", int),
-        "head_dim": max(2, turned),
+        "num_key_value_heads": given.get("attention.head_count", int), "head_dim": max(2, turned),
     }
 
 
@@ -326,34 +325,23 @@ def _deepseek_name(given: Metadata) -> str | None:
 
 def _gemma4(given: Metadata) -> Json:
     """What differs in layers that see everything, and which last layers have no keys."""
-    slides = given.get("attention.sliding_window_pattern", list[bool], [])
-    full = [n for n, sliding in enumerate(slides) if not sliding]
-    heads = given.get("attention.head_count_kv", int | list[int])
-    heads = heads if isinstance(heads, list) else [heads] * given.layers
-    inner = given.get("feed_forward_length", int | list[int])
-    inner = inner if isinstance(inner, list) else [inner]
-    if {*inner[1:]} - {inner[0], 2 * inner[0]} or len(heads) < len(slides) or not slides:
-        given.refuse("feed_forward_length", "one size, or twice that of last layers")
+    kinds = _windows(given, 6, given.layers)["layer_types"]
+    heads, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
+    by_kind = dict(zip(kinds, heads, strict=False))
     window = given.get("attention.key_length_swa", int)
     for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if given.get(name, int, window) != window:
             given.refuse(name, f"{window}, the size of keys")
-    other = {"head_dim": given.head_dim, "num_key_value_heads": heads[full[0]] if full else 0}
+    other = {"head_dim": given.head_dim, "num_key_value_heads": by_kind.get(FULL, 0)}
+    full = [n for n, kind in enumerate(kinds) if kind == FULL]
     return {
-        "head_dim": window, "per_layer_config": {str(n): other for n in full},
-        "num_key_value_heads": next((heads[n] for n, sliding in enumerate(slides) if sliding), 0),
+        "head_dim": window, "num_key_value_heads": by_kind.get(SLIDING, heads[0]),
+        "per_layer_config": {str(n): other for n in full},
         "intermediate_size": inner[0], "use_double_wide_mlp": inner[-1] > inner[0],
-        "attention_k_eq_v": bool(full) and f"blk.{full[0]}.attn_v.weight" not in given.tensors,
-        "vocab_size_per_layer_input": given.tensors["token_embd.weight"].shape[0],
+        "attention_k_eq_v": f"blk.{min(full, default=0)}.attn_v.weight" not in given.tensors,
         "enable_moe_block": bool(given.get("expert_count", int)),
         "top_k_experts": given.get("expert_used_count", int), "num_experts_per_tok": None,
     }
-
-
-def _mellum(given: Metadata) -> Json:
-    """Layers with a window turn as the others do where no key says otherwise."""
-    base = given.get("rope.freq_base", float, 1e4)
-    return {"rope_local_base_freq": given.get("rope.freq_base_swa", float, base)}
 
 
 def _hunyuan_3(given: Metadata) -> Json:
@@ -528,7 +516,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "LlamaForCausalLM", also=where("expert_count", "MixtralForCausalLM"), pairs=True,
     ),
     "mellum": Architecture(
-        "MellumForCausalLM", keys=EXPERTS, more=_mellum, fixed={"norm_topk_prob": True}, slides=4,
+        "MellumForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}, slides=4,
     ),
     "minicpm3": Architecture("MiniCPM3ForCausalLM", more=_latent, unread=KV_HEADS),
     "minimax-m2": Architecture(
@@ -770,10 +758,9 @@ def differences(model: GGUFModel, config: ModelConfig) -> Json:
     if states is not None:
         states = replace(states, merged=False, tiled=model.row.tiled)
     if states is not None and states.kind == "mamba":
-        ends = MAMBA_BIASES.items()
-        own = {part: any(name.endswith(end) for name in here) for part, end in ends}
-        has_norm = any(name.endswith(".mamba.norm.weight") for name in here)
-        states = replace(states, norm=states.norm if has_norm else None, **own)
+        parts = {name.partition(".mamba.")[2] for name in here}
+        norm_of = states.norm if "norm.weight" in parts else None
+        states = replace(states, conv_bias="conv1d.bias" in parts, norm=norm_of)
     return {
         "plan": replace(plan, norm=norm, merged_gate=merged, **biases),
         "moe": moe,
@@ -823,7 +810,8 @@ def _config_json(model: GGUFModel) -> dict[str, Any]:
     if "use_qk_norm" in raw:
         raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
     if "token_embd.weight" in tensors:
-        raw["vocab_size"] = tensors["token_embd.weight"].shape[0]
+        size = tensors["token_embd.weight"].shape[0]
+        raw |= {"vocab_size": size, "vocab_size_per_layer_input": size}
     raw["tie_word_embeddings"] = "output.weight" not in tensors
     raw |= _windows(given, row.slides, raw["num_hidden_layers"]) | _rotation(model)
     return {key: value for key, value in raw.items() if value is not None} | more
@@ -847,7 +835,8 @@ def _rotation(model: GGUFModel) -> Json:
     given, family = model.given, every_family()[model.row.name]
     base = given.get("rope.freq_base", float, 1e4)
     full, sliding = family.bases or ("rope_theta", "rope_theta")
-    other = given.get("rope.freq_base_swa", float, base if sliding == full else 1e4)
+    usual = 1e4 if given.architecture == "gemma3" else base
+    other = given.get("rope.freq_base_swa", float, usual)
     if sliding == full and other != base:
         given.refuse("rope.freq_base_swa", f"{base}, as in layers without a window")
     found: dict[str, Any] = {full: base, sliding: other}

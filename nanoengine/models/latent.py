@@ -125,13 +125,9 @@ class Expansion(Layer):
     """
 
     def __init__(
-        self,
-        path: str,
-        latent: LatentPlan,
-        heads: int,
-        context: ModelContext,
+        self, path: str, latent: LatentPlan, heads: int, context: ModelContext,
         reader: Callable[[str], LinearMethod] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         local, rows = context.shard.split(heads), latent.nope_dim + latent.value_dim
         self.key_up = HeadMatrices(f"{path}.key_up", local, latent.rank, latent.nope_dim, context)
@@ -145,9 +141,9 @@ class Expansion(Layer):
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         """As the checkpoint's matrix is stored, which becomes floats where it is quantized; a GGUF
         file may have two in its place, that of keys in this layer's order."""
-        beside = path.rpartition(".")[0]
         if self.reader is None:
             apart = {"k_b_proj": self.key_up, "v_b_proj": self.value_up}
+            beside = path.rpartition(".")[0]
             pieces = {f"{beside}.{name}.weight": self._own(each) for name, each in apart.items()}
             whole = WeightSlot(shape=self.shape, part=(self.part,), store=self.store, pieces=pieces)
             return {f"{path}.weight": whole}

@@ -360,6 +360,15 @@ def test_what_changes_the_maths_is_refused(
         ("glm4_moe", {"expert_gating_func": 3}, r"glm4moe\.expert_gating_func=3.*1 and 2"),
         ("glm4_moe", {"expert_gating_func": 1}, "scoring_func='softmax'"),
         ("qwen3_moe", {"expert_gating_func": 2}, "scoring_func='sigmoid'"),
+        ("deepseek_v3", {"expert_gating_func": 1}, "scoring_func='softmax'"),
+        ("deepseek_v2", {"expert_weights_norm": True}, "norm_topk_prob=True"),
+        ("deepseek_v2", {"attention__kv_lora_rank": None}, "needs kv_lora_rank"),
+        ("afmoe", {"expert_weights_norm": False}, r"afmoe\.expert_weights_norm=False"),
+        ("granite_hybrid", {"rope__scaling__finetuned": None}, r"rope\.scaling\.finetuned=None"),
+        ("nemotron_h", {"moe_latent_size": 8}, r"nemotron_h_moe\.moe_latent_size=8"),
+        ("nemotron_h", {"attention__head_count_kv": [0, 2]}, "one number a layer"),
+        ("gemma4", {"rope__dimension_count_swa": 8}, r"dimension_count_swa=8.*supported: 16"),
+        ("gemma4", {"attention__value_length_swa": 8}, r"value_length_swa=8"),
         (
             "qwen3_next",
             {"rope__dimension_sections": [4, 4]},
@@ -418,7 +427,20 @@ LIES = [
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3_5", "lfm2", "qwen3_next", "glm4_moe", "ministral3"]
+    "family",
+    [
+        "llama",
+        "qwen3_5",
+        "lfm2",
+        "qwen3_next",
+        "glm4_moe",
+        "ministral3",
+        "deepseek_v3",
+        "gemma4",
+        "granite_hybrid",
+        "nemotron_h",
+        "hy_v3",
+    ],
 )
 def test_keys_that_lie_are_refused(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
