@@ -74,7 +74,10 @@ class Metadata:
     @property
     def main_layers(self) -> int:
         """How many layers there are but those."""
-        return self.layers - self.get("nextn_predict_layers", int, 0)
+        drafts, layers = self.get("nextn_predict_layers", int, 0), self.layers
+        if not 0 <= drafts < layers:
+            self.refuse("nextn_predict_layers", f"0 to {layers - 1}")
+        return layers - drafts
 
     @property
     def head_dim(self) -> int:

@@ -47,13 +47,23 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", FULL, "mlp"], "rms_norm_eps": None,
-    "use_bias": False,
+    "use_bias": False, "mamba_num_heads": 8, "mamba_head_dim": 16,
+    "moe_shared_expert_intermediate_size": 64,
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7,
     "mscale_all_dim": 0.7, "original_max_position_embeddings": 16,
 }  # fmt: skip
-MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16}
+LATENT = {
+    "kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "rope_parameters": YARN,
+}  # fmt: skip
+MINICPM = {
+    **LATENT, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16,
+    "rope_parameters": None,
+}  # fmt: skip
+ALL_EXPERTS = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
+"""So that rounding does not choose others."""
 
 
 def of_plain_heads(keys: int, values: int) -> dict[str, int | None]:
@@ -129,10 +139,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe one tensor": ("qwen3_moe", {"mlp_only_layers": [], "joined": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
-    "granitehybrid": ("granite_hybrid", {}),
+    "granitehybrid": ("granite_hybrid", {"shared_intermediate_size": 64}),
     "granitehybrid dense": (
         "granite_hybrid",
-        {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 48},
+        {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 64,
+         "shared_intermediate_size": 64},
     ),
     "bamba": ("bamba", {}),
     "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}),
@@ -140,24 +151,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", NEMOTRON | {"architecture": "nemotron_h"}),
     "nemotron_h_moe": (
         "nemotron_h",
-        {"layers_block_type": ["linear_attention", "moe", FULL, "moe"], "rms_norm_eps": None,
-         "use_bias": False, "n_group": 1, "topk_group": 1},
+        {**NEMOTRON, "layers_block_type": ["linear_attention", "moe", FULL, "moe"], "n_group": 1,
+         "topk_group": 1},
     ),
-    "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN}),
+    "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     "deepseek_v2 groups": (
         "deepseek_v2",
-        {"rope_parameters": YARN, "topk_method": "group_limited_greedy", "n_group": 4,
-         "topk_group": 2, "q_lora_rank": 40},
+        {**LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
-    "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN}),
+    "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v3 older": (
         "deepseek_v3",
-        {"rope_parameters": YARN, "joined": True, "keys": of_plain_heads(20, 20)},
+        {**LATENT, "joined": True, "keys": of_plain_heads(48, 32)},
     ),
-    "glm4_moe_lite": ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
-    "youtu": ("youtu", {"rope_parameters": None}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**LATENT, "rope_parameters": None, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "youtu": ("youtu", LATENT),
     "minicpm3": ("minicpm3", MINICPM),
-    "gemma4": ("gemma4", {}),
+    "gemma4": ("gemma4", {"hidden_size_per_layer_input": 32}),
     "gemma4_moe": ("gemma4_moe", {}),
     "gemma": ("gemma", {}),
     "nemotron": ("nemotron", {}),
@@ -240,11 +253,6 @@ NEXT_32 = {
 }  # fmt: skip
 """Rows of whole blocks; all experts, so that rounding does not choose others; a layer of each kind,
 because each of them adds to what rounding does."""
-LATENT_32 = {
-    "rope_parameters": YARN, "kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16, "v_head_dim": 32, "num_experts_per_tok": 8, "n_group": 1,
-    "topk_group": 1,
-}  # fmt: skip
 QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "Q4_K_M": ("llama", {**WIDE, "tie_word_embeddings": True}, mixed),
     "some floats": ("qwen2", {}, partly),
@@ -267,13 +275,13 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}, lambda name: "Q8_0"),
     "nemotron_h": (
         "nemotron_h",
-        {**NEMOTRON, "architecture": "nemotron_h", "mamba_num_heads": 8, "mamba_head_dim": 16},
+        NEMOTRON | {"architecture": "nemotron_h"},
         lambda name: "Q8_0",
     ),
-    "deepseek_v3": ("deepseek_v3", LATENT_32, lambda name: "Q8_0"),
+    "deepseek_v3": ("deepseek_v3", LATENT | ALL_EXPERTS, lambda name: "Q8_0"),
     "deepseek_v3 older": (
         "deepseek_v3",
-        {**LATENT_32, "joined": True, "keys": of_plain_heads(48, 32)},
+        {**CASES["deepseek_v3 older"][1], **ALL_EXPERTS},
         lambda name: "Q8_0",
     ),
     "gemma4": ("gemma4", {"hidden_size_per_layer_input": 32}, lambda name: "Q8_0"),
@@ -360,7 +368,8 @@ def test_what_changes_the_maths_is_refused(
         ("glm4_moe", {"expert_gating_func": 3}, r"glm4moe\.expert_gating_func=3.*1 and 2"),
         ("glm4_moe", {"expert_gating_func": 1}, "scoring_func='softmax'"),
         ("qwen3_moe", {"expert_gating_func": 2}, "scoring_func='sigmoid'"),
-        ("deepseek_v3", {"expert_gating_func": 1}, "scoring_func='softmax'"),
+        ("deepseek_v3", {"expert_gating_func": 3}, r"expert_gating_func=3.*1 and 2"),
+        ("deepseek_v3", {"nextn_predict_layers": 3}, "nextn_predict_layers=3.*0 to 2"),
         ("deepseek_v2", {"expert_weights_norm": True}, "norm_topk_prob=True"),
         ("deepseek_v2", {"attention__kv_lora_rank": None}, "needs kv_lora_rank"),
         ("afmoe", {"expert_weights_norm": False}, r"afmoe\.expert_weights_norm=False"),
