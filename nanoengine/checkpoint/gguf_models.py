@@ -347,6 +347,19 @@ def _gemma4(given: Metadata) -> Json:
     }
 
 
+def _proportional(given: Metadata, factors: list[list[float]], full: float, sliding: float) -> Json:
+    """Gemma 4: of layers that see everything, pairs that are not turned are slowed without end."""
+    each = factors[0] if factors else [1.0]
+    turned = each.count(1.0)
+    if len(factors) > 1 or min(each[turned:], default=1e30) < 1e29:
+        given.refuse("rope.scaling.type", f"1 and then 1e30 in {ROTATIONS[0]}")
+    part = {"rope_type": "proportional", "partial_rotary_factor": turned / len(each)}
+    return {"rope_parameters": {
+        FULL: {**part, "rope_theta": full},
+        SLIDING: {"rope_type": "default", "rope_theta": sliding},
+    }}
+
+
 def _hunyuan_3(given: Metadata) -> Json:
     """How many experts are shared, by their size; layers without a router are dense."""
     size = given.get("expert_feed_forward_length", int) or 1
@@ -793,11 +806,10 @@ def _config_json(model: GGUFModel) -> dict[str, Any]:
     if given.one("attention.value_length", int, head_dim) != head_dim and not is_latent:
         given.refuse("attention.value_length", f"{head_dim}, the size of keys")
     epsilons = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
-    found = {name: given.get(name, float) for name in epsilons}
     # Why both: a norm of either kind may have the key of the other one.
-    first, second = epsilons if family.eps != "rms_norm_eps" else epsilons[::-1]
-    epsilon = found[second] if found[first] is None else found[first]
-    raw[family.eps] = given.refuse(epsilons[1], "a number") if epsilon is None else epsilon
+    names = epsilons if family.eps != "rms_norm_eps" else epsilons[::-1]
+    found = [value for name in names if (value := given.get(name, float)) is not None]
+    raw[family.eps] = found[0] if found else given.refuse(epsilons[1], "a number")
     if not given.get("attention.causal", bool, True):
         given.refuse("attention.causal", "True")
     turned = given.get("rope.dimension_count", int, head_dim)
@@ -838,7 +850,7 @@ def _rotation(model: GGUFModel) -> Json:
     given, family = model.given, every_family()[model.row.name]
     base = given.get("rope.freq_base", float, 1e4)
     full, sliding = family.bases or ("rope_theta", "rope_theta")
-    usual = 1e4 if given.architecture == "gemma3" else base
+    usual = base if sliding == full or given.architecture == "mellum" else 1e4
     other = given.get("rope.freq_base_swa", float, usual)
     if sliding == full and other != base:
         given.refuse("rope.freq_base_swa", f"{base}, as in layers without a window")
@@ -882,25 +894,6 @@ def _rotation(model: GGUFModel) -> Json:
         found["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
         found[ORIGINAL] = original or given.get("context_length", int)
     return found
-
-
-def _proportional(given: Metadata, factors: list[list[float]], full: float, sliding: float) -> Json:
-    """Gemma 4: of layers that see everything, pairs that are not turned are slowed without end."""
-    each = factors[0] if factors else [1.0]
-    turned = each.count(1.0)
-    if (
-        len(factors) > 1
-        or each[:turned] != [1.0] * turned
-        or min(each[turned:], default=1e30) < 1e29
-    ):
-        given.refuse("rope.scaling.type", f"1 and then 1e30 in {ROTATIONS[0]}")
-    proportional = {"rope_type": "proportional", "partial_rotary_factor": turned / len(each)}
-    return {
-        "rope_parameters": {
-            FULL: {**proportional, "rope_theta": full},
-            SLIDING: {"rope_type": "default", "rope_theta": sliding},
-        }
-    }
 
 
 def _generation_json(given: Metadata) -> dict[str, Any]:
