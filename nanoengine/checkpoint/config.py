@@ -128,7 +128,8 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 
         model = GGUFModel(directory)
         config = parse_model_config(*config_json(model))
-        return replace(config, **differences(model, config))
+        parts = config.plan, config.moe, config.states, config.num_hidden_layers, config.left_out
+        return replace(config, **differences(model, *parts))
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)

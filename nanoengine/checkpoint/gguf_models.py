@@ -31,7 +31,7 @@ from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.settings.checks import check_value, plain, shown
 
 if TYPE_CHECKING:
-    from nanoengine.checkpoint.config import ModelConfig
+    from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 
 
 class Metadata:
@@ -758,14 +758,21 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     return raw, _generation_json(model.given)
 
 
-def differences(model: GGUFModel, config: ModelConfig) -> Json:
-    """Fields of a config, made of `config_json`, that are others in a file."""
-    here, plan, moe, states = model.entries(), config.plan, config.moe, config.states
+def differences(
+    model: GGUFModel,
+    plan: LayerPlan,
+    moe: MoEConfig | None,
+    states: StatePlan | None,
+    layers: int,
+    unused: str,
+) -> Json:
+    """Fields of a ModelConfig, made of `config_json` with these, that are others in a file."""
+    here = model.entries()
     biases = {part: any(name.endswith(ends) for name in here) for part, ends in BIASES.items()}
     # Why wide: writers add the 1 that such norms leave out.
     norm = {"centered": "wide", "centered layer": "layer"}.get(plan.norm, plan.norm)
-    drafting = range(config.num_hidden_layers, model.given.layers)
-    left_out = [config.left_out] if plan.varied else []
+    drafting = range(layers, model.given.layers)
+    left_out = [unused] if plan.varied else []
     left_out += [rf"model\.layers\.({'|'.join(map(str, drafting))})\."] if drafting else []
     kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
     merged = plan.merged_gate and not any(name.endswith(".gate_proj.weight") for name in here)
