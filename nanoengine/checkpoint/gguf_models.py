@@ -271,12 +271,16 @@ def _granite_hybrid(given: Metadata) -> Json:
 def _nemotron(given: Metadata) -> Json:
     """A layer is one thing: attention has keys, an MLP or experts have an inner size."""
     keys, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
-    mlp, sizes = "moe" if given.get("expert_count", int) else "mlp", _mamba(given)
+    dense, sizes = given.architecture == "nemotron_h", _mamba(given)
+    # Why: writers name experts of such files too, of which there are none.
+    none = ("num_local_experts", "num_experts_per_tok", "n_group", "topk_group") if dense else ()
+    mlp = "mlp" if dense else "moe"
     both = list(zip(keys, inner, strict=True))[: given.main_layers]
     return {
         "layers_block_type": [FULL if kv else mlp if size else LINEAR for kv, size in both],
         "num_key_value_heads": max(keys), "intermediate_size": max(inner) or None,
         "mamba_num_heads": sizes["mamba_n_heads"], "mamba_head_dim": sizes["mamba_d_head"],
+        **dict.fromkeys(none),
     }
 
 

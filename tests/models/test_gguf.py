@@ -148,7 +148,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {}),
     "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}),
     "falcon_h1 without norms": ("falcon_h1", {"mamba_rms_norm": False}),
-    "nemotron_h": ("nemotron_h", NEMOTRON | {"architecture": "nemotron_h"}),
+    "nemotron_h": (
+        "nemotron_h",
+        {**NEMOTRON, "architecture": "nemotron_h",
+         "keys": {"expert_count": 8, "expert_group_count": 4}},
+    ),
     "nemotron_h_moe": (
         "nemotron_h",
         {**NEMOTRON, "layers_block_type": ["linear_attention", "moe", FULL, "moe"], "n_group": 1,
