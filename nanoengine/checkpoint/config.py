@@ -132,7 +132,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 
         model = GGUFModel(directory)
         config = parse_model_config(*config_json(model))
-        parts = config.plan, config.moe, config.states, config.num_hidden_layers
+        parts = config.plan, config.moe, config.states, config.num_hidden_layers, config.left_out
         return replace(config, **differences(model, *parts))
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")

@@ -201,7 +201,7 @@ def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[
 
 # Part of a model -> what the names of its tensors have in them.
 GGUF_PARTS = {
-    "embedding": "^token_embd", "head": "^output\\.", "attention": "attn_|shortconv",
+    "embedding": "token_embd", "head": "^output\\.", "attention": "attn_|shortconv|ssm_",
     "experts": "_exps", "MLP": "ffn_",
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ Legend: T tokens, H query heads of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -35,6 +36,7 @@ from nanoengine.checkpoint.plan import LatentPlan
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.layers.attention import Attention
+from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
@@ -119,9 +121,13 @@ class Expansion(Layer):
     Attributes:
         key_up: of each head [rank, nope_dim].
         value_up: of each head [value_dim, rank].
+        reader: of what a checkpoint stores quantized; None: it has floats, or a GGUF file's blocks.
     """
 
-    def __init__(self, path: str, latent: LatentPlan, heads: int, context: ModelContext) -> None:
+    def __init__(
+        self, path: str, latent: LatentPlan, heads: int, context: ModelContext,
+        reader: Callable[[str], LinearMethod] | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         local, rows = context.shard.split(heads), latent.nope_dim + latent.value_dim
         self.key_up = HeadMatrices(f"{path}.key_up", local, latent.rank, latent.nope_dim, context)
@@ -130,10 +136,17 @@ class Expansion(Layer):
         )
         self.shape = heads * rows, latent.rank
         self.part = context.shard.slice(self.shape[0], "num_attention_heads")
-        self.reader = context.kernels.linear
+        self.reader, self.shard = reader, context.shard
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        """As the checkpoint's matrix is stored, which becomes floats where it is quantized."""
+        """As the checkpoint's matrix is stored, which becomes floats where it is quantized; a GGUF
+        file may have two in its place, that of keys in this layer's order."""
+        if self.reader is None:
+            apart = {"k_b_proj": self.key_up, "v_b_proj": self.value_up}
+            beside = path.rpartition(".")[0]
+            pieces = {f"{beside}.{name}.weight": self._own(each) for name, each in apart.items()}
+            whole = WeightSlot(shape=self.shape, part=(self.part,), store=self.store, pieces=pieces)
+            return {f"{path}.weight": whole}
         method = self.reader(path)
         to_floats = {
             "load": lambda rows, first: self.store(rows),
@@ -143,6 +156,14 @@ class Expansion(Layer):
             object.__setattr__(method, name, take)
         matrix = MatrixPart(self.shape, (self.part,))
         return {f"{path}.weight": method.weight_slot(path, matrix)}
+
+    def _own(self, each: HeadMatrices) -> WeightSlot:
+        """The matrices of all heads, one below the other."""
+        heads, outputs, inputs = each.shape
+        shape = (self.shard.world_size * heads * outputs, inputs)
+        part = self.shard.slice(shape[0], "num_attention_heads")
+        store = lambda rows: each.load(rows.view(each.shape))  # noqa: E731
+        return WeightSlot(shape=shape, part=(part,), store=store)
 
     def store(self, stored: torch.Tensor) -> None:
         """Takes this rank's rows of the checkpoint's matrix: of each head keys, then values."""
@@ -186,8 +207,10 @@ class LatentAttention(Layer):
         )  # fmt: skip
         self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS, context=context)
         # Why exact: an 8-bit number times its scale is no 16-bit one.
-        exact = context if config.quantization is None else replace(context, weight_dtype=None)
-        self.kv_b_proj = Expansion(f"{path}.kv_b_proj", latent, heads, exact)
+        stored = config.quantization
+        exact = context if stored is None else replace(context, weight_dtype=None)
+        reader = context.kernels.linear if stored and stored.format != "gguf" else None
+        self.kv_b_proj = Expansion(f"{path}.kv_b_proj", latent, heads, exact, reader)
         self.o_proj = RowParallelLinear(
             f"{path}.o_proj", heads * latent.value_dim, hidden, bias=plan.output_bias,
             context=context,

@@ -45,6 +45,36 @@ LONGROPE = {
 PHI3 = {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", FULL, "mlp"], "rms_norm_eps": None,
+    "use_bias": False, "mamba_num_heads": 8, "mamba_head_dim": 16,
+    "moe_shared_expert_intermediate_size": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7,
+    "mscale_all_dim": 0.7, "original_max_position_embeddings": 16,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "rope_parameters": YARN,
+}  # fmt: skip
+MINICPM = {
+    **LATENT, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16,
+    "rope_parameters": None,
+}  # fmt: skip
+ALL_EXPERTS = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
+"""So that rounding does not choose others."""
+
+
+def of_plain_heads(keys: int, values: int) -> dict[str, int | None]:
+    """What older files say of DeepSeek's heads, in place of one wide KV head."""
+    return {
+        "attention.key_length_mla": None, "attention.value_length_mla": None,
+        "attention.key_length": keys, "attention.value_length": values,
+        "attention.head_count_kv": 4,
+    }  # fmt: skip
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -109,6 +139,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe one tensor": ("qwen3_moe", {"mlp_only_layers": [], "joined": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
+    "granitehybrid": ("granite_hybrid", {"shared_intermediate_size": 64}),
+    "granitehybrid dense": (
+        "granite_hybrid",
+        {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 64,
+         "shared_intermediate_size": 64},
+    ),
+    "bamba": ("bamba", {}),
+    "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}),
+    "falcon_h1 without norms": ("falcon_h1", {"mamba_rms_norm": False}),
+    "nemotron_h": (
+        "nemotron_h",
+        {**NEMOTRON, "architecture": "nemotron_h",
+         "keys": {"expert_count": 8, "expert_group_count": 4}},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {**NEMOTRON, "layers_block_type": ["linear_attention", "moe", FULL, "moe"], "n_group": 1,
+         "topk_group": 1},
+    ),
+    "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
+    "deepseek_v2 groups": (
+        "deepseek_v2",
+        {**LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3 older": (
+        "deepseek_v3",
+        {**LATENT, "joined": True, "keys": of_plain_heads(48, 32)},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**LATENT, "rope_parameters": None, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "youtu": ("youtu", LATENT),
+    "minicpm3": ("minicpm3", MINICPM),
+    "gemma4": ("gemma4", {"hidden_size_per_layer_input": 32}),
+    "gemma4_moe": ("gemma4_moe", {}),
+    "gemma": ("gemma", {}),
+    "nemotron": ("nemotron", {}),
+    "phi2": ("phi", {}),
+    "phimoe": ("phimoe", {"sliding_window": 16}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "afmoe": ("afmoe", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
+    "exaone_moe": ("exaone_moe", {}),
+    "hy_v3": ("hy_v3", {}),
+    "mellum": ("mellum", {"mlp_layer_types": ["sparse"] * 3}),
+    "solar_open": ("solar_open", {}),
 }  # fmt: skip
 """Name -> a family and what its config must say so that a GGUF file can hold it."""
 
@@ -194,6 +271,25 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "qwen3_next one tensor": ("qwen3_next", {**NEXT_32, "joined": True}, lambda name: "Q8_0"),
     "one tensor": ("llama", {"joined": True}, lambda name: "Q8_0"),
     "lfm2_moe": ("lfm2_moe", {}, lambda name: "Q4_0"),
+    "granitehybrid": (
+        "granite_hybrid",
+        {"shared_intermediate_size": 64, "num_experts_per_tok": 8},
+        lambda name: "Q8_0",
+    ),
+    "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}, lambda name: "Q8_0"),
+    "nemotron_h": (
+        "nemotron_h",
+        NEMOTRON | {"architecture": "nemotron_h"},
+        lambda name: "Q8_0",
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT | ALL_EXPERTS, lambda name: "Q8_0"),
+    "deepseek_v3 older": (
+        "deepseek_v3",
+        {**CASES["deepseek_v3 older"][1], **ALL_EXPERTS},
+        lambda name: "Q8_0",
+    ),
+    "gemma4": ("gemma4", {"hidden_size_per_layer_input": 32}, lambda name: "Q8_0"),
+    "gemma4_moe": ("gemma4_moe", {"top_k_experts": 6}, lambda name: "Q8_0"),
 }
 
 
@@ -276,6 +372,16 @@ def test_what_changes_the_maths_is_refused(
         ("glm4_moe", {"expert_gating_func": 3}, r"glm4moe\.expert_gating_func=3.*1 and 2"),
         ("glm4_moe", {"expert_gating_func": 1}, "scoring_func='softmax'"),
         ("qwen3_moe", {"expert_gating_func": 2}, "scoring_func='sigmoid'"),
+        ("deepseek_v3", {"expert_gating_func": 3}, r"expert_gating_func=3.*1 and 2"),
+        ("deepseek_v3", {"nextn_predict_layers": 3}, "nextn_predict_layers=3.*0 to 2"),
+        ("deepseek_v2", {"expert_weights_norm": True}, "norm_topk_prob=True"),
+        ("deepseek_v2", {"attention__kv_lora_rank": None}, "needs kv_lora_rank"),
+        ("afmoe", {"expert_weights_norm": False}, r"afmoe\.expert_weights_norm=False"),
+        ("granite_hybrid", {"rope__scaling__finetuned": None}, r"rope\.scaling\.finetuned=None"),
+        ("nemotron_h", {"moe_latent_size": 8}, r"nemotron_h_moe\.moe_latent_size=8"),
+        ("nemotron_h", {"attention__head_count_kv": [0, 2]}, "one number a layer"),
+        ("gemma4", {"rope__dimension_count_swa": 8}, r"dimension_count_swa=8.*supported: 16"),
+        ("gemma4", {"attention__value_length_swa": 8}, r"value_length_swa=8"),
         (
             "qwen3_next",
             {"rope__dimension_sections": [4, 4]},
@@ -334,7 +440,20 @@ LIES = [
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3_5", "lfm2", "qwen3_next", "glm4_moe", "ministral3"]
+    "family",
+    [
+        "llama",
+        "qwen3_5",
+        "lfm2",
+        "qwen3_next",
+        "glm4_moe",
+        "ministral3",
+        "deepseek_v3",
+        "gemma4",
+        "granite_hybrid",
+        "nemotron_h",
+        "hy_v3",
+    ],
 )
 def test_keys_that_lie_are_refused(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
