@@ -47,7 +47,7 @@ UNITS = 8  # of a block
 PAIRED = 80  # bytes of a unit of inputs from `pair_inputs`
 NONE, ZEROS, MINS = range(3)
 FEW_WIDENED = 2  # rows, of which each makes its floats for itself
-AT_ONCE = 4 if CURRENT.vector_bits == 512 else 2  # panels of one row, which waits for its own sums
+AT_ONCE = 4 if CURRENT.vector_bits == 512 else 1  # panels of one row, which waits for its own sums
 TABLES: tuple[tuple[int, ...], ...] = ((), IQ4, E2M1)
 """What codes of 4 bits stand for; none: themselves."""
 
@@ -460,11 +460,16 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
     tile.finish(totals, of, outputs)
 
 
+def of_floats(builder, isa: ISA, numbers) -> GroupedTile:
+    """What makes floats of codes: no products of bytes, so its vectors are those of floats."""
+    return GroupedTile(builder, replace(isa, byte_bits=isa.vector_bits), Form(*numbers))
+
+
 @tile_function("byte* w, units, shift, header, float* out")
 def grouped_floats(builder, isa: ISA, of, *numbers: int):
     """The weights of a panel: out[k, j] = (w[k, j] - zero[j]) * scale[j] - min[j], each step
     rounded; the factor of the output is in the scale and the minimum."""
-    tile = GroupedTile(builder, isa, Form(*numbers))
+    tile = of_floats(builder, isa, numbers)
     factors = tile.factors(of.w)
 
     def write(panels, groups, unit):
@@ -490,7 +495,7 @@ def float_row_tile(builder, isa: ISA, of, *numbers: int):
     panel.
     """
     *of_form, panels = numbers
-    tile = GroupedTile(builder, isa, Form(*of_form))
+    tile = of_floats(builder, isa, of_form)
     places = [I64(i) for i in range(0, PANEL * panels, tile.width)]
     sums = [tile.variable(tile.load(tile.at(of.start, place))) for place in places]
     factors = [tile.factors(panel) for panel in tile.rows(of.w, of.w_step, panels)]
