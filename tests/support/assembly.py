@@ -66,6 +66,11 @@ TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"scores": "float32", "weights": "uint32", "maximum": "float32", "total": "float32",
          "factors": "float32", "b": "uint32", "sums": "float32"},
     ),
+    "weight-only, one row": (
+        "widen", "multiply_widened",
+        {"x": "float32", "w": "int8", "zeros": "float32", "scales": "float32",
+         "start": "float32", "out": "float32"},
+    ),
 }  # fmt: skip
 
 VECTOR = re.compile(r"%[xyz]mm\d+|\b[qv]\d+\b")
