@@ -190,12 +190,13 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
     (num_rows, size), num_outputs, words = x.shape, out.shape[1], data.view(np.int64)
     inputs, outputs, units = x.reshape(-1), out.reshape(-1), -(-size // UNIT)
     step = units * UNIT * PANEL
-    floats = empty((PANELS * step,), np.float32)
+    few = num_rows <= FEW_WIDENED and size % UNIT == 0
+    floats = empty((0 if few else PANELS * step,), np.float32)
     for i in range(words[PARTS]):
         part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD]
         before = part[BEFORE]
         p, stop = max(lo, before), min(hi, before + part[OF_PART])
-        if num_rows <= FEW_WIDENED and size % UNIT == 0:
+        if few:
             _few_rows(x, data, part, bias, out, p, stop)
             continue
         while p < stop:
@@ -213,7 +214,8 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def linear_floats(x, data, bias, out, num_workers):
-    """out[T, N] = x[T, K] @ w^T + bias: each panel is made floats when it is read."""
+    """out[T, N] = x[T, K] @ w^T + bias: each panel is made floats when it is read, which rows share
+    where they are more than a few. The bits are the same either way."""
     if len(x) == 0:
         return  # or each panel would be made floats for nobody
     words = data.view(np.int64)
