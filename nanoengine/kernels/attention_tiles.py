@@ -1,7 +1,7 @@
 """The register tiles of `cpu_attention`: both products, the softmax between them, and the forms of
 a cache.
 
-Both products are the same tile (`_tile`): numbers of a row, each broadcast, times lines of the
+Both products are the same tile (`line_tile`): numbers of a row, each broadcast, times lines of the
 cache. So the cache holds keys and values as these lines, and nothing is packed or transposed when
 it is read (`cpu_attention.store_head`):
 
@@ -157,7 +157,7 @@ def scales_of_tile(cache, table, head, first, end, sizes, scales):
 
 @by_types()
 def words_of(cache):
-    """A flat cache as `_tile` reads it: bfloat16 numbers two by two, floats as they are."""
+    """A flat cache as `line_tile` reads it: bfloat16 numbers two by two, floats as they are."""
     if cache.dtype == types.uint16:
         return lambda cache: cache.view(np.uint32)
     return lambda cache: cache
@@ -310,9 +310,9 @@ class Sums:
 
 
 @intrinsic(prefer_literal=True)
-def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-          factors, factors_at, asked, asked_stride, rows, vectors, scales,
-          scales_at):  # fmt: skip
+def line_tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
+              factors, factors_at, asked, asked_stride, rows, vectors, scales,
+              scales_at):  # fmt: skip
     """c[r, lanes] = c[r, lanes] * factors[r] + sum over i < depth of a[r, i] * b[i, lanes].
 
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
@@ -366,7 +366,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
 @compiled(fastmath=FASTMATH, part=True)
 def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
               factors, factors_at, asked, asks, rows, lanes, room, scales, scales_at):  # fmt: skip
-    """`_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.
+    """`line_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.
 
     Rows are taken by twos or fours: a, c and factors go on behind the last.
     """
@@ -381,34 +381,34 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
         if lanes - at > enough and room - at >= wide:
             step = asks * wide
             if rows > 2:
-                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, VECTORS, scales, s_at)  # fmt: skip
+                line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                          factors, factors_at, ask, step, ROWS, VECTORS, scales, s_at)  # fmt: skip
             else:
-                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, OF_TWO, scales, s_at)  # fmt: skip
+                line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                          factors, factors_at, ask, step, 2, OF_TWO, scales, s_at)  # fmt: skip
             at += wide
         elif rows > 2 and lanes - at > width and 2 * (room - at) >= wide:
             step = asks * wide // 2
-            _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                  factors, factors_at, ask, step, ROWS, HALF, scales, s_at)  # fmt: skip
+            line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                      factors, factors_at, ask, step, ROWS, HALF, scales, s_at)  # fmt: skip
             at += wide // 2
         elif room - at >= width:
             step = asks * width
             if rows > 2:
-                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, 1, scales, s_at)  # fmt: skip
+                line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                          factors, factors_at, ask, step, ROWS, 1, scales, s_at)  # fmt: skip
             else:
-                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, 1, scales, s_at)  # fmt: skip
+                line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                          factors, factors_at, ask, step, 2, 1, scales, s_at)  # fmt: skip
             at += width
         else:
             step = asks * width // 2
             if rows > 2:
-                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, 0, scales, s_at)  # fmt: skip
+                line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                          factors, factors_at, ask, step, ROWS, 0, scales, s_at)  # fmt: skip
             else:
-                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, 2, 0, scales, s_at)  # fmt: skip
+                line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                          factors, factors_at, ask, step, 2, 0, scales, s_at)  # fmt: skip
             at += width // 2
 
 
@@ -533,7 +533,7 @@ def _add_and_weigh(
     rows behind them.
 
     Why beside each other: products keep two units of the CPU busy, and powers mostly need others.
-    Why not in `_tile`: here all tokens are there, so that turns and powers have a fixed ratio.
+    Why not in `line_tile`: here all tokens are there, so that turns and powers have a fixed ratio.
     """
     signature = types.void(
         scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales

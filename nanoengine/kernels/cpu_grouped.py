@@ -33,10 +33,13 @@ from nanoengine.kernels.cpu_linear import ROW_BLOCK as ROW_BLOCK_OF_FLOATS
 from nanoengine.kernels.cpu_linear import rows_of_panels
 from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, ROW_BLOCK, quantize_rows
 from nanoengine.kernels.grouped_tiles import (
+    AT_ONCE,
+    FEW_WIDENED,
     PAIRED,
     UNITS,
     Form,
     keep_addresses,
+    multiply_floats,
     multiply_grouped,
     pair_inputs,
     panel_made,
@@ -48,7 +51,8 @@ from nanoengine.kernels.tiles import LINE, PANEL, PANELS
 HEAD, RECORD = 8, 24  # words of 64 bits, see above
 PARTS, ALL_PANELS, OUTPUTS, IS_WHOLE, INPUTS = range(5)
 BEFORE, OF_PART, START, STEP, SHIFT, HEADER = range(6)
-ROWS, FIRST, COUNT, SPREAD, PAIRS, FUNCTIONS = range(6, 12)
+ROWS, FIRST, COUNT, SPREAD, PAIRS, OF_A_ROW = range(6, 12)
+FUNCTIONS = OF_A_ROW + 2  # the first makes a panel floats, those of rows follow
 TILES_OF_SPREAD = 4  # of rows, from which on a panel is spread out for them
 PAIRED_ROWS = 64  # that take turns on one panel: they take more room than others
 
@@ -62,7 +66,7 @@ def addresses(form, out):
 @functools.cache
 def functions(form: Form) -> np.ndarray:
     """The addresses of a form's functions, compiled if need be."""
-    out = np.zeros(RECORD - FUNCTIONS, np.int64)
+    out = np.zeros(RECORD - OF_A_ROW, np.int64)
     addresses(tuple((0,) * number for number in form), out)
     return out
 
@@ -164,17 +168,37 @@ def linear_grouped(x, data, bias, out, num_workers):
         _keep_parts(words, room, out)
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _few_rows(x, data, part, bias, out, lo, hi):
+    """`grouped_float_panels` of a part for so few rows that each makes its floats in registers."""
+    (num_rows, size), num_outputs, p, step = x.shape, out.shape[1], lo, part[STEP]
+    inputs, outputs = x.reshape(-1), out.reshape(-1)
+    while p < hi:
+        panels, n = AT_ONCE if p + AT_ONCE <= hi else 1, p * PANEL
+        for row in range(num_rows):
+            multiply_floats(
+                part[OF_A_ROW + (panels > 1)], inputs, row * size, data,
+                part[START] + (p - part[BEFORE]) * step, step, size // UNIT, part[SHIFT],
+                part[HEADER], bias, n, outputs, row * num_outputs + n, panels * step, LINE,
+            )  # fmt: skip
+        p += panels
+
+
 @compiled(fastmath=FASTMATH)
 def grouped_float_panels(x, data, bias, out, lo, hi):
     """`linear_floats` for the outputs of panels lo ... hi - 1: what one worker does."""
     (num_rows, size), num_outputs, words = x.shape, out.shape[1], data.view(np.int64)
     inputs, outputs, units = x.reshape(-1), out.reshape(-1), -(-size // UNIT)
     step = units * UNIT * PANEL
-    floats = empty((PANELS * step,), np.float32)
+    few = num_rows <= FEW_WIDENED and size % UNIT == 0
+    floats = empty((0 if few else PANELS * step,), np.float32)
     for i in range(words[PARTS]):
         part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD]
         before = part[BEFORE]
         p, stop = max(lo, before), min(hi, before + part[OF_PART])
+        if few:
+            _few_rows(x, data, part, bias, out, p, stop)
+            continue
         while p < stop:
             panels, n = PANELS if p + PANELS <= stop else 1, p * PANEL
             for k in range(panels):
@@ -190,7 +214,8 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def linear_floats(x, data, bias, out, num_workers):
-    """out[T, N] = x[T, K] @ w^T + bias: each panel is made floats when it is read."""
+    """out[T, N] = x[T, K] @ w^T + bias: each panel is made floats when it is read, which rows share
+    where they are more than a few. The bits are the same either way."""
     if len(x) == 0:
         return  # or each panel would be made floats for nobody
     words = data.view(np.int64)

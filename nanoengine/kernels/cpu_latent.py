@@ -36,8 +36,8 @@ from nanoengine.kernels.attention_tiles import (
     ROWS,
     VECTOR_BYTES,
     VECTORS,
-    _tile,
     few_rows,
+    line_tile,
     softmax_step,
     stored,
 )
@@ -80,15 +80,15 @@ def times_lines(a, a_at, depth, rows, b, lanes, c, c_at, asked, asks):
             ahead, step = (asked, asks) if b_at == 0 else (b_at, 0)
             if wide - at >= VECTORS * width:
                 for r in range(0, rows, ROWS):
-                    _tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
-                          lanes, 0, 0, ahead + r * step, ROWS * step // depth, ROWS,
-                          VECTORS, 0, 0)  # fmt: skip
+                    line_tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
+                              lanes, 0, 0, ahead + r * step, ROWS * step // depth, ROWS,
+                              VECTORS, 0, 0)  # fmt: skip
                 at += VECTORS * width
             else:
                 for r in range(0, rows, TALL):
-                    _tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
-                          lanes, 0, 0, ahead + r * step, TALL * step // depth, TALL, 1, 0,
-                          0)  # fmt: skip
+                    line_tile(a, a_at + r * depth, depth, b, b_at, wide, depth, c, to + r * lanes,
+                              lanes, 0, 0, ahead + r * step, TALL * step // depth, TALL, 1, 0,
+                              0)  # fmt: skip
                 at += width
 
 

@@ -46,6 +46,8 @@ from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_function
 UNITS = 8  # of a block
 PAIRED = 80  # bytes of a unit of inputs from `pair_inputs`
 NONE, ZEROS, MINS = range(3)
+FEW_WIDENED = 2  # rows, of which each makes its floats for itself
+AT_ONCE = 4 if CURRENT.vector_bits == 512 else 1  # panels of one row, which waits for its own sums
 TABLES: tuple[tuple[int, ...], ...] = ((), IQ4, E2M1)
 """What codes of 4 bits stand for; none: themselves."""
 
@@ -100,9 +102,8 @@ class GroupedTile(ByteTile):
         self.form = form
         self.lanes, self.input_bytes = range(0, PANEL, self.width), UNIT
 
-    def values(self, lines, four: int, vector: int):
-        """The codes of four inputs of a unit, or their values where these are signed, for the
-        outputs of one vector: of each four bytes."""
+    def codes(self, lines, four: int, vector: int):
+        """The codes of four inputs of a unit for the outputs of one vector: of each four bytes."""
         build, code, at = self.builder, None, vector * self.bytes.count
         for bits, place, before in self.form.planes:
             fours = 8 // bits  # of a line
@@ -111,7 +112,40 @@ class GroupedTile(ByteTile):
                 shift, mask = place - bits * (four % fours), ((1 << bits) - 1) << place
                 part = build.and_(self.shifted(part, shift), self.every(mask, self.bytes))
             code = part if code is None else build.or_(code, part)
-        return self.looked_up(code) if self.form.table else code
+        return code
+
+    def values(self, lines, four: int, vector: int):
+        """`codes`, or their values where these are signed."""
+        codes = self.codes(lines, four, vector)
+        return self.looked_up(codes) if self.form.table else codes
+
+    def weights(self, lines, groups, four: int, vector: int):
+        """The weights of four inputs for the outputs of one vector, one after the other, of groups
+        whose scales and minima are those of the outputs: (w - zero) * scale - min, each step
+        rounded."""
+        build, form, centered = self.builder, self.form, self.form.centered and self.form.bits < 8
+        scales, offsets = groups[four // 4 if form.halves == 2 else 0]
+        low = 1 << form.bits - 1 if centered else 0
+        in_table = form.bits <= 4 and self.width == PANEL and self.isa.byte_dots != "generic"
+        if in_table:
+            words = build.bitcast(self.codes(lines, four, vector), self.words)
+            known = TABLES[form.table] or range(-low, (1 << form.bits) - low)
+            table = ir.Constant(self.vector, [*map(float, known)] * (16 // len(known)))
+        else:
+            values = self.values(lines, four, vector)
+            values = build.sub(values, self.every(low, self.bytes)) if low else values
+            words = build.bitcast(values, self.words)
+        for k in range(4):
+            if in_table:  # The lowest 4 bits of each word say which.
+                word = build.lshr(words, self.every(8 * k)) if k else words
+                value = self.call("llvm.x86.avx512.permvar.sf.512", self.vector, table, word)
+            else:
+                word = build.shl(words, self.every(24 - 8 * k)) if k < 3 else words
+                value = build.sitofp(build.ashr(word, self.every(24)), self.vector)
+            if form.offset == ZEROS:
+                value = build.fsub(value, offsets[vector])
+            value = build.fmul(value, scales[vector])
+            yield build.fsub(value, offsets[vector]) if form.offset == MINS else value
 
     def shifted(self, numbers, left: int):
         """Bits moved within words of 16, which mixes neighbouring bytes."""
@@ -215,28 +249,46 @@ class GroupedTile(ByteTile):
             found.append(self.builder.fmul(self.builder.sitofp(words, self.vector), factor))
         return found
 
-    def blocks(self, of, write):
-        """Writes `write(lines, of its groups, unit of the panel)` for each unit."""
+    def of_outputs(self, factors, groups):
+        """The scales and what is taken off of each group, with the factors of the outputs."""
+
+        def times(vectors):
+            return [self.builder.fmul(v, f) for v, f in zip(vectors, factors, strict=True)]
+
+        is_min = self.form.offset == MINS
+        return [(times(scales), times(taken) if is_min else taken) for scales, taken in groups]
+
+    def factors(self, panel):
+        """Of the outputs of a panel."""
+        return [self.get(self.vector, panel, 4 * lane) for lane in self.lanes]
+
+    def blocks(self, of, write, panels: int = 1):
+        """Writes `write(lines, of its groups, unit)` for each unit, the first two of each panel."""
         build = self.builder
         place = self.variable(self.at(of.w, I64(LINE)))
         asked = self.variable(self.at(of.w, of.ahead)) if hasattr(of, "ahead") else None
 
         def ask(_):
             if asked is not None:
-                self.prefetch(self.moved(asked, of.ahead_stride), level=of.level)
+                for line in of_panels(self.moved(asked, of.ahead_stride)):
+                    self.prefetch(line, level=of.level)
+
+        def of_panels(place):
+            return self.rows(place, of.w_step if panels > 1 else None, panels)
 
         def block(index):
-            head = self.moved(place, of.header)
+            heads = of_panels(self.moved(place, of.header))
             self.loop(build.udiv(of.header, I64(LINE)), ask)
-            factors, first = self.header(head), build.mul(index, I64(UNITS))
+            factors, first = [*map(self.header, heads)], build.mul(index, I64(UNITS))
             left = build.sub(of.units, first)
             units = build.select(build.icmp_signed("<", left, I64(UNITS)), left, I64(UNITS))
 
             def unit(index):
                 for _ in range(self.form.bits):
                     ask(None)
-                lines = self.moved(place, I64(LINE * self.form.bits))
-                groups = self.of_groups(head, factors, index, of.shift)
+                lines = of_panels(self.moved(place, I64(LINE * self.form.bits)))
+                groups = [self.of_groups(head, its, index, of.shift)
+                          for head, its in zip(heads, factors, strict=True)]  # fmt: skip
                 write(lines, groups, build.add(first, index))
 
             self.loop(units, unit)
@@ -331,7 +383,7 @@ class SpreadTile(GroupedTile):
                     floats.append([self.get(self.vector, start, 4 * lane) for lane in self.lanes])
                     start = self.at(start, I64(LINE))
                 groups.append((floats[0], floats[1] if self.form.offset else None))
-            write(start, groups, index)
+            write([start], [groups], index)
 
         self.loop(of.units, unit)
 
@@ -376,7 +428,8 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
     for cell in itertools.chain(*results):
         tile.store(tile.constant(0.0), cell)
 
-    def write(lines, groups, unit):
+    def write(panels, groups_of_panels, unit):
+        (lines,), (groups,) = panels, groups_of_panels
         of_unit = [tile.at(row, builder.mul(unit, I64(tile.input_bytes))) for row in inputs]
         starts = [tile.at(row, builder.mul(unit, I64(3))) for row in of_inputs]
         for half, (scales, offsets) in enumerate(groups):
@@ -407,41 +460,63 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
     tile.finish(totals, of, outputs)
 
 
+def of_floats(builder, isa: ISA, numbers) -> GroupedTile:
+    """What makes floats of codes: no products of bytes, so its vectors are those of floats."""
+    return GroupedTile(builder, replace(isa, byte_bits=isa.vector_bits), Form(*numbers))
+
+
 @tile_function("byte* w, units, shift, header, float* out")
 def grouped_floats(builder, isa: ISA, of, *numbers: int):
     """The weights of a panel: out[k, j] = (w[k, j] - zero[j]) * scale[j] - min[j], each step
     rounded; the factor of the output is in the scale and the minimum."""
-    form = Form(*numbers)
-    tile = GroupedTile(builder, isa, form)
-    of_outputs = builder.bitcast(of.w, ir.FloatType().as_pointer())
-    factors = [tile.get(tile.vector, of_outputs, lane) for lane in tile.lanes]
-    low = 0 if form.is_signed or not form.centered else 1 << form.bits - 1
+    tile = of_floats(builder, isa, numbers)
+    factors = tile.factors(of.w)
 
-    def times(vectors):
-        return [builder.fmul(v, f) for v, f in zip(vectors, factors, strict=True)]
-
-    def write(lines, groups, unit):
+    def write(panels, groups, unit):
+        its_groups = tile.of_outputs(factors, groups[0])
         for four in range(UNIT // 4):
-            scales, offsets = groups[four // 4 if form.halves == 2 else 0]
-            scales = times(scales)
-            offsets = times(offsets) if form.offset == MINS else offsets
-            for lane in range(tile.vectors):
-                words = builder.bitcast(tile.values(lines, four, lane), tile.words)
-                for k in range(4):
-                    value = builder.shl(words, tile.every(24 - 8 * k))
-                    move = builder.ashr if form.is_signed else builder.lshr
-                    value = builder.sub(move(value, tile.every(24)), tile.every(low))
-                    value = builder.sitofp(value, tile.vector)
-                    if form.offset == ZEROS:
-                        value = builder.fsub(value, offsets[lane])
-                    value = builder.fmul(value, scales[lane])
-                    if form.offset == MINS:
-                        value = builder.fsub(value, offsets[lane])
+            for vector, lane in enumerate(tile.lanes):
+                for k, weight in enumerate(tile.weights(panels[0], its_groups, four, vector)):
                     at = builder.add(builder.mul(unit, I64(UNIT)), I64(4 * four + k))
-                    at = builder.add(builder.mul(at, I64(PANEL)), I64(lane * tile.width))
-                    tile.store(value, tile.at(of.out, at))
+                    at = builder.add(builder.mul(at, I64(PANEL)), I64(lane))
+                    tile.store(weight, tile.at(of.out, at))
 
     tile.blocks(of, write)
+
+
+@tile_function(
+    "float* x, byte* w, w_step, units, shift, header, float* start, float* out, ahead, ahead_stride"
+)
+def float_row_tile(builder, isa: ISA, of, *numbers: int):
+    """A row of floats times panels `w_step` bytes apart: out[16 p + j] = start[16 p + j] + the sum
+    over inputs k of x[k] * weight[p, k, j], in the steps of `grouped_floats` and of `float_tile`.
+
+    `numbers` are the form's, and how many panels. Prefetches are those of `grouped_tile`, of each
+    panel.
+    """
+    *of_form, panels = numbers
+    tile = of_floats(builder, isa, of_form)
+    places = [I64(i) for i in range(0, PANEL * panels, tile.width)]
+    sums = [tile.variable(tile.load(tile.at(of.start, place))) for place in places]
+    factors = [tile.factors(panel) for panel in tile.rows(of.w, of.w_step, panels)]
+
+    def write(lines, groups, unit):
+        its_groups = [*map(tile.of_outputs, factors, groups)]
+        x = tile.at(of.x, builder.mul(unit, I64(UNIT)))
+        for four in range(UNIT // 4):
+            weights = [
+                tile.weights(line, its, four, vector)
+                for line, its in zip(lines, its_groups, strict=True)
+                for vector in range(tile.vectors)
+            ]
+            for k in range(4):
+                value = tile.broadcast(tile.at(x, I64(4 * four + k)))
+                for weight, cell in zip(weights, sums, strict=True):
+                    tile.store(tile.fma(next(weight), value, tile.load(cell)), cell)
+
+    tile.blocks(SimpleNamespace(**vars(of), level=2), write, panels)
+    for cell, place in zip(sums, places, strict=True):
+        tile.store(tile.load(cell), tile.at(of.out, place))
 
 
 @tile_function("byte* w, units, shift, header, byte* out")
@@ -461,10 +536,10 @@ def spread_panel(builder, isa: ISA, of, *numbers: int):
         for lane, vector in zip(tile.lanes, vectors, strict=True):
             tile.store(vector, tile.at(start, I64(4 * lane)))
 
-    factors = [tile.get(tile.vector, of.w, 4 * lane) for lane in tile.lanes]
-    keep(tile.variable(of.out), factors)
+    keep(tile.variable(of.out), tile.factors(of.w))
 
-    def write(lines, groups, unit):
+    def write(panels, groups_of_panels, unit):
+        (lines,), (groups,) = panels, groups_of_panels
         place = tile.variable(tile.at(of.out, I64(LINE), builder.mul(unit, I64(size))))
         for scales, offsets in groups:
             keep(place, scales)
@@ -517,10 +592,11 @@ def rows_of_spread(isa: ISA) -> range:
 
 
 def functions_of(module, isa: ISA, form: Form) -> list[ir.Function]:
-    """`grouped_floats` of a form, its tiles of 1, 2, ... rows, `spread_panel` and tiles of
-    `rows_of_spread`, if there are any."""
+    """`float_row_tile` of a form for one panel and for `AT_ONCE`, `grouped_floats`, its tiles of 1,
+    2, ... rows, `spread_panel` and tiles of `rows_of_spread`, if there are any."""
     rows = range(1, most_grouped(isa) + 1)
-    found = [grouped_floats(module, isa, *form)]
+    found = [float_row_tile(module, isa, *form, panels) for panels in (1, AT_ONCE)]
+    found.append(grouped_floats(module, isa, *form))
     found += [grouped_tile(module, isa, *form, count, 0) for count in rows]
     if has_spread(isa):
         found.append(spread_panel(module, isa, *form))
@@ -567,6 +643,17 @@ def multiply_grouped(typing, address, x, x_at, x_stride, offsets, offsets_at, of
         units, shift, header, bias, column, out, out_at, out_stride, ahead, ahead_stride,
     )  # fmt: skip
     return types.void(*given), _calls(grouped_tile.kinds)
+
+
+@intrinsic
+def multiply_floats(typing, address, x, x_at, w, w_at, w_step, units, shift, header, start,
+                    start_at, out, out_at, ahead, ahead_stride):  # fmt: skip
+    """The `float_row_tile` at this address."""
+    given = (
+        address, x, x_at, w, w_at, w_step, units, shift, header, start, start_at, out, out_at,
+        ahead, ahead_stride,
+    )  # fmt: skip
+    return types.void(*given), _calls(float_row_tile.kinds)
 
 
 @intrinsic

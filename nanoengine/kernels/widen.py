@@ -11,8 +11,6 @@ lanes, which LLVM cuts to those of the CPU.
 
 from __future__ import annotations
 
-import math
-
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -29,6 +27,7 @@ AT_ONCE = 4 if CURRENT.vector_bits == 512 else 2  # panels of one row, which wai
 E2M1, E4M3 = 2, 3  # forms of small floats; those of whole numbers are their bits, 4 or 8
 ZEROS = 16  # added to a form that has zeros
 SHORTS, HALVES = ir.VectorType(I16, PANEL), ir.VectorType(ir.HalfType(), PANEL)
+BYTES = ir.VectorType(I8, PANEL)
 WORDS, FLOATS = ir.VectorType(I32, PANEL), ir.VectorType(ir.FloatType(), PANEL)
 
 
@@ -36,73 +35,95 @@ def _every(number, kind=WORDS):
     return ir.Constant(kind, [number] * PANEL)
 
 
-def _whole(build, words):
-    return build.sitofp(words, FLOATS)
+def _half(build, line, i: int):
+    """The lower or the upper 4 bits of each byte."""
+    return build.lshr(line, _every(4, BYTES)) if i else build.and_(line, _every(15, BYTES))
 
 
-def _of_table(build, words, table):
-    """The float that the lowest 4 bits of each word stand for, where it `LOOKS_UP`."""
-    name, kind = "llvm.x86.avx512.permvar.sf.512", ir.FunctionType(FLOATS, [FLOATS, WORDS])
-    look_up = cgutils.get_or_insert_function(build.module, kind, name)
-    return build.call(look_up, [ir.Constant(FLOATS, table), words])
+def _floats(build, line):
+    return build.sitofp(build.sext(line, WORDS), FLOATS)
 
 
-def _less_eight(build, words):
+def _whole(build, line, i):
+    return _floats(build, line)
+
+
+def _call(build, name, result, *given):
+    kind = ir.FunctionType(result, [each.type for each in given])
+    return build.call(cgutils.get_or_insert_function(build.module, kind, name), given)
+
+
+def _of_table(build, line, i, table):
+    """The float that each code of 4 bits stands for, where it `LOOKS_UP`."""
+    words = build.sext(line, WORDS)  # whose lowest 4 bits say which
+    words = build.ashr(words, _every(4)) if i else words
+    table = ir.Constant(FLOATS, [*map(float, table)])
+    return _call(build, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, words)
+
+
+def _less_eight(build, line, i):
     if LOOKS_UP:
-        return _of_table(build, words, [float(code - 8) for code in range(16)])
-    return build.sitofp(build.sub(build.and_(words, _every(15)), _every(8)), FLOATS)
+        return _of_table(build, line, i, range(-8, 8))
+    return _floats(build, build.sub(_half(build, line, i), _every(8, BYTES)))
 
 
-def _small_floats(build, words, size, shift, scale):
-    """Floats of a sign and `size` other bits, which go to where a float32 has its own, `shift` bits
-    up. What comes out is too small by the exponents' middles, hence the `scale`; this also makes
-    their smallest numbers normal ones."""
-    kind, bits = WORDS, 32
+def _e4m3(build, line, i):
+    """A sign and 7 other bits, which go to where a float32 has its own, 20 up. What comes out is
+    too small by the exponents' middles; scaling also makes their smallest numbers normal ones."""
+    kind, bits, shift, scale = WORDS, 32, 20, 2.0**120
     if CURRENT.halves:  # By way of these, whose smallest numbers take no longer than others.
-        kind, bits, shift, scale = SHORTS, 16, shift - 13, scale * 2.0**-112
-        words = build.trunc(words, kind)
-    sign = build.and_(build.shl(words, _every(bits - 1 - size, kind)), _every(1 << bits - 1, kind))
-    others = build.shl(build.and_(words, _every((1 << size) - 1, kind)), _every(shift, kind))
+        kind, bits, shift, scale = SHORTS, 16, 7, 2.0**8
+    words = build.sext(line, kind)
+    sign = build.and_(build.shl(words, _every(bits - 8, kind)), _every(1 << bits - 1, kind))
+    others = build.shl(build.and_(words, _every(127, kind)), _every(shift, kind))
     both = build.or_(sign, others)
-    wide = (
-        build.bitcast(both, FLOATS)
-        if bits == 32
-        else build.fpext(build.bitcast(both, HALVES), FLOATS)
-    )
+    if CURRENT.halves:
+        wide = build.fpext(build.bitcast(both, HALVES), FLOATS)
+    else:
+        wide = build.bitcast(both, FLOATS)
     return build.fmul(wide, _every(scale, FLOATS))
 
 
-def _e4m3(build, words):
-    return _small_floats(build, words, 7, 20, 2.0**120)
-
-
-def _e2m1(build, words):
+def _e2m1(build, line, i):
     """Twice the numbers."""
     if LOOKS_UP:
-        return _of_table(build, words, [math.copysign(t, 7.5 - i) for i, t in enumerate(TABLES[2])])
-    return _small_floats(build, words, 3, 22, 2.0**127)
+        return _of_table(build, line, i, TABLES[2])
+    codes, table = _half(build, line, i), TABLES[2]
+    if CURRENT.byte_dots != "generic":
+        known = ir.Constant(BYTES, [*table])
+        return _floats(build, _call(build, "llvm.x86.ssse3.pshuf.b.128", BYTES, known, codes))
+    size, found = build.and_(codes, _every(7, BYTES)), _every(0, BYTES)
+    for code in range(1, 8):
+        is_it = build.icmp_unsigned("==", size, _every(code, BYTES))
+        found = build.select(is_it, _every(table[code], BYTES), found)
+    is_less = build.icmp_unsigned(">", codes, _every(7, BYTES))
+    return _floats(build, build.select(is_less, build.neg(found), found))
 
 
-def _lines_of(convert, pairs):
+FORMS = {8: (_whole, 1), 4: (_less_eight, 2), E4M3: (_e4m3, 1), E2M1: (_e2m1, 2)}
+"""What makes floats of a form, and how many inputs are in a byte."""
+
+
+def _lines_of(form: int):
+    convert, inputs = FORMS[form]
+
     def lines(typing, w, at, zeros, zeros_at, scales, scales_at, out, out_at, first, count):
         def codegen(context, builder, sig, args):
             emit = Emit(context, builder)
             source, zeros, scales, target, first, count = emit.operands(sig.args, args)
             less, times = (emit.get(FLOATS, each) for each in (zeros, scales))
+            first, turns = (builder.udiv(number, I64(inputs)) for number in (first, count))
 
             def line(turn):
-                k = builder.add(first, turn)
-                place = builder.lshr(k, I64(1)) if pairs else k
-                at = emit.at(source, builder.mul(place, I64(PANEL)))
+                at = emit.at(source, builder.mul(builder.add(first, turn), I64(PANEL)))
                 emit.prefetch(emit.at(at, I64(AHEAD)), level=0)
-                words = builder.sext(emit.get(ir.VectorType(I8, PANEL), at), WORDS)
-                if pairs:
-                    shift = builder.shl(builder.and_(k, I64(1)), I64(2))
-                    words = builder.ashr(words, emit.splat(builder.trunc(shift, I32), WORDS))
-                values = builder.fmul(builder.fsub(convert(builder, words), less), times)
-                emit.store(values, emit.at(target, builder.mul(turn, I64(PANEL))))
+                numbers = emit.get(BYTES, at)
+                for i in range(inputs):
+                    values = builder.fsub(convert(builder, numbers, i), less)
+                    to = emit.at(target, builder.mul(turn, I64(PANEL * inputs)), I64(PANEL * i))
+                    emit.store(builder.fmul(values, times), to)
 
-            emit.loop(count, line, unroll=4)
+            emit.loop(turns, line, unroll=4 // inputs)
             return context.get_dummy_value()
 
         given = w, at, zeros, zeros_at, scales, scales_at, out, out_at, first, count
@@ -111,15 +132,11 @@ def _lines_of(convert, pairs):
     return intrinsic(lines)
 
 
-widen_whole, widen_pairs = _lines_of(_whole, False), _lines_of(_less_eight, True)
-widen_e4m3, widen_e2m1 = _lines_of(_e4m3, False), _lines_of(_e2m1, True)
+widen_whole, widen_pairs, widen_e4m3, widen_e2m1 = map(_lines_of, (8, 4, E4M3, E2M1))
 """out[i, j] = (value j of input first + i - zeros[j]) * scales[j] for i < count: whole numbers,
 those of 4 bits plus 8, or small floats, none of them NaN. Each array is followed by a place in it,
 that of w being where its panel begins. Inputs 2 i and 2 i + 1 of 4 bits are the halves of a byte.
 """
-
-FORMS = {8: (_whole, 1), 4: (_less_eight, 2), E4M3: (_e4m3, 1), E2M1: (_e2m1, 2)}
-"""What makes floats of a form, and how many inputs are in a byte."""
 
 
 @tile_function(
@@ -158,11 +175,11 @@ def widened_tile(builder, isa: ISA, of, form: int, panels: int):
             ask = emit.at(ask, builder.select(inside, I64(0), beyond))
             for each in emit.rows(ask, of.w_step, panels):
                 emit.prefetch(each, level=0)
-            words = [builder.sext(emit.get(ir.VectorType(I8, PANEL), at), WORDS) for at in lines]
+            lines = [emit.get(BYTES, at) for at in lines]
             for i in range(inputs):
                 value = emit.splat(builder.load(emit.at(values, I64(i))), FLOATS)
-                for word, zero, scale, total in zip(words, zeros, scales, sums, strict=True):
-                    number = convert(builder, builder.ashr(word, _every(4)) if i else word)
+                for numbers, zero, scale, total in zip(lines, zeros, scales, sums, strict=True):
+                    number = convert(builder, numbers, i)
                     number = builder.fsub(number, zero) if form >= ZEROS else number
                     given = builder.fmul(number, scale), value, builder.load(total)
                     builder.store(emit.call(f"llvm.fmuladd.v{PANEL}f32", FLOATS, *given), total)

@@ -11,6 +11,7 @@ from nanoengine.kernels.cpu_grouped import header_bytes, panel_bytes
 from nanoengine.kernels.grouped_tiles import (
     PAIRED,
     Form,
+    float_row_tile,
     grouped_floats,
     grouped_tile,
     has_spread,
@@ -138,3 +139,34 @@ def test_every_instruction_set_gives_the_same_bits(form):
             out = spread_results(isa, layout.form, rows, data.numpy(), place)
             np.testing.assert_array_equal(out, seen[:rows], name)
         assert has_spread(isa) == (len(rows_of_spread(isa)) > 0)
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_K", "Q6_K", "GPTQ 4"])
+def test_a_row_of_floats_has_the_same_bits_beside_other_panels_and_everywhere(form):
+    weight, panels = make_weight(form, 2 * PANEL, INPUTS), 2
+    layout = layout_of(weight)
+    assert layout is not None
+    step, seen = panel_bytes(*layout, INPUTS), None
+    data = torch.empty(panels * step, dtype=torch.uint8)
+    pack(weight, layout, data, 0)
+    place = INPUTS // 32, layout.shift, header_bytes(*layout)
+    x = RANDOM.standard_normal(INPUTS).astype(np.float32)
+    bias = RANDOM.standard_normal(2 * PANEL).astype(np.float32)
+    products = weight.dequantized().double().numpy() * x
+    for name in DISTINCT.values():
+        try:
+            isa = runnable(name)
+        except pytest.skip.Exception:
+            continue
+        for each in (1, panels):
+            tile = Compiled(
+                lambda module, n=each, isa=isa: float_row_tile(module, isa, *layout.form, n)
+            )
+            out = np.zeros(2 * PANEL, np.float32)
+            for p in range(0, panels, each):
+                tile(x, data.numpy()[p * step :], step, *place, bias[p * PANEL :],
+                     out[p * PANEL :], each * step, 64)  # fmt: skip
+            size = np.abs(products).sum(1) + np.abs(bias)
+            assert (np.abs(out - (products.sum(1) + bias)) <= 1e-5 * size).all(), name
+            seen = out if seen is None else seen
+            np.testing.assert_array_equal(out, seen, name)

@@ -42,17 +42,17 @@ TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
     # name: module, intrinsic, and its arguments that are not int64: the numbers of an array, or a
     # literal, as it is or by its name in the module
     "attention, float32": (
-        "attention_tiles", "_tile",
+        "attention_tiles", "line_tile",
         {"a": "float32", "b": "float32", "c": "float32", "factors": "float32",
          "rows": "ROWS", "vectors": "VECTORS"},
     ),
     "attention, bfloat16 cache": (
-        "attention_tiles", "_tile",
+        "attention_tiles", "line_tile",
         {"a": "float32", "b": "uint32", "c": "float32", "factors": "float32",
          "rows": "ROWS", "vectors": "VECTORS"},
     ),
     "attention, bfloat16 products": (
-        "attention_tiles", "_tile",
+        "attention_tiles", "line_tile",
         {"a": "uint32", "b": "uint32", "c": "float32", "factors": "float32",
          "rows": "ROWS", "vectors": "VECTORS"},
     ),
@@ -65,6 +65,11 @@ TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "attention_tiles", "_add_and_weigh",
         {"scores": "float32", "weights": "uint32", "maximum": "float32", "total": "float32",
          "factors": "float32", "b": "uint32", "sums": "float32"},
+    ),
+    "weight-only, one row": (
+        "widen", "multiply_widened",
+        {"x": "float32", "w": "int8", "zeros": "float32", "scales": "float32",
+         "start": "float32", "out": "float32"},
     ),
 }  # fmt: skip
 
