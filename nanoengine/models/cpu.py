@@ -141,11 +141,15 @@ class CPUKernels(Kernels):
             for mixer in model.state_layers:
                 if states.kind in mixes and self.dtype != torch.float64:
                     mixer.mix_of = mixes[states.kind](mixer)
-        of_layer = LayerParts
-        if model.config.plan.latent is not None:
+        of_layer, fused, plan = LayerParts, FusedLayers, model.config.plan
+        if plan.latent is not None:
             from nanoengine.layers.cpu_latent import LatentParts
 
             of_layer = LatentParts
+        elif plan.varied is not None:
+            from nanoengine.layers.cpu_varied import VariedLayers, VariedParts
+
+            of_layer, fused = VariedParts, VariedLayers
         decoder = model.model
         decoder.stack = []
         for layer in decoder.layers:
@@ -160,4 +164,4 @@ class CPUKernels(Kernels):
             elif isinstance(before, FusedLayers) and before.may_precede(parts):
                 before.append(parts)
             else:
-                decoder.stack.append(FusedLayers(parts))
+                decoder.stack.append(fused(parts))
