@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_decoder import enter, finish_layer
 from nanoengine.kernels.cpu_delta import STRIP, TOKENS, VECTORS, copy
-from nanoengine.kernels.cpu_layers import FASTMATH, SMALL, norm_row
+from nanoengine.kernels.cpu_layers import FASTMATH, SMALL, gate_row, norm_row
 from nanoengine.kernels.cpu_states import convolve_channels
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
@@ -172,27 +172,24 @@ def _advance(projected, mixed, spans, states, weights, shape, limits, out, begin
                 before = behind
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _weigh(row, gate):
-    one = np.float32(1)
-    for i in range(len(row)):
-        x = gate[i]
-        e = exp(-abs(x))
-        row[i] *= (x if x >= 0 else x * e) / (one + e)
-
-
 @compiled(fastmath=FASTMATH)
 def _leave(out, projected, norm, kind, eps, groups, lo, hi):
     size = out.shape[1] // groups
+    # Why: where a row is read and written under two names, LLVM computes number by number.
+    other = empty((size,), out.dtype)
     for task in range(lo, hi):
         t, first = task // groups, task % groups * size
         row, gate = out[t, first : first + size], projected[t, first : first + size]
-        if kind != BEFORE:
-            _weigh(row, gate)
-        if kind != PLAIN:
-            norm_row(row, norm[first : first + size], eps, row)
+        own = norm[first : first + size]
         if kind == BEFORE:
-            _weigh(row, gate)
+            norm_row(row, own, eps, other)
+            gate_row(gate, other, 0, row)
+        else:
+            gate_row(gate, row, 0, other)
+            if kind == BEHIND:
+                norm_row(other, own, eps, row)
+            else:
+                copy(other, row, size)
 
 
 @compiled(fastmath=FASTMATH)

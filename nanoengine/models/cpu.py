@@ -10,6 +10,8 @@ loaded for a model that has such layers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -133,11 +135,11 @@ class CPUKernels(Kernels):
         if states is not None:
             from nanoengine.layers.cpu_states import CPUDelta, StateParts
 
-            of_state, mixes = StateParts, {"delta": CPUDelta}
+            of_state, mixes = StateParts, dict[str, Any](delta=CPUDelta)
             if states.kind == "mamba":
                 from nanoengine.layers.cpu_mamba import CPUMamba, MambaParts
 
-                of_state, mixes = MambaParts, {"mamba": CPUMamba}
+                of_state, mixes = MambaParts, dict[str, Any](mamba=CPUMamba)
             for mixer in model.state_layers:
                 if states.kind in mixes and self.dtype != torch.float64:
                     mixer.mix_of = mixes[states.kind](mixer)
