@@ -20,8 +20,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_decoder import enter, finish_layer
@@ -35,7 +33,7 @@ from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.multiply import multiply
 from nanoengine.kernels.pool import parallel_for
-from nanoengine.kernels.tiles import I64, tile_function
+from nanoengine.kernels.tiles import I64, tile_call, tile_function
 
 TOGETHER = 4 if CURRENT.registers == 32 else 2  # tokens of a tile, whose sums are in registers
 PLAIN, BEHIND, BEFORE = 0, 1, 2  # where the norm stands: nowhere, behind the gate, before it
@@ -80,45 +78,13 @@ def mamba_tile(builder, isa: ISA, of, tokens: int):
             tile.store(builder.load(cell), tile.at(line, lane))
 
 
-def _of_arrays(tokens: int):
-    """`mamba_tile` of so many tokens, of arrays."""
-
-    def advance(typing, source, target, step, b, c, wide, keys, kept, change, read, size):
-        given = source, target, step, b, c, wide, keys, kept, change, read, size
-
-        def codegen(context, builder, signature, args):
-            emit = Emit(context, builder)
-            operands = [
-                emit.pointer(kind, arg, I64(0)) if isinstance(kind, types.Array) else arg
-                for kind, arg in zip(signature.args, args, strict=True)
-            ]
-            builder.call(mamba_tile(builder.module, CURRENT, tokens), operands)
-            return context.get_dummy_value()
-
-        return types.void(*given), codegen
-
-    return intrinsic(advance)
-
-
-advance_one, advance_several = _of_arrays(1), _of_arrays(TOGETHER)
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def _walk(source, target, step, b, c, wide, keys, kept, change, read, size, count):
-    """Takes a strip, which is in the source, through some tokens, to `target`."""
-    done = 0
-    while done < count:
-        at, of_tokens = done * wide, done * size
-        operands = (
-            b[at:], c[at:], wide, keys, kept[done:], change[of_tokens:], read[of_tokens:], size
-        )  # fmt: skip
-        if count - done < TOGETHER:
-            advance_one(source, target, step, *operands)
-            done += 1
-        else:
-            advance_several(source, target, step, *operands)
-            done += TOGETHER
-        source = target
+@tile_call(
+    lambda isa: [(1, 1), (TOGETHER, 1)],
+    lambda module, kinds, tokens, _: mamba_tile(module, CURRENT, tokens),
+)
+def advance(source, source_at, target, target_at, step, b, b_at, c, c_at, wide, keys,
+            kept, kept_at, change, change_at, read, read_at, size, tokens, one):  # fmt: skip
+    """`mamba_tile` of so many tokens."""
 
 
 @compiled(fastmath=FASTMATH)
@@ -128,7 +94,7 @@ def _advance(projected, mixed, spans, states, weights, shape, limits, out, begin
     num_heads, wide = groups * heads, mixed.shape[1]
     inner, size = num_heads * values, -(-values // STRIP) * STRIP
     longest, flat = min(TOKENS, len(mixed)), mixed.reshape(-1)
-    change, read = zeros((longest, size), mixed.dtype), empty((longest, size), mixed.dtype)
+    change, read = zeros((longest * size,), mixed.dtype), empty((longest * size,), mixed.dtype)
     part, kept = empty((keys * STRIP,), mixed.dtype), empty((longest,), mixed.dtype)
     least, most = limits
     for task in range(lo, hi):
@@ -148,27 +114,31 @@ def _advance(projected, mixed, spans, states, weights, shape, limits, out, begin
                     dt = least if dt < least else most if dt > most else dt
                     kept[i], own = exp(rate * dt), mixed[t + i, of_head:]
                     for v in range(values):
-                        change[i, v] = own[v] * dt
-                b, c = flat[t * wide + b_at :], flat[t * wide + b_at + groups * keys :]
+                        change[i * size + v] = own[v] * dt
                 for first in range(0, values, STRIP):
                     columns, step = values - first, values
-                    source, target = before[first:], behind[first:]
-                    if columns < STRIP:
-                        step = STRIP
-                        for e in range(keys):
-                            copy(source[e * values :], part[e * STRIP :], columns)
-                        source = part
-                    _walk(
-                        source, target if columns >= STRIP else part, step, b, c, wide, keys, kept,
-                        change.reshape(-1)[first:], read.reshape(-1)[first:], size, count,
-                    )  # fmt: skip
+                    source, target, at_source, at_target = before, behind, first, first
                     if columns < STRIP:
                         for e in range(keys):
-                            copy(part[e * STRIP :], target[e * values :], columns)
+                            copy(before[e * values + first :], part[e * STRIP :], columns)
+                        source, target, step, at_source, at_target = part, part, STRIP, 0, 0
+                    i = 0
+                    while i < count:
+                        tokens = TOGETHER if count - i >= TOGETHER else 1
+                        b_place, place = (t + i) * wide + b_at, i * size + first
+                        advance(
+                            source, at_source, target, at_target, step, flat, b_place, flat,
+                            b_place + groups * keys, wide, keys, kept, i, change, place, read,
+                            place, size, tokens, 1,
+                        )  # fmt: skip
+                        source, at_source, i = target, at_target, i + tokens
+                    if columns < STRIP:
+                        for e in range(keys):
+                            copy(part[e * STRIP :], behind[e * values + first :], columns)
                 for i in range(count):
                     own, row = mixed[t + i, of_head:], out[t + i, of_head:]
                     for v in range(values):
-                        row[v] = read[i, v] + own[v] * d[h]
+                        row[v] = read[i * size + v] + own[v] * d[h]
                 before = behind
 
 

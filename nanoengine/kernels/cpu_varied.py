@@ -78,70 +78,60 @@ def _add_input(x, residual, all_rows, rows, inputs, own, eps, workers):
 
 
 @compiled(fastmath=FASTMATH)
-def _varied_layer(
-    x, residual, all_rows, rows, x_on, residual_on, step, inputs, k_cache, v_cache, first, second,
-    own, workers,
-):  # fmt: skip
-    """As `cpu_decoder._decoder_layer`, but that a fourth group of `first` are the KV heads that are
-    stored, K or 0, whether values are keys as projected, and ones [D].
-
-    Args:
-        inputs: [T, layers, I], of all layers.
-        own: the weights gate and projection of the layer's input, its norm, its place and the
-            gate's number, or nothing; and the factor [1].
-    """
-    (norm, qkv, head_norm, operand, sinks), kind, numbers, (of_keys, are_keys, ones) = first
-    heads_and_dims, window, normed, before = kind
-    eps, head_eps, scale, softcap = numbers
-    table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
-    (num_heads, _, head_dim, block_size), tokens = heads_and_dims, len(x)
-    of_input, factor = own
-
-    enter(x, residual, norm, eps, before, workers)
-    count = num_heads + 2 * of_keys
-    projected = empty((tokens, (count - of_keys * are_keys) * head_dim), x.dtype)
-    multiply(x, qkv, projected, workers)
-    heads = projected.reshape(tokens, count - of_keys * are_keys, head_dim)
-    if of_keys:
-        heads = empty((tokens, count, head_dim), x.dtype)
-        parallel_for(
-            _norm_values, tokens, 1 if heads.size <= SMALL else workers,
-            (projected.reshape(tokens, count - of_keys * are_keys, head_dim), heads, ones, eps,
-             of_keys),
-        )  # fmt: skip
-    q = empty((tokens, num_heads, head_dim), x.dtype)
-    rotate_and_store(
-        heads, table, head_norm, head_eps, normed, slots, k_cache, v_cache, q,
-        (num_heads, of_keys, head_dim, block_size), workers,
-    )  # fmt: skip
-    of_heads = empty(q.shape, x.dtype)
-    attend(
-        q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window, operand,
-        sinks, of_heads, partial_out, partial_stats, workers,
-    )  # fmt: skip
-    if len(merges):
-        combine(merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats, workers)
-    attended = of_heads.reshape(tokens, num_heads * head_dim)
-    finish_layer(attended, residual, before, all_rows, rows, x_on, residual_on, second, workers)
-    for t in range(len(x_on)):
-        for i in range(x_on.shape[1]):
-            residual_on[t, i] += x_on[t, i]
-    _add_input(x_on, residual_on, all_rows, rows, inputs, of_input, eps, workers)
-    for t in range(len(x_on)):
-        for i in range(x_on.shape[1]):
-            residual_on[t, i] = (residual_on[t, i] + x_on[t, i]) * factor[0]
-            x_on[t, i] = 0
-
-
-@compiled(fastmath=FASTMATH)
 def varied_layers(
     x, residual, all_rows, rows, x_on, residual_on, step, layers, first, last, workers
 ):
-    """As `cpu_decoder.decoder_layers`; the last of `step` are the inputs [T, layers, I], and that
-    of each layer is its `own`, see `_varied_layer`."""
+    """As `cpu_decoder.decoder_layers`, but for a fourth group of a layer's `first`: the KV heads
+    that are stored, K or 0, whether values are keys as projected, and ones [D].
+
+    Args:
+        step: has the inputs of all layers [T, layers, I] besides.
+        layers: has a fifth part of each layer besides: the weights gate and projection of its
+            input, its norm, its place and the gate's number, or nothing; and the factor [1].
+    """
+    (table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats), tokens = (
+        step[:9], len(x)
+    )  # fmt: skip
     for i in range(first, last):
-        k_cache, v_cache, attention, mlp, own = of_place(layers, i)
-        _varied_layer(
-            x, residual, all_rows, rows, x_on, residual_on, step[:9], step[9], k_cache, v_cache,
-            attention, mlp, own, workers,
+        k_cache, v_cache, of_attention, second, (of_input, factor) = of_place(layers, i)
+        weights, kind, numbers, (of_keys, are_keys, ones) = of_attention
+        norm, qkv, head_norm, operand, sinks = weights
+        heads_and_dims, window, normed, before = kind
+        eps, head_eps, scale, softcap = numbers
+        num_heads, _, head_dim, block_size = heads_and_dims
+        count = num_heads + 2 * of_keys
+        stored = num_heads, of_keys, head_dim, block_size
+
+        enter(x, residual, norm, eps, before, workers)
+        projected = empty((tokens, count - of_keys * are_keys, head_dim), x.dtype)
+        multiply(x, qkv, projected.reshape(tokens, -1), workers)
+        heads = projected
+        if of_keys:
+            heads = empty((tokens, count, head_dim), x.dtype)
+            parallel_for(
+                _norm_values, tokens, 1 if heads.size <= SMALL else workers,
+                (projected, heads, ones, eps, of_keys),
+            )  # fmt: skip
+        q = empty((tokens, num_heads, head_dim), x.dtype)
+        rotate_and_store(
+            heads, table, head_norm, head_eps, normed, slots, k_cache, v_cache, q, stored, workers
+        )
+        of_heads = empty(q.shape, x.dtype)
+        attend(
+            q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window,
+            operand, sinks, of_heads, partial_out, partial_stats, workers,
         )  # fmt: skip
+        if len(merges):
+            combine(
+                merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats, workers
+            )
+        attended = of_heads.reshape(tokens, num_heads * head_dim)
+        finish_layer(attended, residual, before, all_rows, rows, x_on, residual_on, second, workers)
+        for t in range(len(x_on)):
+            for n in range(x_on.shape[1]):
+                residual_on[t, n] += x_on[t, n]
+        _add_input(x_on, residual_on, all_rows, rows, step[9], of_input, eps, workers)
+        for t in range(len(x_on)):
+            for n in range(x_on.shape[1]):
+                residual_on[t, n] = (residual_on[t, n] + x_on[t, n]) * factor[0]
+                x_on[t, n] = 0
