@@ -13,7 +13,7 @@ with a window. A layer of the narrower kind takes a fraction of a slice of the K
 of them share one: blocks of theirs have the numbers m b, m b + 1, ... where the pool's has b.
 
 Taken by `loader.py` for a plan that is `varied`. All is plain torch but products, norms and
-attention.
+attention; on a CPU `layers/cpu_varied.py` has compiled calls of layers without experts.
 
 Source: the model code of Gemma 4.
 
@@ -335,8 +335,6 @@ class VariedAttention(VariantAttention):
     Attributes:
         attention: its own, or that of the layer whose keys and values it attends to.
     """
-
-    needs_torch = True
 
     def __init__(
         self,
