@@ -119,7 +119,7 @@ def keep_last(window, count, taps):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _silu(row):
+def silu(row):
     one = np.float32(1)
     for i in range(len(row)):
         x = row[i]
@@ -251,7 +251,7 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
                 convolve(window, weight, no_bias, count, mixed)
                 keep_last(window, count, taps)
                 for i in range(count):
-                    _silu(mixed[i])
+                    silu(mixed[i])
                     _scale_to(mixed[i, :keys], one / np.sqrt(np.float32(keys)))
                     _scale_to(mixed[i, keys : 2 * keys], one)
                 for r in range(heads):

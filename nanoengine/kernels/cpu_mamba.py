@@ -1,12 +1,15 @@
-"""One token of Mamba-2's rule, from projections to what each head reads, in one call.
+"""Mamba-2's rule, from the projection to normed and gated heads; layers with it as one call.
 
 The state of a sequence is one row of numbers: a matrix [E, V] for each head, then the last W - 1
-inputs of the convolution, [W - 1, C]. A decode is as fast as this memory: each matrix is read once
-and written once.
+inputs of the convolution, [W - 1, C]. A prompt's tokens go one after the other, as those of a
+decode do, so **a token has the same bits however a prompt was cut, and in any batch**.
 
-Each head of each token is a task of its own, which convolves its x; b and c of a group are
-convolved before, in a task a group, so a token has the same bits in any batch. The readable forms
-are `step` (`layers/mamba2.py`) and `CausalConv.step`.
+Why not by products over chunks of tokens, as `mamba2.scan`: a token costs 3 operations for each
+number of the matrix, a chunk of 64 two and a half. A row of a strip of the matrix, two vectors
+wide, stays in registers while `TOGETHER` tokens pass, and the strip in the L1 cache while 64 do.
+
+Each head of each sequence is a task of its own; channels are convolved before, and rows gated and
+normed behind. The readable form is `MambaMixer.mix`.
 
 Legend: T tokens, G groups, R heads a group, H = G * R, E / V size of a state's rows / of a head, C
 channels, W kernel.
@@ -14,95 +17,198 @@ channels, W kernel.
 
 from __future__ import annotations
 
-from nanoengine.kernels.cpu_layers import FASTMATH
+import math
+
+import numpy as np
+
+from nanoengine.kernels.arrays import empty, zeros
+from nanoengine.kernels.cpu_decoder import enter, finish_layer
+from nanoengine.kernels.cpu_delta import STRIP, TOKENS, VECTORS, copy
+from nanoengine.kernels.cpu_layers import FASTMATH, SMALL, gate_row, norm_row
+from nanoengine.kernels.cpu_states import convolve_channels
+from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
+from nanoengine.kernels.held import of_place
+from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.multiply import multiply
 from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.tiles import I64, tile_call, tile_function
+
+TOGETHER = 4 if CURRENT.registers == 32 else 2  # tokens of a tile, whose sums are in registers
+PLAIN, BEHIND, BEFORE = 0, 1, 2  # where the norm stands: nowhere, behind the gate, before it
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _convolve(before, behind, base, row, weight, bias, first, out):
-    """Convolves and gates the channels from `first` on, as many as `out` has, and shifts the inputs
-    kept of them; `before` and `behind` may be the same state."""
-    taps, channels = weight.shape
-    count, one = len(out), out.dtype.type(1)
-    for i in range(count):
-        out[i] = bias[first + i] if len(bias) else out.dtype.type(0)
-    for tap in range(taps - 1):
-        at = base + tap * channels + first
-        kept = before[at : at + count]
-        factors = weight[tap, first : first + count]
-        for i in range(count):
-            out[i] += kept[i] * factors[i]
-        if tap > 0:
-            behind[at - channels : at - channels + count] = kept
-    at = base + (taps - 2) * channels + first
-    behind[at : at + count] = row[first : first + count]
-    factors = weight[taps - 1, first : first + count]
-    for i in range(count):
-        x = out[i] + row[first + i] * factors[i]
-        e = exp(-abs(x))
-        out[i] = (x if x >= 0 else x * e) / (one + e)
+@tile_function(
+    "float* source, float* target, step, float* b, float* c, wide, keys, float* kept,"
+    " float* change, float* read, size"
+)
+def mamba_tile(builder, isa: ISA, of, tokens: int):
+    """target = a strip [E, STRIP] of a state behind some tokens, `step` numbers from row to row:
+    times kept[t], plus b[t] ⊗ change[t], for each; read[t] = c[t] times the strip behind it.
+
+    Neighbours are `wide` numbers apart in b and c, `size` in change and read. Each sum is one chain
+    over the rows.
+    """
+    tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
+    lanes = [I64(v * tile.width) for v in range(VECTORS)]
+    places = [tile.variable(of.source), tile.variable(of.target)]
+    kept = [tile.broadcast(tile.at(of.kept, I64(t))) for t in range(tokens)]
+    changes = [
+        [tile.load(tile.at(row, lane)) for lane in lanes]
+        for row in tile.rows(of.change, of.size, tokens)
+    ]
+    sums = [[tile.variable(tile.constant(0.0)) for _ in lanes] for _ in range(tokens)]
+    asked = [tile.rows(of.b, of.wide, tokens), tile.rows(of.c, of.wide, tokens)]
+
+    def step(e):
+        row, to = (tile.moved(place, of.step) for place in places)
+        strip = [tile.load(tile.at(row, lane)) for lane in lanes]
+        for t in range(tokens):
+            b, c = (tile.broadcast(tile.at(rows[t], e)) for rows in asked)
+            for v, cell in enumerate(sums[t]):
+                strip[v] = tile.fma(b, changes[t][v], builder.fmul(strip[v], kept[t]))
+                builder.store(tile.fma(strip[v], c, builder.load(cell)), cell)
+        for lane, numbers in zip(lanes, strip, strict=True):
+            tile.store(numbers, tile.at(to, lane))
+
+    tile.loop(of.keys, step, unroll=2 if tokens == 1 else 1)
+    for cells, line in zip(sums, tile.rows(of.read, of.size, tokens), strict=True):
+        for cell, lane in zip(cells, lanes, strict=True):
+            tile.store(builder.load(cell), tile.at(line, lane))
+
+
+@tile_call(
+    lambda isa: [(1, 1), (TOGETHER, 1)],
+    lambda module, kinds, tokens, _: mamba_tile(module, CURRENT, tokens),
+)
+def advance(source, source_at, target, target_at, step, b, b_at, c, c_at, wide, keys,
+            kept, kept_at, change, change_at, read, read_at, size, tokens, one):  # fmt: skip
+    """`mamba_tile` of so many tokens."""
 
 
 @compiled(fastmath=FASTMATH)
-def _mix_tasks(xbc, weight, bias, states, reads, writes, mixed, shape, lo, hi):
-    """b and c of the groups, and x of the heads, of all tokens."""
+def _advance(projected, mixed, spans, states, weights, shape, limits, out, begin, lo, hi):
+    (pieces, firsts, _), (_, _, a_log, dt_bias, d, _) = spans, weights
     groups, heads, keys, values = shape
-    inner, parts = groups * heads * values, groups * (heads + 2)
-    base = groups * heads * keys * values
+    num_heads, wide = groups * heads, mixed.shape[1]
+    inner, size = num_heads * values, -(-values // STRIP) * STRIP
+    longest, flat = min(TOKENS, len(mixed)), mixed.reshape(-1)
+    change, read = zeros((longest * size,), mixed.dtype), empty((longest * size,), mixed.dtype)
+    part, kept = empty((keys * STRIP,), mixed.dtype), empty((longest,), mixed.dtype)
+    least, most = limits
     for task in range(lo, hi):
-        t, part = task // parts, task % parts
-        first, count = part * values, values
-        if part >= groups * heads:
-            first, count = inner + (part - groups * heads) * keys, keys
-        before, behind = states[reads[t]], states[writes[t]]
-        out = mixed[t, first : first + count]
-        _convolve(before, behind, base, xbc[t], weight, bias, first, out)
-
-
-@compiled(fastmath=FASTMATH)
-def _advance_tasks(mixed, dt, decay, d, states, reads, writes, out, shape, lo, hi):
-    groups, heads, keys, values = shape
-    inner = groups * heads * values
-    for task in range(lo, hi):
-        t, h = task // (groups * heads), task % (groups * heads)
-        before, behind = states[reads[t]], states[writes[t]]
-        x, read = mixed[t, h * values : (h + 1) * values], out[t, h]
+        span, h = begin + task // num_heads, task % num_heads
+        at, of_head = h * keys * values, h * values
         b_at = inner + h // heads * keys
-        c_at = b_at + groups * keys
-        kept, step = exp(decay[t, h]), dt[t, h]
-        for i in range(values):
-            read[i] = x[i] * d[h]
-        for e in range(keys):
-            at = (h * keys + e) * values
-            row, new = before[at : at + values], behind[at : at + values]
-            factor, query = mixed[t, b_at + e] * step, mixed[t, c_at + e]
-            for i in range(values):
-                number = row[i] * kept + x[i] * factor
-                new[i] = number
-                read[i] += number * query
+        rate = -math.exp(a_log[h])
+        before = states[pieces[firsts[span], 2], at:]
+        for piece in range(firsts[span], firsts[span + 1]):
+            behind = states[pieces[piece, 3], at:]
+            end = pieces[piece, 1]
+            for t in range(pieces[piece, 0], end, TOKENS):
+                count = min(TOKENS, end - t)
+                for i in range(count):
+                    x = projected[t + i, inner + wide + h] + dt_bias[h]
+                    dt = max(x, np.float32(0)) + math.log1p(exp(-abs(x)))
+                    dt = least if dt < least else most if dt > most else dt
+                    kept[i], own = exp(rate * dt), mixed[t + i, of_head:]
+                    for v in range(values):
+                        change[i * size + v] = own[v] * dt
+                for first in range(0, values, STRIP):
+                    columns, step = values - first, values
+                    source, target, at_source, at_target = before, behind, first, first
+                    if columns < STRIP:
+                        for e in range(keys):
+                            copy(before[e * values + first :], part[e * STRIP :], columns)
+                        source, target, step, at_source, at_target = part, part, STRIP, 0, 0
+                    i = 0
+                    while i < count:
+                        tokens = TOGETHER if count - i >= TOGETHER else 1
+                        b_place, place = (t + i) * wide + b_at, i * size + first
+                        advance(
+                            source, at_source, target, at_target, step, flat, b_place, flat,
+                            b_place + groups * keys, wide, keys, kept, i, change, place, read,
+                            place, size, tokens, 1,
+                        )  # fmt: skip
+                        source, at_source, i = target, at_target, i + tokens
+                    if columns < STRIP:
+                        for e in range(keys):
+                            copy(part[e * STRIP :], behind[e * values + first :], columns)
+                for i in range(count):
+                    own, row = mixed[t + i, of_head:], out[t + i, of_head:]
+                    for v in range(values):
+                        row[v] = read[i * size + v] + own[v] * d[h]
+                before = behind
 
 
 @compiled(fastmath=FASTMATH)
-def mamba_step(xbc, dt, decay, d, weight, bias, states, reads, writes, mixed, out, shape, workers):
-    """Advances the states of T sequences by a token each.
+def _leave(out, projected, norm, kind, eps, groups, lo, hi):
+    size = out.shape[1] // groups
+    # Why: where a row is read and written under two names, LLVM computes number by number.
+    other = empty((size,), out.dtype)
+    for task in range(lo, hi):
+        t, first = task // groups, task % groups * size
+        row, gate = out[t, first : first + size], projected[t, first : first + size]
+        own = norm[first : first + size]
+        if kind == BEFORE:
+            norm_row(row, own, eps, other)
+            gate_row(gate, other, 0, row)
+        else:
+            gate_row(gate, row, 0, other)
+            if kind == BEHIND:
+                norm_row(other, own, eps, row)
+            else:
+                copy(other, row, size)
+
+
+@compiled(fastmath=FASTMATH)
+def mamba_rule(projected, spans, states, weights, shape, kind, numbers, out, workers):
+    """Advances the states of sequences by their tokens of a step.
 
     Args:
-        xbc: [T, C], as projected; `weight` of the convolution [W, C], `bias` [C], or none.
-        dt, decay: [T, H]; decays are logarithms. d: [H].
-        states: [states, numbers of one]; a token starts from row `reads[t]` and its state goes to
-            row `writes[t]`, which no other token reads or writes.
-        mixed: [T, C], what is convolved.
-        out: [T, H, V], what each head reads.
+        projected: [T, H * V + C + H]: gates of what is read, inputs of the convolution, dt.
+        spans: of `spans_of` (`layers/cpu_states.py`).
+        states: [states, numbers of one].
+        weights: of the convolution [W, C] and its bias [C], or none; a_log, dt_bias and d of
+            `MambaHeads` [H]; the norm [H * V], or any array.
         shape: G, R, E and V.
+        kind: where the norm stands.
+        numbers: the norm's epsilon, and between which dt stays.
+        out: [T, H * V].
     """
-    groups, heads = shape[0], shape[1]
+    (groups, heads, keys, values), waves, tokens = shape, spans[2], len(projected)
+    conv, bias, norm = weights[0], weights[1], weights[5]
+    num_heads, (eps, least, most) = groups * heads, numbers
+    mixed = empty((tokens, conv.shape[1]), projected.dtype)
+    for wave in range(len(waves) - 1):
+        begin, count = waves[wave], waves[wave + 1] - waves[wave]
+        convolve_channels(
+            projected, num_heads * values, False, spans, states, num_heads * keys * values, conv,
+            bias, mixed, wave, workers,
+        )  # fmt: skip
+        parallel_for(
+            _advance, count * num_heads, workers,
+            (projected, mixed, spans, states, weights, shape, (least, most), out, begin),
+        )  # fmt: skip
     parallel_for(
-        _mix_tasks, len(xbc) * groups * (heads + 2), workers,
-        (xbc, weight, bias, states, reads, writes, mixed, shape),
+        _leave, tokens * groups, 1 if out.size <= SMALL else workers,
+        (out, projected, norm, kind, eps, groups),
     )  # fmt: skip
-    parallel_for(
-        _advance_tasks, len(xbc) * groups * heads, workers,
-        (mixed, dt, decay, d, states, reads, writes, out, shape),
-    )  # fmt: skip
+
+
+@compiled(fastmath=FASTMATH)
+def mamba_layers(
+    x, residual, all_rows, rows, x_on, residual_on, spans, layers, first, last, workers
+):
+    """As `cpu_states.state_layers`."""
+    for i in range(first, last):
+        states, (norm, mixer, (eps, before)), second = of_place(layers, i)
+        projection, weights, shape, kind, numbers = mixer
+        inner = shape[0] * shape[1] * shape[3]
+        enter(x, residual, norm, eps, before, workers)
+        projected = empty((len(x), inner + weights[0].shape[1] + len(weights[2])), x.dtype)
+        multiply(x, projection, projected, workers)
+        mixed = empty((len(x), inner), x.dtype)
+        mamba_rule(projected, spans, states, weights, shape, kind, numbers, mixed, workers)
+        finish_layer(mixed, residual, before, all_rows, rows, x_on, residual_on, second, workers)

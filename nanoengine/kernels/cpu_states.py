@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_decoder import enter, finish_layer
-from nanoengine.kernels.cpu_delta import convolve, copy, delta_rule, keep_last
+from nanoengine.kernels.cpu_delta import convolve, copy, delta_rule, keep_last, silu
 from nanoengine.kernels.cpu_layers import FASTMATH, SMALL
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
@@ -32,7 +32,7 @@ def multiplied(a, b, out, count):
 
 
 @compiled(fastmath=("nsz",))
-def _convolve_gated(x, spans, states, weight, bias, out, begin, lo, hi):
+def _convolve_some(x, first_of, gated, spans, states, base, weight, bias, out, begin, lo, hi):
     (pieces, firsts, _), taps, channels = spans, len(weight) - 1, weight.shape[1]
     parts = -(-channels // CHANNELS)
     window, own = zeros((taps + TOKENS, CHANNELS), x.dtype), zeros((taps + 1, CHANNELS), x.dtype)
@@ -45,39 +45,51 @@ def _convolve_gated(x, spans, states, weight, bias, out, begin, lo, hi):
             copy(weight[tap, at:], own[tap], width)
         copy(bias[at:], own_bias, min(width, len(bias)))
         for tap in range(taps):
-            copy(states[pieces[first, 2], tap * channels + at :], window[tap], width)
+            copy(states[pieces[first, 2], base + tap * channels + at :], window[tap], width)
         for piece in range(first, last):
             start, end = pieces[piece, 0], pieces[piece, 1]
             for t in range(start, end, TOKENS):
                 count = min(TOKENS, end - t)
                 for row in range(count):
-                    gate, value = x[t + row, at:], x[t + row, 2 * channels + at :]
-                    multiplied(gate, value, window[taps + row], width)
+                    value, to = x[t + row, first_of + at :], window[taps + row]
+                    if gated:
+                        multiplied(x[t + row, at:], value, to, width)
+                    else:
+                        copy(value, to, width)
                 convolve(window, own, own_bias, count, mixed)
                 keep_last(window, count, taps)
                 for row in range(count):
-                    multiplied(x[t + row, channels + at :], mixed[row], out[t + row, at:], width)
+                    to = out[t + row, at:]
+                    if gated:
+                        multiplied(x[t + row, channels + at :], mixed[row], to, width)
+                    else:
+                        silu(mixed[row])
+                        copy(mixed[row], to, width)
             for tap in range(taps):
-                copy(window[tap], states[pieces[piece, 3], tap * channels + at :], width)
+                behind = states[pieces[piece, 3], base + tap * channels + at :]
+                copy(window[tap], behind, width)
 
 
 @compiled(fastmath=FASTMATH)
-def gated_convolution(x, spans, states, weight, bias, out, workers):
-    """out [T, C] = the gate behind times the convolution of the gate before times the values.
+def convolve_channels(
+    x, first, gated, spans, states, base, weight, bias, out, wave, workers
+):  # fmt: skip
+    """out [T, C] = the silu of the convolution of the tokens of a wave; or if it is gated, the gate
+    behind times the convolution of the gate before times the values.
 
     Args:
-        x: [T, 3 C], as projected: the gate before, the gate behind, the values.
+        x: [T, columns], as projected; values from column `first` on, gates in the first 2 C, the
+            one before, then the one behind.
         spans: of `spans_of` (`layers/cpu_states.py`).
-        states: [states, (W - 1) * C].
+        states: [states, numbers of one], [W - 1, C] of it from number `base` on.
         weight, bias: [W, C]; [C], or none.
     """
     waves, parts = spans[2], -(-weight.shape[1] // CHANNELS)
-    workers = 1 if x.size <= SMALL else workers
-    for wave in range(len(waves) - 1):
-        parallel_for(
-            _convolve_gated, (waves[wave + 1] - waves[wave]) * parts, workers,
-            (x, spans, states, weight, bias, out, waves[wave]),
-        )  # fmt: skip
+    parallel_for(
+        _convolve_some, (waves[wave + 1] - waves[wave]) * parts,
+        1 if x.size <= SMALL else workers,
+        (x, first, gated, spans, states, base, weight, bias, out, waves[wave]),
+    )  # fmt: skip
 
 
 @by_types(FASTMATH)
@@ -100,7 +112,11 @@ def mixed_rows(x, spans, states, mixer, workers):
         wide = empty((len(x), 3 * weight.shape[1]), x.dtype)
         multiply(x, projection, wide, workers)
         out = empty((len(x), weight.shape[1]), x.dtype)
-        gated_convolution(wide, spans, states, weight, bias, out, workers)
+        for wave in range(len(spans[2]) - 1):
+            first = 2 * weight.shape[1]
+            convolve_channels(
+                wide, first, True, spans, states, 0, weight, bias, out, wave, workers
+            )  # fmt: skip
         return out
 
     return delta if len(mixer) == 4 else convolution

@@ -164,6 +164,11 @@ class FusedLayers:
         """What the last layer has behind the kernel."""
         return self.layers[-1].rest
 
+    @property
+    def depth(self) -> int:
+        """How many layers these are."""
+        return len(self.layers)
+
     def may_precede(self, parts: LayerParts) -> bool:
         """Whether this layer may run in the same call."""
         return self.rest is None and self.rotation == parts.rotation

@@ -1,43 +1,67 @@
-"""CPUMambaSteps: single tokens of a MambaMixer in one compiled call. Put in place by
-`CPUKernels.fuse`; the readable form is `MambaMixer.steps`."""
+"""Mamba-2 on the CPU: what stands between two projections as a compiled call, and whole layers. Put
+in place by `CPUKernels.fuse`; the readable form is `MambaMixer.mix`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
-from nanoengine.checkpoint.plan import StatePlan
-from nanoengine.kernels.cpu_mamba import mamba_step
+from nanoengine.attention.batch import Batch
+from nanoengine.kernels.cpu_mamba import BEFORE, BEHIND, PLAIN, mamba_layers, mamba_rule
 from nanoengine.kernels.numpy_views import NumpyViews
-from nanoengine.kernels.threads import num_workers, start_workers
-from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.mamba2 import MambaTokens
+from nanoengine.kernels.threads import num_workers
+from nanoengine.layers.cpu_states import StateParts, spans_of
+from nanoengine.layers.linear import Linear
+
+NORMS = {None: PLAIN, "behind": BEHIND, "before": BEFORE}
+"""`StatePlan.norm` -> what kernels call it."""
 
 
-class CPUMambaSteps:
-    """The steps of one layer.
+class CPUMamba:
+    """`MambaMixer.mix` of one layer as one compiled call, in float32.
 
-    Args:
-        plan: of this rank's part of the layer.
-        d: of each head, [H].
+    Attributes:
+        operands: what `mamba_rule` calls weights, shape, kind and numbers.
     """
 
-    def __init__(self, plan: StatePlan, conv: CausalConv, d: torch.Tensor) -> None:
-        start_workers()
-        self._views, self._d, self._weight = NumpyViews(), d, conv.weight
-        self._bias = conv.weight.new_empty(0) if conv.bias is None else conv.bias
-        heads = plan.num_value_heads // plan.num_key_heads
-        self._shape = (plan.num_key_heads, heads, plan.key_dim, plan.value_dim)
-
-    def __call__(self, tokens: MambaTokens) -> torch.Tensor:
-        """See `MambaMixer.steps`."""
-        xbc, dt, decay, states, reads, writes = tokens
-        rows, views = xbc.contiguous().numpy(), self._views
-        groups, heads, _, values = self._shape
-        out = np.empty((len(rows), groups * heads, values), rows.dtype)
-        mamba_step(
-            rows, dt.contiguous().numpy(), decay.contiguous().numpy(), views(self._d),
-            views(self._weight), views(self._bias), views(states), reads.numpy(), writes.numpy(),
-            np.empty_like(rows), out, self._shape, num_workers(),
+    def __init__(self, layer: Any) -> None:
+        plan, conv, heads, norm = layer.plan, layer.conv1d, layer.heads, layer.norm
+        self._views, self._layer = NumpyViews(), layer
+        nothing = torch.empty(0)
+        weights = (
+            conv.weight, nothing if conv.bias is None else conv.bias, heads.a_log, heads.dt_bias,
+            heads.d, nothing if norm is None else norm.weight,
         )  # fmt: skip
-        return torch.from_numpy(out)
+        eps = 0.0 if norm is None else norm.eps
+        each = plan.num_value_heads // plan.num_key_heads
+        self.operands = (
+            tuple(weight.detach().numpy() for weight in weights),
+            (plan.num_key_heads, each, plan.key_dim, plan.value_dim),
+            NORMS[plan.norm],
+            tuple(np.float32(number) for number in (eps, *plan.step_limits)),
+        )
+
+    def __call__(
+        self, projected: torch.Tensor, batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        out, states = np.empty((len(projected), self._layer.inner), np.float32), self._layer.rows
+        spans = spans_of(batch.state_waves)
+        mamba_rule(
+            projected.numpy(), spans, self._views(states), *self.operands, out, num_workers()
+        )
+        found = torch.from_numpy(out)
+        return found if rows is None else found.index_select(0, rows)
+
+
+class MambaParts(StateParts):
+    """What a decoder layer with a `MambaMixer` is made of."""
+
+    kernel = staticmethod(mamba_layers)
+
+    def of_mixer(self, layer: Any) -> list[Linear]:
+        return [layer.mixer.in_proj, layer.mixer.out_proj]
+
+    def of_rule(self, projections: list[Any]) -> tuple[Any, ...]:
+        return *projections, *CPUMamba(self.mixer).operands

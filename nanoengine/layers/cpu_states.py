@@ -111,13 +111,15 @@ class StateParts(LayerParts):
         return spans
 
     def operands(self) -> tuple[Any, Any]:
-        """What `state_layers` has behind the states."""
+        """What `kernel` has behind the states."""
         projections, second = self.ends()
-        if self.mixer.plan.kind == "conv":
-            conv = self.mixer.conv
-            bias = np.empty(0, np.float32) if conv.bias is None else conv.bias.detach().numpy()
-            mixer: tuple[Any, ...] = (*projections, (conv.weight.detach().numpy(), bias))
-        else:
-            mixer = (tuple(projections), *CPUDelta(self.mixer).operands)
         numbers = np.float32(self.norms[0].eps), self.before[0] is not None
-        return (self.weight_of(self.before[0]), mixer, numbers), second
+        return (self.weight_of(self.before[0]), self.of_rule(projections), numbers), second
+
+    def of_rule(self, projections: list[Any]) -> tuple[Any, ...]:
+        """The mixer's weights, up to the last projection."""
+        if self.mixer.plan.kind != "conv":
+            return tuple(projections), *CPUDelta(self.mixer).operands
+        conv = self.mixer.conv
+        bias = np.empty(0, np.float32) if conv.bias is None else conv.bias.detach().numpy()
+        return *projections, (conv.weight.detach().numpy(), bias)

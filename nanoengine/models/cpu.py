@@ -10,6 +10,8 @@ loaded for a model that has such layers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -119,8 +121,8 @@ class CPUKernels(Kernels):
         place_parameters(model)
 
     def fuse(self, model: CausalLM) -> None:
-        """Neighbouring layers that a kernel computes become one call in `Decoder.stack`; a delta
-        rule and mixtures of experts become one call each."""
+        """Neighbouring layers that a kernel computes become one call in `Decoder.stack`; a
+        state's rule and mixtures of experts become one call each."""
         place_buffers(model)
         if model.config.moe is not None:
             from nanoengine.layers.cpu_experts import CPUExperts
@@ -130,30 +132,32 @@ class CPUKernels(Kernels):
                 if CPUExperts.takes(mlp.gate, mlp.experts):
                     mlp.routed = CPUExperts(mlp)
         states = model.config.states
-        is_mamba = states is not None and states.kind == "mamba"
-        if is_mamba:
-            from nanoengine.layers.cpu_mamba import CPUMambaSteps
-
-            for mixer in model.state_layers:
-                mixer.one_token_each = CPUMambaSteps(mixer.plan, mixer.conv1d, mixer.heads.d)
-        elif states is not None:
+        if states is not None:
             from nanoengine.layers.cpu_states import CPUDelta, StateParts
-            from nanoengine.models.states import GatedDeltaNet
 
+            of_state, mixes = StateParts, dict[str, Any](delta=CPUDelta)
+            if states.kind == "mamba":
+                from nanoengine.layers.cpu_mamba import CPUMamba, MambaParts
+
+                of_state, mixes = MambaParts, dict[str, Any](mamba=CPUMamba)
             for mixer in model.state_layers:
-                if isinstance(mixer, GatedDeltaNet) and self.dtype != torch.float64:
-                    mixer.mix_of = CPUDelta(mixer)
-        of_layer = LayerParts
-        if model.config.plan.latent is not None:
+                if states.kind in mixes and self.dtype != torch.float64:
+                    mixer.mix_of = mixes[states.kind](mixer)
+        of_layer, fused, plan = LayerParts, FusedLayers, model.config.plan
+        if plan.latent is not None:
             from nanoengine.layers.cpu_latent import LatentParts
 
             of_layer = LatentParts
+        elif plan.varied is not None:
+            from nanoengine.layers.cpu_varied import VariedLayers, VariedParts
+
+            of_layer, fused = VariedParts, VariedLayers
         decoder = model.model
         decoder.stack = []
         for layer in decoder.layers:
             parts: LayerParts | None = None
-            if not is_mamba and getattr(layer, "mixer", None) in model.state_layers:
-                parts = StateParts(layer, self.attention)
+            if getattr(layer, "mixer", None) in model.state_layers and layer.mlp is not None:
+                parts = of_state(layer, self.attention)
             elif not getattr(layer, "needs_torch", False):
                 parts = of_layer(layer)
             before = decoder.stack[-1] if decoder.stack else None
@@ -162,4 +166,4 @@ class CPUKernels(Kernels):
             elif isinstance(before, FusedLayers) and before.may_precede(parts):
                 before.append(parts)
             else:
-                decoder.stack.append(FusedLayers(parts))
+                decoder.stack.append(fused(parts))

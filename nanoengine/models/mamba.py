@@ -74,7 +74,7 @@ class MambaMixer(StateLayer):
         )
         self.states = self.rows = torch.empty(0)
         self.one_token_each, self.several_tokens_each = self.steps, self.scans
-        self.gates_of, self.gated_of = self.heads.forward, self.gated
+        self.gates_of, self.gated_of, self.mix_of = self.heads.forward, self.gated, self.mix
 
     def bind(self, states: torch.Tensor) -> None:
         plan, self.rows = self.plan, states
@@ -87,10 +87,14 @@ class MambaMixer(StateLayer):
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """All rows advance their states; those that `rows` names come out."""
-        plan = self.plan
         projected = self.in_proj(x)
         if self.factors is not None:
             projected = projected * self.factors
+        return self.out_proj(self.mix_of(projected, batch, rows))
+
+    def mix(self, projected: torch.Tensor, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
+        """What stands between the projections: [T, H * V + channels + H] -> [L, H * V]."""
+        plan = self.plan
         z, xbc, dt = projected.split((self.inner, plan.channels, plan.num_value_heads), dim=1)
         dt, decay = self.gates_of(dt)
 
@@ -101,9 +105,10 @@ class MambaMixer(StateLayer):
         def several_each(wave: StateWave, out: torch.Tensor) -> None:
             self.several_tokens_each(MambaSpans(xbc, dt, decay, self.rows, wave), out)
 
-        empty = x.new_empty((len(x), plan.num_value_heads, plan.value_dim), dtype=self.states.dtype)
+        shape = (len(z), plan.num_value_heads, plan.value_dim)
+        empty = z.new_empty(shape, dtype=self.states.dtype)
         out = taken(self.over_waves(batch, empty, one_each, several_each), rows).flatten(1)
-        return self.out_proj(self.gated_of(out, taken(z, rows)))
+        return self.gated_of(out, taken(z, rows))
 
     def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """What heads have read, weighed by the gate and normed: [L, H * V] twice -> the same."""

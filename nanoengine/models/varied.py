@@ -13,7 +13,7 @@ with a window. A layer of the narrower kind takes a fraction of a slice of the K
 of them share one: blocks of theirs have the numbers m b, m b + 1, ... where the pool's has b.
 
 Taken by `loader.py` for a plan that is `varied`. All is plain torch but products, norms and
-attention.
+attention; on a CPU `layers/cpu_varied.py` has compiled calls of layers without experts.
 
 Source: the model code of Gemma 4.
 
@@ -183,7 +183,8 @@ class VariedDecoder(VariantDecoder):
         x = self.embed_tokens(batch.token_ids)
         inputs = self._inputs(x, batch.token_ids) if self.input_size else None
         rotations = [rotary(batch.positions) for rotary in self.rotary.each]
-        for index, layer in enumerate(self.stack):
+        index = 0
+        for layer in self.stack:
             if index == self.first_shared and _has_others(batch):
                 kept = batch.logits_indices
                 if not len(kept):  # the step is only a chunk of prompts
@@ -191,9 +192,9 @@ class VariedDecoder(VariantDecoder):
                 batch = ends_of(batch, self.backend)
                 x, inputs = x[kept], None if inputs is None else inputs[kept]
                 rotations = [rotary(batch.positions) for rotary in self.rotary.each]
-            rows = batch.logits_indices if index == len(self.stack) - 1 else None
-            own = None if inputs is None else inputs[:, index]
-            x = layer(x, rotations, batch, rows, own)
+            index += layer.depth
+            rows = batch.logits_indices if index == len(self.layers) else None
+            x = layer(x, rotations, batch, rows, inputs)
         return self.norm(x, None)[0]
 
     def _inputs(self, embedded: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -236,7 +237,13 @@ def ends_of(batch: Batch, backend: AttentionBackend) -> Batch:
 
 
 class VariedLayer(VariantLayer):
-    """One layer; `shared` is the attention whose keys and values it attends to, None: its own."""
+    """One layer; `shared` is the attention whose keys and values it attends to, None: its own.
+
+    Attributes:
+        depth: how many layers it is.
+    """
+
+    depth = 1
 
     def __init__(
         self,
@@ -250,7 +257,7 @@ class VariedLayer(VariantLayer):
         path, plan, moe = f"model.layers.{index}", config.plan, config.moe
         varied, hidden = plan.varied, config.hidden_size
         assert varied is not None
-        self.rotation, self.scale = rotation, plan.residual_scale
+        self.index, self.rotation, self.scale = index, rotation, plan.residual_scale
         self.self_attn = self.mixer = VariedAttention(
             f"{path}.self_attn", index, config, shared, context
         )
@@ -276,7 +283,9 @@ class VariedLayer(VariantLayer):
             setattr(self, name, make_norm(config, context))
         self.layer_scalar = context.parameter(1)
 
-    needs_torch = True
+    @property
+    def needs_torch(self) -> bool:
+        return self.experts is not None
 
     def forward(
         self,
@@ -284,17 +293,18 @@ class VariedLayer(VariantLayer):
         rotations: list[Rotation],
         batch: Batch,
         rows: torch.Tensor | None,
-        own: torch.Tensor | None,
+        inputs: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Hidden states [T, hidden_size] -> the same of the rows that go on from attention; `own`
-        [T, input size] is the layer's input."""
+        """Hidden states [T, hidden_size] -> the same of the rows that go on from attention;
+        `inputs` [T, layers, input size] are those of all layers."""
         normed, x = self.input_layernorm(x, None)
         attended = self.mixer(normed, rotations[self.rotation], batch, rows)
         attended = self._added(self.attention_output_norm, attended)
         normed, x = self.post_attention_layernorm(attended, taken(x, rows))
         x = x + self._mlps(normed, x)
-        if own is not None:
-            gated = self.activation(self.per_layer_input_gate(x)) * taken(own, rows)
+        if inputs is not None:
+            own = taken(inputs[:, self.index], rows)
+            gated = self.activation(self.per_layer_input_gate(x)) * own
             x = x + self._added(self.post_per_layer_input_norm, self.per_layer_projection(gated))
         return x * self.layer_scalar
 
@@ -325,8 +335,6 @@ class VariedAttention(VariantAttention):
     Attributes:
         attention: its own, or that of the layer whose keys and values it attends to.
     """
-
-    needs_torch = True
 
     def __init__(
         self,

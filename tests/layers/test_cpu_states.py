@@ -118,6 +118,8 @@ def test_a_nan_stays_in_its_sequence():
         ("qwen3_5", None, 1e-5),
         ("qwen3_5", "int8", 0.02),
         ("qwen3_next", None, 1e-5),
+        ("bamba", "int8", 0),
+        ("granite_hybrid", None, 0),
     ],
 )
 def test_whole_layers_give_what_their_parts_give(family, quantization, tolerance):
