@@ -370,18 +370,17 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
               factors, factors_at, asked, asks, rows, lanes, room):  # fmt: skip
     """`_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.
 
-    Rows are taken by twos or fours: a, c and factors go on behind the last.
+    Rows are taken by twos or fours: a, c and factors go on behind the last. If it `asks` (1, not
+    0), it does so for what lies from `asked` on as what it reads of b lies from `b_at` on.
     """
     width = VECTOR_BYTES // c.itemsize
     wide = (VECTORS if rows > 2 else OF_TWO) * width
     enough = wide // 2 if rows > 2 else wide - width
-    ahead = depth // numbers_a_word(b)
-    at = 0
+    at, step = 0, asks * b_stride
     while at < lanes:
-        ask = asked + at * ahead
+        ask = asked + at
         # Why few vectors of four rows at once: the sums of one would wait for each other.
         if lanes - at > enough and room - at >= wide:
-            step = asks * wide
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                       factors, factors_at, ask, step, ROWS, VECTORS)  # fmt: skip
@@ -390,12 +389,10 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                       factors, factors_at, ask, step, 2, OF_TWO)  # fmt: skip
             at += wide
         elif rows > 2 and lanes - at > width and 2 * (room - at) >= wide:
-            step = asks * wide // 2
             _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                   factors, factors_at, ask, step, ROWS, HALF)  # fmt: skip
             at += wide // 2
         elif room - at >= width:
-            step = asks * width
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                       factors, factors_at, ask, step, ROWS, 1)  # fmt: skip
@@ -404,7 +401,6 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                       factors, factors_at, ask, step, 2, 1)  # fmt: skip
             at += width
         else:
-            step = asks * width // 2
             if rows > 2:
                 _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                       factors, factors_at, ask, step, ROWS, 0)  # fmt: skip

@@ -109,10 +109,17 @@ def _place(cache, table, head, token, sizes):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
-    """The place of the run behind this token's, maybe the first one of the `following` task."""
-    if token + lanes < task[KV_STOP]:
+    """The place of the run that is asked for while this token's is read: the one behind it, maybe
+    the first of the `following` task. Of tasks that end with a part of a run, a last run asks for
+    the last and one before it for the first. Why: a part would ask for a part of a whole run, and
+    a whole one for more than the part that is read."""
+    last = (task[KV_STOP] - 1) // lanes * lanes
+    in_part = task[PARTIAL] < 0 and task[KV_STOP] % lanes > 0
+    if token + lanes <= last - (lanes if in_part else 0):
         return _place(cache, table, task[HEAD], token + lanes, sizes)
     first = following[KV_START] // lanes * lanes
+    if in_part and token == last > task[KV_START]:
+        first = max(first, (following[KV_STOP] - 1) // lanes * lanes)
     return _place(cache, next_table, following[HEAD], first, sizes)
 
 
