@@ -30,7 +30,7 @@ from nanoengine.kernels.emit import FLOATS, I32, BFloat, Emit
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.tiles import I8, LINE
+from nanoengine.kernels.tiles import I8, I16, LINE
 
 KV_TILE = 64  # tokens between two updates of the running maximum
 
@@ -115,22 +115,109 @@ class CacheTile(Emit):
             rows, lanes = joined, max(1, half)
         return rows[0]
 
+    def rounded(self, floats):
+        """The bits of a vector's numbers rounded to bfloat16, a word each; a NaN stays one."""
+        build = self.builder
+        if HAS_DOTS:
+            bits = build.fptrunc(floats, ir.VectorType(BFloat(), self.width))
+            return build.zext(build.bitcast(bits, ir.VectorType(I16, self.width)), self.words)
+        bits = build.bitcast(floats, self.words)
+        last = build.and_(build.lshr(bits, self.every(16)), self.every(1))
+        bits = build.lshr(build.add(build.add(bits, self.every(0x7FFF)), last), self.every(16))
+        is_nan = build.fcmp_unordered("uno", floats, floats)
+        return build.select(is_nan, self.every(0x7FC0), bits)
+
     def pairs(self, floats):
-        """Words of a vector's numbers two by two, rounded to bfloat16; of a NaN anything."""
+        """Words of a vector's numbers two by two, rounded to bfloat16."""
         build = self.builder
         half = ir.VectorType(I32, self.width // 2)
+        by = ir.Constant(half, [16] * half.count)
         if HAS_DOTS:
             bits = build.fptrunc(floats, ir.VectorType(BFloat(), self.width))
             swapped = build.bitcast(bits, half)
-            by = ir.Constant(half, [16] * half.count)
             return build.or_(build.shl(swapped, by), build.lshr(swapped, by))
-        bits = build.bitcast(floats, self.words)
-        last = build.and_(build.lshr(bits, self.every(16)), self.every(1))
-        bits = build.add(build.add(bits, self.every(0x7FFF)), last)
-        first = self.shuffle(bits, bits, [*range(0, self.width, 2)])
-        second = self.shuffle(bits, bits, [*range(1, self.width, 2)])
-        high = build.and_(first, ir.Constant(half, [0xFFFF0000] * half.count))
-        return build.or_(high, build.lshr(second, ir.Constant(half, [16] * half.count)))
+        bits = self.rounded(floats)
+        first, second = (self.shuffle(bits, bits, [*range(i, self.width, 2)]) for i in range(2))
+        return build.or_(build.shl(first, by), second)
+
+
+def strips(context, builder, kind, count, turn):
+    """Writes `turn(emit, i)` for the numbers from each i on: `count` of an array's, which is a
+    multiple of 4, by whole vectors, and by vectors of 4 what is left."""
+    start, word = count.type(0), count.type
+    for bits in (CURRENT.vector_bits, 4 * kind.dtype.bitwidth):
+        emit = CacheTile(context, builder, kind, bits)
+        width, vectors = word(emit.width), builder.udiv(builder.sub(count, start), word(emit.width))
+
+        def strip(i, emit=emit, start=start, width=width):
+            turn(emit, builder.add(start, builder.mul(i, width)))
+
+        emit.loop(vectors, strip)
+        start = builder.add(start, builder.mul(vectors, width))
+
+
+@intrinsic
+def scale_row(typing, x, at, factor, out, out_at, count):
+    """out = `count` numbers of x times a factor, both from their places on; rounded where out is
+    of pairs of bfloat16."""
+    signature = types.void(x, at, x.dtype, out, out_at, count)
+
+    def codegen(context, builder, sig, args):
+        source, factor, target, count = Emit(context, builder).operands(sig.args, args)
+
+        def turn(emit, i):
+            scaled = builder.fmul(emit.load(emit.at(source, i)), emit.splat(factor))
+            if out.dtype == types.uint32:
+                scaled, i = emit.pairs(scaled), builder.lshr(i, i.type(1))
+            emit.store(scaled, emit.at(target, i))
+
+        strips(context, builder, x, count, turn)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def store_lines(typing, key, value, k_cache, k_at, lanes, v_cache, v_at):
+    """Writes a key, whose numbers lie `lanes` words apart in the cache, and a value, whose numbers
+    follow each other; of pairs, each in the half of its token."""
+    signature = types.void(key, value, k_cache, k_at, lanes, v_cache, v_at)
+    in_pairs = k_cache.dtype == types.uint16
+
+    def codegen(context, builder, sig, args):
+        plain = Emit(context, builder, key)
+        word, (k_source, v_source, keys, values) = args[3].type, plain.operands(
+            (key, k_at, value, k_at, k_cache, k_at, v_cache, v_at),
+            (args[0], args[3].type(0), args[1], args[3].type(0), *args[2:4], *args[5:7]),
+        )  # fmt: skip
+        if in_pairs:
+            keys = builder.bitcast(plain.at(keys, word(-1)), I32.as_pointer())
+
+        def turn(emit, i):
+            numbers, line = (emit.load(emit.at(of, i)) for of in (k_source, v_source))
+            if in_pairs:
+                numbers, line = emit.pairs(numbers), emit.rounded(line)
+                halves = ir.VectorType(I16, 2 * emit.width)
+                to = emit.at(values, builder.mul(i, word(2)))
+                # Why masked: another thread may write the other halves, of the next token.
+                own = ir.Constant(ir.VectorType(ir.IntType(1), halves.count), [1, 0] * emit.width)
+                emit.call(
+                    f"llvm.masked.store.v{halves.count}i16.p0", ir.VoidType(),
+                    builder.bitcast(line, halves),
+                    builder.bitcast(to, halves.as_pointer()), I32(2), own,
+                )  # fmt: skip
+                i = builder.lshr(i, word(1))
+            else:
+                emit.store(line, emit.at(values, i))
+            for j in range(numbers.type.count):
+                to = emit.at(keys, builder.mul(builder.add(i, word(j)), args[4]))
+                builder.store(builder.extract_element(numbers, I32(j)), to)
+
+        size = context.make_array(key)(context, builder, args[0]).nitems
+        strips(context, builder, key, size, turn)
+        return context.get_dummy_value()
+
+    return signature, codegen
 
 
 @by_types()
@@ -368,18 +455,17 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
               factors, factors_at, asked, asks, rows, lanes, room, scales, scales_at):  # fmt: skip
     """`line_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.
 
-    Rows are taken by twos or fours: a, c and factors go on behind the last.
+    Rows are taken by twos or fours: a, c and factors go on behind the last. If it `asks` (1, not
+    0), it does so for what lies from `asked` on as what it reads of b lies from `b_at` on.
     """
     width = VECTOR_BYTES // c.itemsize
     wide = (VECTORS if rows > 2 else OF_TWO) * width
     enough = wide // 2 if rows > 2 else wide - width
-    ahead = depth // numbers_a_word(b)
-    at = 0
+    at, step = 0, asks * b_stride
     while at < lanes:
-        ask, s_at = asked + at * ahead, scales_at + at
+        ask, s_at = asked + at, scales_at + at
         # Why few vectors of four rows at once: the sums of one would wait for each other.
         if lanes - at > enough and room - at >= wide:
-            step = asks * wide
             if rows > 2:
                 line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                           factors, factors_at, ask, step, ROWS, VECTORS, scales, s_at)  # fmt: skip
@@ -388,12 +474,10 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                           factors, factors_at, ask, step, 2, OF_TWO, scales, s_at)  # fmt: skip
             at += wide
         elif rows > 2 and lanes - at > width and 2 * (room - at) >= wide:
-            step = asks * wide // 2
             line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                       factors, factors_at, ask, step, ROWS, HALF, scales, s_at)  # fmt: skip
             at += wide // 2
         elif room - at >= width:
-            step = asks * width
             if rows > 2:
                 line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                           factors, factors_at, ask, step, ROWS, 1, scales, s_at)  # fmt: skip
@@ -402,7 +486,6 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                           factors, factors_at, ask, step, 2, 1, scales, s_at)  # fmt: skip
             at += width
         else:
-            step = asks * width // 2
             if rows > 2:
                 line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
                           factors, factors_at, ask, step, ROWS, 0, scales, s_at)  # fmt: skip

@@ -53,17 +53,17 @@ from nanoengine.kernels.attention_tiles import (
     ROWS,
     adds_beside,
     ask_to_write,
-    bfloat16,
     few_rows,
     numbers_a_word,
     place_of_weights,
     room_of_few,
     run_of,
     scale_numbers,
+    scale_row,
     scales_of,
     scales_of_tile,
     softmax_step,
-    stored,
+    store_lines,
     weigh_and_add,
     words_of,
 )
@@ -101,24 +101,6 @@ def _softcap(scores, first_row, rows, softcap):
             row[t] = np.copysign(cap * (one - e) / (one + e), x)
 
 
-@by_types(FASTMATH)
-def take_query(tile, r, q, at, scale):
-    """tile[r] = the query from `at`, scaled; rounded, if the tile is of pairs."""
-
-    def floats(tile, r, q, at, scale):
-        line, query = tile[r], q[at : at + tile.shape[1]]  # indexed from 0, or LLVM gathers
-        for d in range(len(line)):
-            line[d] = query[d] * scale
-
-    def pairs(tile, r, q, at, scale):
-        line, query = tile[r], q[at : at + 2 * tile.shape[1]]
-        for i in range(len(line)):
-            first, second = query[2 * i] * scale, query[2 * i + 1] * scale
-            line[i] = bfloat16(first) << np.uint32(16) | bfloat16(second)
-
-    return pairs if tile.dtype == types.uint32 else floats
-
-
 @compiled(fastmath=FASTMATH, part=True)
 def _place(cache, table, head, token, sizes):
     """Where the run that a token is the first of lies in the flat cache."""
@@ -130,10 +112,17 @@ def _place(cache, table, head, token, sizes):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
-    """The place of the run behind this token's, maybe the first one of the `following` task."""
-    if token + lanes < task[KV_STOP]:
+    """The place of the run that is asked for while this token's is read: the one behind it, maybe
+    the first of the `following` task. Of tasks that end with a part of a run, a last run asks for
+    the last and one before it for the first. Why: a part would ask for a part of a whole run, and
+    a whole one for more than the part that is read."""
+    last = (task[KV_STOP] - 1) // lanes * lanes
+    in_part = task[PARTIAL] < 0 and task[KV_STOP] % lanes > 0
+    if token + lanes <= last - (lanes if in_part else 0):
         return _place(cache, table, task[HEAD], token + lanes, sizes)
     first = following[KV_START] // lanes * lanes
+    if in_part and token == last > task[KV_START]:
+        first = max(first, (following[KV_STOP] - 1) // lanes * lanes)
     return _place(cache, next_table, following[HEAD], first, sizes)
 
 
@@ -153,21 +142,21 @@ def _run_task(
     num_heads, num_kv_heads, head_dim, block_size = sizes
     group_size = num_heads // num_kv_heads
     rows, head, position = task[NUM_QUERIES] * group_size, task[HEAD], task[POSITION]
+    queries, lines, shares, sums = (
+        tile.reshape(-1), scores.reshape(-1), weights.reshape(-1), out.reshape(-1)
+    )  # fmt: skip
     if softcap == 0:
         scale = scale / q.dtype.type(LN2)
     for r in range(rows):
         token = task[QUERY] + r // group_size
         at = token * q_stride + (head * group_size + r % group_size) * head_dim
-        take_query(tile, r, q, at, scale)
+        scale_row(q, at, scale, queries, r * tile.shape[1], head_dim)
         maximum[r] = MASKED
         total[r] = 0
     out[: -(-rows // ROWS) * ROWS] = 0
 
     lanes = min(block_size, KV_TILE)
     per_weight = numbers_a_word(weights)
-    queries, lines, shares, sums = (
-        tile.reshape(-1), scores.reshape(-1), weights.reshape(-1), out.reshape(-1)
-    )  # fmt: skip
     start, stop = task[KV_START], task[KV_STOP]
     for tile_start in range(start // KV_TILE * KV_TILE, stop, KV_TILE):
         end = min(tile_start + KV_TILE, stop)
@@ -259,6 +248,7 @@ def _attend_tasks(
     wide = empty((KV_TILE * head_dim // per,), operand.dtype)
     of_tokens = zeros((KV_TILE,), np.float32)
     out = empty((space, head_dim), q.dtype)
+    sums, parts, one = out.reshape(-1), partial_out.reshape(-1), q.dtype.type(1)
     maximum = empty((space,), q.dtype)
     total = empty((space,), q.dtype)
     factors = empty((space,), q.dtype)
@@ -279,18 +269,14 @@ def _attend_tasks(
             for r in range(rows):
                 head = task[HEAD] * group_size + r % group_size
                 at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
-                inverse, summed = _inverse(maximum[r], total[r], sinks, head), out[r]
-                line = result[at : at + head_dim]
-                for d in range(head_dim):
-                    line[d] = summed[d] * inverse
+                inverse = _inverse(maximum[r], total[r], sinks, head)
+                scale_row(sums, r * head_dim, inverse, result, at, head_dim)
         else:
             base = task[PARTIAL] * room
             for r in range(rows):
                 partial_stats[base + r, 0] = maximum[r]
                 partial_stats[base + r, 1] = total[r]
-                part, summed = partial_out[base + r], out[r]
-                for d in range(head_dim):
-                    part[d] = summed[d]
+                scale_row(sums, r * head_dim, one, parts, (base + r) * head_dim, head_dim)
 
 
 @compiled(fastmath=FASTMATH)
@@ -390,11 +376,9 @@ def store_head(key, value, slot, head, k_cache, v_cache, sizes):
     """Writes the key and value [D] of one head of the token at `slot`."""
 
     def floats(key, value, slot, head, k_cache, v_cache, sizes):
-        per, lanes = numbers_a_word(k_cache), min(sizes[3], KV_TILE)
+        lanes = min(sizes[3], KV_TILE)
         k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
-        for d in range(len(key)):
-            k_cache[k_at + d // per * lanes * per - d % per] = stored(key[d], k_cache)
-            v_cache[v_at + d * per] = stored(value[d], v_cache)
+        store_lines(key, value, k_cache, k_at, lanes, v_cache, v_at)
 
     return None if k_cache.dtype == types.int8 else floats
 

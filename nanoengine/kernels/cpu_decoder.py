@@ -20,9 +20,11 @@ heads, D head dim.
 
 from __future__ import annotations
 
+import numpy as np
 from numba import types
 
 from nanoengine.kernels.arrays import empty
+from nanoengine.kernels.attention_tiles import numbers_a_word, scale_row
 from nanoengine.kernels.cpu_attention import ask_for_slots, attend, combine
 from nanoengine.kernels.cpu_layers import (
     ADDS,
@@ -105,23 +107,39 @@ def some_panels(inputs, first, last, weight, panel, count, out):
     return of_bytes if len(weight) == 3 else of_floats
 
 
+@by_types()
+def keep_gated(gates, ups, activation, row, out, at):
+    """What the gate makes of two rows, from number `at` of out on; by way of `row` where out is of
+    pairs of bfloat16."""
+
+    def floats(gates, ups, activation, row, out, at):
+        gate_row(gates, ups, activation, out[at : at + len(gates)])
+
+    def pairs(gates, ups, activation, row, out, at):
+        gate_row(gates, ups, activation, row)
+        scale_row(row, 0, np.float32(1), out, at // 2, len(row))
+
+    return pairs if out.dtype == types.uint32 else floats
+
+
 @compiled(fastmath=FASTMATH)
 def _activate_panels(inputs, weight, activation, out, parts, lo, hi):
     """`activate` for the outputs of tiles lo ... hi - 1, or parts of these."""
-    inner, step = out.shape[1] // PANEL, hi - lo if parts == 1 else 1
+    inner, step = out.shape[1] * numbers_a_word(out) // PANEL, hi - lo if parts == 1 else 1
+    row = empty((step * PANELS * PANEL,), np.float32)
     for item in range(lo, hi, step):
         start, stop = share_of(len(out), item % parts, parts)
         panel = item // parts * PANELS
         count = min(step * PANELS, inner - panel)
-        both = empty((2, min(ROW_BLOCK, stop - start), count * PANEL), out.dtype)
+        both = empty((2, min(ROW_BLOCK, stop - start), count * PANEL), np.float32)
         for first in range(start, stop, ROW_BLOCK):
             last = min(first + ROW_BLOCK, stop)
             for i in range(2):
                 some_panels(inputs, first, last, weight, i * inner + panel, count,
                             both[i][: last - first])  # fmt: skip
             for t in range(first, last):
-                row = out[t, panel * PANEL : (panel + count) * PANEL]
-                gate_row(both[0, t - first], both[1, t - first], activation, row)
+                gates, ups = both[0, t - first], both[1, t - first]
+                keep_gated(gates, ups, activation, row[: len(gates)], out[t], panel * PANEL)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -131,9 +149,17 @@ def _multiply_and_gate(x, weight, activation, out, workers):
     gate(both, activation, out, workers)
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _in_panels(x, weight, activation, out, workers):
+    tiles = -(-out.shape[1] * numbers_a_word(out) // (PANELS * PANEL))
+    parts = row_parts(len(x), tiles, workers)
+    operands = as_multiplied(x, weight, workers), weight, activation, out, parts
+    parallel_for(_activate_panels, tiles * parts, workers, operands)
+
+
 @by_types(FASTMATH)
 def activate(x, weight, activation, out, workers):
-    """out [T, I] = what the gate makes of x times the weight of [2 I] outputs.
+    """out [T, I] = what the gate makes of x times the weight of [2 I] outputs, or pairs of it.
 
     Why in one pass: what is multiplied would go to memory and back, twice as wide as the result.
     """
@@ -142,11 +168,12 @@ def activate(x, weight, activation, out, workers):
         if out.shape[1] % PANEL:
             _multiply_and_gate(x, weight, activation, out, workers)
         else:
-            tiles = -(-out.shape[1] // (PANELS * PANEL))
-            parts = row_parts(len(x), tiles, workers)
-            operands = as_multiplied(x, weight, workers), weight, activation, out, parts
-            parallel_for(_activate_panels, tiles * parts, workers, operands)
+            _in_panels(x, weight, activation, out, workers)
 
+    if out.dtype == types.uint32:
+        return lambda x, weight, activation, out, workers: _in_panels(
+            x, weight, activation, out, workers
+        )
     in_groups = weight[0].dtype in (types.uint8, types.int8) and len(weight) == 2
     if not in_groups and len(weight) <= 3:
         return together
@@ -176,8 +203,8 @@ def gated_mlp(x, mlp, eps, behind, factor, workers):
         return mixed
 
     def computed(x, mlp, eps, behind, factor, workers):
-        gate_up, down, output_norm, inner, activation = mlp
-        gated = empty((len(x), inner), x.dtype)
+        gate_up, down, output_norm, operand, inner, activation = mlp
+        gated = empty((len(x), inner // numbers_a_word(operand)), operand.dtype)
         activate(x, gate_up, activation, gated, workers)
         multiply(gated, down, x, workers)
         _leave(x, output_norm, eps, behind, factor, workers)
@@ -239,9 +266,10 @@ def _decoder_layer(
             norms, the scale and softcap of scores. A fourth, of anything: qkv gives H gates of
             what is attended before the heads.
         second: three groups: the weights o, norm behind attention, norm before the MLP; gate_up,
-            down, norm behind the MLP, I and the gate's number, or nothing; the norms' epsilon,
-            whether they are behind, and the factor on what is added. Norms that are not there are
-            any array.
+            down, norm behind the MLP, an empty array of what down multiplies (pairs only where I
+            is a multiple of 16), I and the gate's number, or nothing; the norms' epsilon, whether
+            they are behind, and the factor on what is added. Norms that are not there are any
+            array.
     """
     weights, (heads_and_dims, window, normed, before), numbers = first[:3]
     norm, qkv, head_norm, operand, sinks = weights

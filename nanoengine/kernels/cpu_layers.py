@@ -13,9 +13,14 @@ Legend: T rows (tokens), N size of a row, H / K query / KV heads, D head dim, P 
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import empty
+from nanoengine.kernels.attention_tiles import strips
 from nanoengine.kernels.cpu_attention import store_head
+from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
@@ -128,46 +133,57 @@ def gate(gate_up, kind, out, workers):
     parallel_for(_gate_rows, len(out), workers, (gate_up, kind, out))
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _turn(x, cos, sin, weight, scale, normed, out):
+@intrinsic
+def _turn(typing, x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at):
     """Norms one head by its scale, if `normed`, and turns its pairs (x[i], x[i + D / 2])."""
-    half = len(x) // 2
-    a, b, first, second = x[:half], x[half:], out[:half], out[half:]
-    wa, wb = weight[:half], weight[half:]
-    if normed != NO_NORM:
-        for i in range(half):
-            u, v = a[i] * scale * wa[i], b[i] * scale * wb[i]
-            first[i] = u * cos[i] - v * sin[i]
-            second[i] = v * cos[i] + u * sin[i]
-    else:
-        for i in range(half):
-            u, v = a[i], b[i]
-            first[i] = u * cos[i] - v * sin[i]
-            second[i] = v * cos[i] + u * sin[i]
+    signature = types.void(
+        x, at, table, table_at, weight, weight_at, x.dtype, normed, half, out, out_at
+    )
+
+    def codegen(context, builder, sig, args):
+        source, angles, weights, scale, normed, half, target = Emit(context, builder).operands(
+            sig.args, args
+        )
+
+        def turn(emit, i):
+            def both(pointer):
+                return emit.load(emit.at(pointer, i)), emit.load(emit.at(pointer, i, half))
+
+            numbers, factors, (cos, sin) = both(source), both(weights), both(angles)
+            scaled = (builder.fmul(number, emit.splat(scale)) for number in numbers)
+            u, v = (
+                builder.select(builder.trunc(normed, ir.IntType(1)), builder.fmul(of, by), number)
+                for of, by, number in zip(scaled, factors, numbers, strict=True)
+            )
+            first = emit.fma(u, cos, builder.fneg(builder.fmul(v, sin)))
+            emit.store(first, emit.at(target, i))
+            emit.store(emit.fma(v, cos, builder.fmul(u, sin)), emit.at(target, i, half))
+
+        strips(context, builder, x, half, turn)
+        return context.get_dummy_value()
+
+    return signature, codegen
 
 
 @compiled(fastmath=FASTMATH)
 def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi):
     num_heads, num_kv_heads, head_dim, _ = sizes
-    half, key = head_dim // 2, empty((head_dim,), q.dtype)
-    scale = q.dtype.type(1)
+    key, scale, row = empty((head_dim,), q.dtype), q.dtype.type(1), heads.reshape(-1)
+    angles, weights, queries = table.reshape(-1), weight.reshape(-1), q.reshape(-1)
     for t in range(lo, hi):
-        cos, sin, row = table[t, :half], table[t, half:], heads[t].reshape(-1)
-        if normed == TOGETHER:
-            scale = _scale_of_row(row[: num_heads * head_dim], eps)
-        for h in range(num_heads):
-            if normed == EACH_HEAD:
-                scale = _scale_of_row(heads[t, h], eps)
-            _turn(heads[t, h], cos, sin, weight[h], scale, normed, q[t, h])
-        if normed == TOGETHER:
-            keys = row[num_heads * head_dim : (num_heads + num_kv_heads) * head_dim]
-            scale = _scale_of_row(keys, eps)
-        for h in range(num_kv_heads):
-            own, value = weight[num_heads + h], heads[t, num_heads + num_kv_heads + h]
-            if normed == EACH_HEAD:
-                scale = _scale_of_row(heads[t, num_heads + h], eps)
-            _turn(heads[t, num_heads + h], cos, sin, own, scale, normed, key)
-            store_head(key, value, slots[t], h, k_cache, v_cache, sizes)
+        for h in range(num_heads + num_kv_heads):
+            at = (t * heads.shape[1] + h) * head_dim
+            if normed == EACH_HEAD or (normed == TOGETHER and h in (0, num_heads)):
+                count = 1 if normed == EACH_HEAD else num_kv_heads if h else num_heads
+                scale = _scale_of_row(row[at : at + count * head_dim], eps)
+            out, place = (queries, (t * num_heads + h) * head_dim) if h < num_heads else (key, 0)
+            _turn(
+                row, at, angles, t * head_dim, weights, h * head_dim, scale, normed != NO_NORM,
+                head_dim // 2, out, place,
+            )  # fmt: skip
+            if h >= num_heads:
+                value = row[at + num_kv_heads * head_dim :][:head_dim]
+                store_head(key, value, slots[t], h - num_heads, k_cache, v_cache, sizes)
 
 
 @compiled(fastmath=FASTMATH)

@@ -3,7 +3,8 @@
 A weight is a tuple, whose form says what it is:
 
     (panels, bias)                                     floats: `cpu_linear.linear`, or of pairs
-                                                       `linear_of_rounded`; bytes, in groups:
+                                                       `linear_of_rounded`, unless x is of pairs;
+                                                       bytes, in groups:
                                                        `linear_grouped`, signed `linear_floats`
     (values, scales, bias)                             int8: `cpu_quantized.linear8`
     (values, form, scales, zeros, group_size, bias)    weight-only: `cpu_weight_only.py`
@@ -25,7 +26,9 @@ def multiply(x, weight, out, workers):
     of_panels = {
         types.uint32: linear_of_rounded, types.uint8: linear_grouped, types.int8: linear_floats
     }  # fmt: skip
-    if len(weight) == 2:
+    if x.dtype == types.uint32:
+        kernel = linear
+    elif len(weight) == 2:
         kernel = of_panels.get(weight[0].dtype, linear)
     elif len(weight) == 3:
         kernel = linear8

@@ -21,7 +21,9 @@ from nanoengine.attention.batch import Batch
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
 from nanoengine.kernels.cpu_decoder import decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
+from nanoengine.kernels.cpu_linear import DOTS
 from nanoengine.kernels.held import Held, type_of
+from nanoengine.kernels.tiles import PANEL
 from nanoengine.layers.linear import Linear
 from nanoengine.layers.norm import RMSNorm
 
@@ -114,8 +116,10 @@ class LayerParts:
         mlp: tuple[Any, ...] = ()
         if self.gated is not None:
             inner = sum(self.gated.gate_up_proj.parts.values()) // 2
-            gate = GATES[self.gated.activation]
-            mlp = *of_mlp, self.weight_of(mlp_output_norm), inner, gate
+            gate, in_pairs = GATES[self.gated.activation], DOTS and inner % PANEL == 0
+            in_pairs &= all(weight[0].dtype == np.uint32 for weight in of_mlp)
+            operand = np.empty(0, np.uint32 if in_pairs else np.float32)
+            mlp = *of_mlp, self.weight_of(mlp_output_norm), operand, inner, gate
         elif self.experts:
             mlp = *self.experts, self.weight_of(mlp_output_norm)
         numbers = np.float32(self.norms[0].eps), output_norm is not None, np.float32(self.scale)

@@ -8,7 +8,7 @@ import torch
 
 from nanoengine.kernels.cpu_decoder import activate, multiply
 from nanoengine.kernels.cpu_layers import GATES, gate
-from nanoengine.kernels.cpu_linear import row_parts
+from nanoengine.kernels.cpu_linear import DOTS, rounded_rows, row_parts
 from nanoengine.kernels.jit import compiled
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.packed import PackedLinear
@@ -66,3 +66,21 @@ def test_rows_are_cut_where_tiles_are_too_few():
     assert [parts(rows, 20, 2) for rows in (1, 300, 4096)] == [1, 1, 1]
     assert [parts(rows, 20, 16) for rows in (1, 63, 64, 96, 128, 4096)] == [1, 1, 2, 3, 4, 4]
     assert parts(4096, 3, 64) == 86
+
+
+@pytest.mark.skipif(not DOTS, reason="this CPU has no products of bfloat16, for which pairs are")
+@pytest.mark.parametrize(("inner", "activation"), [(16, 0), (144, 1)])
+def test_a_gate_gives_what_the_next_product_rounds(inner, activation):
+    draw = torch.Generator().manual_seed(inner)
+    weight = operands("rounded", torch.randn(2 * inner, INPUTS, generator=draw))
+    for rows in (1, 7, 131):
+        x = torch.randn(rows, INPUTS, generator=draw).numpy()
+        x[0, 3] = np.nan
+        both, wanted = (np.empty((rows, size), np.float32) for size in (2 * inner, inner))
+        out = np.zeros((rows, inner // 2), np.uint32)
+        apart(x, weight, activation, both, wanted, 3)
+        together(x, weight, activation, out, 3)
+        expected = rounded_rows(wanted, 3)
+        assert np.array_equal(out[1:], expected[1:])
+        halves = torch.from_numpy(out[:1].view(np.int16)).view(torch.bfloat16)
+        assert halves.isnan().all(), "NaN is lost"
