@@ -26,7 +26,7 @@ ROOMS = {
     "attention": 1746,
     "bench": 715,
     "checkpoint": 4071,
-    "cli": 1025,
+    "cli": 1023,
     "core": 2898,
     "features": 2452,
     "jobs": 2585,

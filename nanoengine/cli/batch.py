@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from nanoengine.observe.watch import Watch
     from nanoengine.parallel.replicas import Replicas
 
-# Exit codes; a signal's is 128 + its number.
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS, SOME_DIFFER = 0, 1, 2, 3, 4
+"""Exit codes; a signal's is 128 + its number."""
 
 MOST_GRACE_S = 86_400
 

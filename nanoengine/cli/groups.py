@@ -18,8 +18,6 @@ from nanoengine.settings.config import EngineConfig
 
 T = TypeVar("T")
 
-# A box of the help: what it says, and the options in it, in their order. The last box that names
-# one has it; an option that none of them names is the command's own, and stands beside --help.
 GROUPS = {
     "model": ("What is loaded, and how it computes.", " ".join(EngineConfig.__dataclass_fields__)),
     "memory": ("The KV cache: its size, and where blocks are kept.",
@@ -31,6 +29,8 @@ GROUPS = {
         watermark_frac admission preempt_above admit_below speculative debug_checks overlap"""),
     "watching": ("What each step does.", "trace trace_steps watch"),
 }  # fmt: skip
+"""A box of the help: what it says, and the options in it, in their order. The last box that names
+one has it; an option that none of them names is the command's own, and stands beside --help."""
 
 POSITIONAL = tyro.conf.Positional[int].__metadata__[0]
 BOXES = {name: box for box, (_, names) in GROUPS.items() for name in names.split()}

@@ -173,11 +173,9 @@ def gguf_lines(path: Path) -> Iterable[str]:
     for part, tensors in {**parts, "all": list(file.tensors.values())}.items():
         numbers = sum(math.prod(tensor.shape) for tensor in tensors)
         size = sum(tensor.num_rows * tensor.row_bytes for tensor in tensors)
-        types, much = (
-            ", ".join(sorted({tensor.type for tensor in tensors})),
-            f"{size / GIB:.2f} GiB",
-        )
-        yield f"{part}: {numbers:,} numbers of {8 * size / numbers:.2f} bits, {much}: {types}"
+        types = ", ".join(sorted({tensor.type for tensor in tensors}))
+        bits, gib = 8 * size / numbers, size / GIB
+        yield f"{part}: {numbers:,} numbers of {bits:.2f} bits, {gib:.2f} GiB: {types}"
 
 
 def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[str]:
@@ -199,11 +197,11 @@ def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[
     yield from (f"{text} {' and '.join(sizes)} inputs" for text, sizes in found.items())
 
 
-# Part of a model -> what the names of its tensors have in them.
 GGUF_PARTS = {
     "embedding": "token_embd", "head": "^output\\.", "attention": "attn_|shortconv|ssm_",
     "experts": "_exps", "MLP": "ffn_",
 }  # fmt: skip
+"""Part of a model -> what the names of its tensors have in them."""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -25,8 +25,6 @@ from nanoengine.errors import ConfigError, NanoEngineError
 
 T = TypeVar("T")
 
-# Command -> what it does. Its options are `nanoengine.cli.COMMAND.CommandArgs`; without such a
-# class it reads its command line itself, and its help is its module's docstring.
 COMMANDS = {
     "batch": "answer files of rows; what is finished is kept, and a run resumes",
     "generate": "complete prompts of the command line, a file or stdin",
@@ -41,11 +39,13 @@ COMMANDS = {
     "info": "show versions, device, attention backends and a model",
     "completion": "print what completes these commands in bash, zsh or fish",
 }
+"""Command -> what it does. Its options are `nanoengine.cli.COMMAND.CommandArgs`; without such a
+class it reads its command line itself, and its help is its module's docstring."""
 
 HELP = ("-h", "--help")
 
-# Exit statuses as shells have them: after Ctrl-C, and when nobody reads the output any more.
 INTERRUPTED, PIPE_CLOSED = 130, 141
+"""Exit statuses as shells have them: after Ctrl-C, and when nobody reads the output any more."""
 
 
 def usage() -> str:

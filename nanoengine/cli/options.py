@@ -17,18 +17,18 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 DEMO = "demo"
-# Settings that are no options: objects are for rows and programs.
 OBJECTS = ("structured_outputs", "logits_processors", "extra_args", "kv_tiers")
-# Why not the class's own words: there None has a meaning, and here it means that none is given.
+"""Settings that are no options: objects are for rows and programs."""
 MAX_TOKENS = (
     "most tokens to generate. Without it: what the row says, else the model's own default, else"
     " 256. In OpenAI's form these are 16 in a completion and all of the context in a chat, in"
     " `nanoengine chat` all of the context."
 )
+"""Why not the class's own words: there None has a meaning, and here it means that none is given."""
 
-# What a command is about, without an option's name.
 ModelName = Annotated[Positional[str], arg(metavar="MODEL")]
 TraceFile = Annotated[Positional[Path], arg(metavar="TRACE")]
+"""What a command is about, without an option's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
