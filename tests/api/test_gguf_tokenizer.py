@@ -184,7 +184,7 @@ def test_words(pre: str, words: str) -> None:
     assert [word for word, _ in found] == words.split()
 
 
-SCRIPTS = "aB's c d\u00a01234567 你好かなไทยລາວ한국ㄅ。a/\n x     y"
+SCRIPTS = "aB's c d  1234567\u00a0你好かなไทยaລາວb한국ㄅc。a/\n\n x      y"
 
 
 @pytest.mark.parametrize(
@@ -192,21 +192,51 @@ SCRIPTS = "aB's c d\u00a01234567 你好かなไทยລາວ한국ㄅ。a/\n 
     [
         (
             "starcoder",
-            "aB|'s| c| d|\u00a0|1|2|3|4|5|6|7| 你好かなไทยລາວ한국ㄅ|。|a|/|\n| x|    | y",
+            "aB|'s| c| d|  |1|2|3|4|5|6|7|\u00a0|你好かなไทยaລາວb한국ㄅc|。|a|/|\n\n| x|     | y",
         ),
-        ("viking", "aB's| c| d|\u00a0|1|2|3|4|5|6|7| 你好かなไทยລາວ한국ㄅ|。|a/|\n| x|    | y"),
-        ("hunyuan", "aB|'s| c| d|\u00a0|1|2|3|4|5|6|7| 你好かなไทยລາວ한국ㄅ|。a|/\n| x|    | y"),
-        ("falcon-h1", "aB|'s| c| d|\u00a0|123|456|7| 你好かなไทยລາວ한국ㄅ|。a|/\n| x|    | y"),
-        ("minicpm5", "aB|'s| c| d|\u00a0|123|456|7| 你好かなไทยລາວ한국ㄅ|。a|/\n| x|    | y"),
-        ("jais-2", "aB|'s| c| d|\u00a0|123|456|7| 你好かなไทยລາວ한국ㄅ|。a|/\n| x|    | y"),
-        ("tiny_aya", "a|B's| c| d|\u00a0|1|234|567| 你好かなไทยລາວ한국ㄅ|。a|/\n| x|    | y"),
-        ("kimi-k2", "a|B's| c| d|\u00a0|123|456|7| |你好|かなไทยລາວ한국ㄅ|。a|/\n| x|    | y"),
-        ("youtu", "a|B's| c| d|\u00a0|1|2|3|4|5|6|7| |你好かな|ไทยລາວ|한국|ㄅ|。|a|/\n| x|    | y"),
-        ("exaone-moe", "aB|'s| c d|\u00a0|1|2|3|4|5|6|7| 你好かなไทยລາວ한국ㄅ|。a|/\n| x|    | y"),
-        ("afmoe", "aB|'s| c| d|\u00a0|1|234|567| |你好かな|ไทย|ລາວ|한국|ㄅ|。|a|/\n| x|    | y"),
+        (
+            "viking",
+            "aB's| c| d| | |1|2|3|4|5|6|7|\u00a0|你好かなไทยaລາວb한국ㄅc|。|a/|\n\n| x|     | y",
+        ),
+        (
+            "hunyuan",
+            "aB|'s| c| d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "falcon-h1",
+            "aB|'s| c| d| | |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "minicpm5",
+            "aB|'s| c| d|  |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "jais-2",
+            "aB|'s| c| d| | |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|    | | y",
+        ),
+        (
+            "tiny_aya",
+            "a|B's| c| d|  |1|234|567|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "kimi-k2",
+            "a|B's| c| d| | |123|456|7|\u00a0|你好|かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "youtu",
+            "a|B's| c| d| | |1|2|3|4|5|6|7|\u00a0|你好かな|ไทยaລາວb|한국|ㄅ|c|。|a|/\n\n| x|     | y",
+        ),
+        (
+            "exaone-moe",
+            "aB|'s| c d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n|\n| x|     | y",
+        ),
+        (
+            "afmoe",
+            "aB|'s| c| d|  |1|234|567|\u00a0|你好かな|ไทย|a|ລາວ|b|한국|ㄅc|。|a|/\n\n| x|     | y",
+        ),
         (
             "deepseek-llm",
-            "aB|'|s| c| d|\u00a0|1|2|3|4|5|6|7| |你好かなไทยລາວ한국ㄅ|。|a|/|\n| x|    | y",
+            "aB|'|s| c| d|  |1|2|3|4|5|6|7|\u00a0|你好かなไทย|a|ລາວ|b|한국ㄅ|c|。|a|/|\n|\n| x|     | y",
         ),
     ],
 )
@@ -289,7 +319,7 @@ def test_all_rules_keep_all_of_a_text(pre: str) -> None:
 def test_a_word_that_is_a_token_is_one_whatever_merges_say() -> None:
     said = bytes_said(merges=[], bos_token_id=0)
     there = said["tokenizer.ggml.tokens"].index("Ġthe")
-    for pre, ids in (("gpt-2", 4), ("llama-bpe", 1)):
+    for pre, ids in (("gpt-2", 4), ("llama-bpe", 1), ("kimi-k2", 1)):
         found = made(said | {"tokenizer.ggml.pre": pre}).encode(" the", add_special_tokens=False)
         assert len(found) == ids and (ids > 1 or found == [there])
 
