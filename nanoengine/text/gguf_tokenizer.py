@@ -3,6 +3,7 @@
     model   what merges first           what splits a text into words        what is unknown
     gpt2    `merges`, in their order    regular expressions, named by `pre`  nothing: all is bytes
     llama   tokens of higher `scores`   nothing; a space is a "▁"            is tokens of a byte
+    gemma4  `merges`, in their order    nothing; a space is a "▁"            is tokens of a byte
 
 Called by load_tokenizer.py. It knows keys that begin with "tokenizer.", and no tensors. Such a file
 names the rules of words and leaves out what else a tokenizer.json says (normalizers, tokens that
@@ -10,7 +11,9 @@ take up spaces); both are in tables here, for the names that are known. No name 
 
 Source: keys and types of tokens, docs/gguf.md of ggml; what each `pre` stands for, llama.cpp's
 src/llama-vocab.cpp, which quotes the expressions of the models' own tokenizer.json; NFC of Qwen,
-GPT-NeoX and Cohere, their classes in transformers.
+GPT-NeoX and Cohere, their classes in transformers; of Hunyuan and StableLM 2, and the expression of
+Kimi, the classes that their publishers gave (tokenization_hy.py, tokenization_arcade100k.py,
+tokenization_kimi.py); digits and scripts of AFMoE, Trinity's tokenizer.json.
 """
 
 from __future__ import annotations
@@ -84,32 +87,74 @@ OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + SPACES
 TEKKEN = CASED % ("", "") + r"\p{N}" + OTHERS
 GPT4O = CASED % (f"{APOSTROPHES}?", f"{APOSTROPHES}?") + r"\p{N}{1,3}" + OTHERS
 HAN = "[一-龥\u0800-一가-\ud7ff]+"
+THREES = r"\p{N}{1,3}"
 DEEPSEEK3 = (
-    r"\p{N}{1,3}",
+    THREES,
     "[一-龥\u3040-ゟ\u30a0-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
 )
 CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}")
+DEEPSEEK = (
+    r"[\r\n]",
+    # Why these: the model names the letters with a case of an older Unicode, and not all of them.
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua78f-\ua7ff"
+    r"\uab30-\uab6f\x{10570}-\x{105bf}\x{10d50}-\x{10d8f}\x{16e40}-\x{1dfff}]]+",
+    r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    HAN,
+    r"\p{N}",
+)
+# Why not as published: that looks ahead from each digit, over all that follow.
+RIGHT = r"(?<!\d)\d{1,3}(?=(?>\d{3})*%s)|\G(?<=\d)\d{3}"
+AFMOE = (
+    RIGHT % r"(?!\d)",
+    r"[\u4e00-\u9fff\u3040-\u30ff\u3400-\u4dbf\uf900-\ufaff\uff65-\uff9f\u2f00-\u2fdf]+"
+    r"|[\u0e00-\u0e7f]+|[\u0e80-\u0eff]+|[\u1780-\u17ff]+"
+    r"|[\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff]+|[\uac00-\ud7af\u1100-\u11ff]+",
+    DEEPSEEK3[-1],
+)
+YOUTU = (
+    r"[\uac00-\ud7a3\u3131-\u318e]+|[\u2014\u2018\u2019\u201c\u201d\u2026\u3001-\u303f\ufe30-\ufe4f"
+    r"\uff01\uff0c\uff1a\uff1b]+|[\u3105-\u312f]+|" + DEEPSEEK3[1],
+    GPT4O.replace("{1,3}", ""),
+)
+KIMI = r"\p{Han}+|" + GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]", r"[\r\n]")
+EXAONE = QWEN2.replace(r"]?\p{L}+", r"]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+").replace(
+    r"[\r\n]*|\s*[\r\n]+", r"[\r\n/]?|\s*[\r\n]"
+)
+JAIS = LLAMA3.removesuffix(r"\s+(?!\S)|\s+")
+JAIS += "".join(rf"\s{{{1 << i}}}(?!\S)|" for i in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s"
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
 WORDS = {
     name: words
     for names, words in (
-        ("gpt-2 phi-2 exaone4 trillion granite-docling", Words([GPT2])),
+        ("gpt-2 phi-2 exaone4 trillion granite-docling mellum gigachat a.x-4.0", Words([GPT2])),
         ("mpt olmo", Words([GPT2], nfc=True)),
-        ("smollm starcoder refact codeshell exaone", Words(DIGITS)),
+        ("smollm starcoder refact codeshell exaone minerva-7b mellum2", Words(DIGITS)),
         ("command-r", Words(DIGITS, nfc=True)),
-        ("qwen2", Words([QWEN2], nfc=True)),
+        ("viking", Words([r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}"])),
+        ("qwen2 stablelm2", Words([QWEN2], nfc=True)),
+        ("hunyuan", Words([QWEN2], nfc=True, whole=True)),
         ("qwen35", Words([QWEN35], nfc=True)),
-        ("deepseek-r1-qwen", Words([QWEN2])),
-        ("llama3 llama-v3 llama-bpe falcon3 pixtral lfm2", Words([LLAMA3], whole=True, bos=True)),
+        ("deepseek-r1-qwen kormo megrez solar-open", Words([QWEN2])),
+        ("llama3 llama-v3 llama-bpe falcon3 falcon-h1", Words([LLAMA3], whole=True, bos=True)),
+        ("pixtral lfm2 midm-2.0", Words([LLAMA3], whole=True, bos=True)),
         ("dbrx smaug-bpe chatglm-bpe", Words([LLAMA3])),
         ("glm4", Words([LLAMA3], whole=True)),
+        ("minicpm5", Words([THREES, LLAMA3], whole=True)),
+        ("jais-2", Words([JAIS])),
         ("tekken", Words([TEKKEN], whole=True, bos=True)),
-        ("gpt-4o llama4 minimax-m2", Words([GPT4O])),
+        ("gpt-4o llama4 minimax-m2 kanana2", Words([GPT4O])),
+        ("tiny_aya", Words([RIGHT % r"\b", GPT4O], nfc=True)),
+        ("kimi-k2", Words([KIMI], whole=True)),
+        ("youtu", Words(YOUTU, whole=True)),
+        ("exaone-moe", Words([EXAONE])),
+        ("afmoe", Words(AFMOE)),
+        ("deepseek-llm", Words(DEEPSEEK)),
         ("deepseek-coder", Words(CODER)),
-        ("deepseek-v3 hunyuan-dense", Words(DEEPSEEK3)),
+        ("deepseek-v3 hunyuan-dense joyai-llm", Words(DEEPSEEK3)),
         ("seed-coder", Words([SEED])),
         ("default", Words(DEFAULT)),
     )
@@ -135,7 +180,7 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     said = _Said(metadata, path)
     model = said.value("model", str)
     if model not in MODELS:
-        said.refuse("model", f"is {shown(model)}; read are {' and '.join(MODELS)}")
+        said.refuse("model", f"is {shown(model)}; read are {', '.join(MODELS)}")
     raw, bos = MODELS[model](said)
     # Source: Phi-3's tokenizer.json, most of whose tokens take up the spaces behind them.
     strip = model == "llama" and str(metadata.get("general.architecture")) == "phi3"
@@ -232,20 +277,28 @@ class _Said:
         return found if found.keys() - {"default"} else found.get("default")
 
 
+def _merges(said: _Said) -> list[tuple[str, str]]:
+    # Why the first of equal ones: so does llama.cpp, while the library takes the last.
+    merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(said.value("merges", list[str]))]
+    if wrong := [merge for merge in merges if len(merge) != 2]:
+        said.refuse("merges", f"has {shown(wrong[0][0])}, which is no two tokens")
+    return merges
+
+
+def _bpe(said: _Said, merges: list[tuple[str, str]], **options: Any) -> RawTokenizer:
+    try:
+        return RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, **options))
+    except Exception as error:  # Why: the library raises nothing more exact.
+        said.refuse("merges", f"do not fit the vocabulary: {error}")
+
+
 def _byte_level(said: _Said) -> tuple[RawTokenizer, bool]:
     """BPE over bytes, and whether its texts begin with BOS if nothing else is said."""
     name = said.value("pre", str)
     if name not in WORDS:
         said.refuse("pre", f"is {shown(name)}; known are {', '.join(sorted(WORDS))}")
     words = WORDS[name]
-    # Why the first of equal ones: so does llama.cpp, while the library takes the last.
-    merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(said.value("merges", list[str]))]
-    if wrong := [merge for merge in merges if len(merge) != 2]:
-        said.refuse("merges", f"has {shown(wrong[0][0])}, which is no two tokens")
-    try:
-        raw = RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, ignore_merges=words.whole))
-    except Exception as error:  # Why: the library raises nothing more exact.
-        said.refuse("merges", f"do not fit the vocabulary: {error}")
+    raw = _bpe(said, _merges(said), ignore_merges=words.whole)
     if words.nfc:
         raw.normalizer = normalizers.NFC()
     raw.pre_tokenizer = pre_tokenizers.Sequence([
@@ -261,11 +314,6 @@ def _by_scores(said: _Said) -> tuple[RawTokenizer, bool]:
 
     What `pre` says has no meaning here: no text is split.
     """
-    if said.value("remove_extra_whitespaces", bool, False):
-        said.refuse("remove_extra_whitespaces", "is True; with this model all spaces are kept")
-    unknown = said.token_id("unknown", 0)
-    if unknown is None or said.tokens[unknown] not in said.vocab:
-        said.refuse("unknown_token_id", f"is {unknown}, which is no token in use")
     best = np.argsort(-said.numbers("scores").astype(np.float64), kind="stable")
     merged = best[np.isin(said.types[best], (NORMAL, USER_DEFINED))]
     by_score = [token for i in merged.tolist() if (token := said.tokens[i])]
@@ -278,25 +326,38 @@ def _by_scores(said: _Said) -> tuple[RawTokenizer, bool]:
         for cut in range(len(token) - 1, 0, -1)
         if token[:cut] in known and token[cut:] in known
     ]
-    raw = RawTokenizer(
-        models.BPE(
-            vocab=said.vocab,
-            merges=merges,
-            unk_token=said.tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=bool((said.types == BYTE).any()),
-        )
-    )
+    return _spaced(said, merges, prefix=True), True
+
+
+def _by_merges(said: _Said) -> tuple[RawTokenizer, bool]:
+    """BPE as Gemma 4 has it, and that its texts begin with BOS if nothing else is said."""
+    return _spaced(said, _merges(said), prefix=False), True
+
+
+def _spaced(said: _Said, merges: list[tuple[str, str]], prefix: bool) -> RawTokenizer:
+    """BPE over characters, of texts that no rule splits, which have a "▁" for each space.
+
+    Args:
+        prefix: whether one more is put in front if nothing is said.
+    """
+    if said.value("remove_extra_whitespaces", bool, False):
+        said.refuse("remove_extra_whitespaces", "is True; with this model all spaces are kept")
+    unknown = said.token_id("unknown", 0)
+    if unknown is None or said.tokens[unknown] not in said.vocab:
+        said.refuse("unknown_token_id", f"is {unknown}, which is no token in use")
+    in_bytes = bool((said.types == BYTE).any())
+    name = said.tokens[unknown]
+    raw = _bpe(said, merges, unk_token=name, fuse_unk=True, byte_fallback=in_bytes)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     raw.normalizer = normalizers.Replace(" ", "▁")
-    if said.value("add_space_prefix", bool, True):
+    if said.value("add_space_prefix", bool, prefix):
         raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), raw.normalizer])
         parts.append(decoders.Strip(" ", 1, 0))
     raw.decoder = decoders.Sequence(parts)
-    return raw, True
+    return raw
 
 
-MODELS = {"gpt2": _byte_level, "llama": _by_scores}
+MODELS = {"gpt2": _byte_level, "llama": _by_scores, "gemma4": _by_merges}
 """By the name in `tokenizer.ggml.model`."""
 
 

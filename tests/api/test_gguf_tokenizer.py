@@ -15,7 +15,9 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
+from transformers import GemmaTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from nanoengine import SamplingParams
@@ -70,6 +72,19 @@ def scores_said(**said: Any) -> Metadata:
     )
 
 
+def gemma_said(**said: Any) -> Metadata:
+    raw = byte_fallback().backend.backend_tokenizer
+    return described(raw, **{"model": "gemma4", "add_bos_token": False, "bos_token_id": 1, **said})
+
+
+def gemma() -> Tokenizer:
+    """What the same vocabulary is in the class that transformers has for Gemma."""
+    model = json.loads(byte_fallback().backend.backend_tokenizer.to_str())["model"]
+    tokens = {"pad_token": "</s>", "eos_token": "</s>", "bos_token": "<s>", "mask_token": "<s>"}
+    merges = [tuple(pair) for pair in model["merges"]]
+    return Tokenizer(GemmaTokenizer(vocab=model["vocab"], merges=merges, **tokens))
+
+
 def write(path: Path, metadata: Metadata) -> Path:
     """A GGUF file of metadata alone."""
     writer = gguf.GGUFWriter(path, "llama")
@@ -102,10 +117,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer
             Tokenizer.load(str(write(place / "b.gguf", scores_said()))),
             byte_fallback(),
         ),
+        "gemma": (Tokenizer.load(str(write(place / "c.gguf", gemma_said()))), gemma()),
     }
 
 
-kinds = pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+kinds = pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "gemma"])
 
 
 @kinds
@@ -168,6 +184,131 @@ def test_words(pre: str, words: str) -> None:
     assert [word for word, _ in found] == words.split()
 
 
+SCRIPTS = "aB's c d  1234567\u00a0你好かなไทยaລາວb한국ㄅc。a/\n\n x      y"
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        (
+            "starcoder",
+            "aB|'s| c| d|  |1|2|3|4|5|6|7|\u00a0|你好かなไทยaລາວb한국ㄅc|。|a|/|\n\n| x|     | y",
+        ),
+        (
+            "viking",
+            "aB's| c| d| | |1|2|3|4|5|6|7|\u00a0|你好かなไทยaລາວb한국ㄅc|。|a/|\n\n| x|     | y",
+        ),
+        (
+            "hunyuan",
+            "aB|'s| c| d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "falcon-h1",
+            "aB|'s| c| d| | |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "minicpm5",
+            "aB|'s| c| d|  |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "jais-2",
+            "aB|'s| c| d| | |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|    | | y",
+        ),
+        (
+            "tiny_aya",
+            "a|B's| c| d|  |1|234|567|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "kimi-k2",
+            "a|B's| c| d| | |123|456|7|\u00a0|你好|かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+        ),
+        (
+            "youtu",
+            "a|B's| c| d| | |1|2|3|4|5|6|7|\u00a0|你好かな|ไทยaລາວb|한국|ㄅ|c|。|a|/\n\n"
+            "| x|     | y",
+        ),
+        (
+            "exaone-moe",
+            "aB|'s| c d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n|\n| x|     | y",
+        ),
+        (
+            "afmoe",
+            "aB|'s| c| d|  |1|234|567|\u00a0|你好かな|ไทย|a|ລາວ|b|한국|ㄅc|。|a|/\n\n| x|     | y",
+        ),
+        (
+            "deepseek-llm",
+            "aB|'|s| c| d|  |1|2|3|4|5|6|7|\u00a0|你好かなไทย|a|ລາວ|b|한국ㄅ|c|。|a|/|\n"
+            "|\n| x|     | y",
+        ),
+    ],
+)
+def test_words_of_many_scripts(pre: str, words: str) -> None:
+    """As Python's `regex` takes this text apart with the models' own expressions."""
+    raw = make_tokenizer(bytes_said(pre=pre, bos_token_id=0), Path("m.gguf")).backend_tokenizer
+    found = [SCRIPTS[a:b] for _, (a, b) in raw.pre_tokenizer.pre_tokenize_str(SCRIPTS)]
+    assert found == words.split("|")
+
+
+def split(text: str, *expressions: str) -> list[str]:
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in expressions]
+    return [word for word, _ in pre_tokenizers.Sequence(splits).pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "published"),
+    [
+        (
+            "afmoe",
+            [
+                r"\p{Nd}{1,510}(?=(?>\p{Nd}{510})*(?:\P{Nd}|$))|\G\p{Nd}{510}",
+                r"\A\p{Nd}{1,2}(?=\p{Nd}{3}+\z)",
+                r"\A\p{Nd}{3}|\G\p{Nd}{3}",
+            ],
+        ),
+        ("tiny_aya", [r"\d{1,3}(?=(?:\d{3})*\b)"]),
+    ],
+)
+def test_digits_from_the_right_are_grouped_as_the_published_expressions_do(
+    pre: str, published: list[str]
+) -> None:
+    draw = Random(0)
+    parts = ["1", "23", "4567", "٣", "½", "a", "_", " ", ".", "你", "\n", "8" * 511]
+    for _ in range(500):
+        text = "".join(draw.choices(parts, k=draw.randint(1, 12)))
+        assert split(text, WORDS[pre].splits[0]) == split(text, *published), text
+
+
+def test_digits_from_the_right_are_seen_once() -> None:
+    for pre in ("afmoe", "tiny_aya"):
+        assert len(split("1" * 300_000, WORDS[pre].splits[0])) == 100_000
+
+
+def test_letters_of_deepseek_are_those_with_a_case_that_its_file_names() -> None:
+    """Source: the second expression of DeepSeek-LLM's tokenizer.json, by first and last code."""
+    named = """
+        41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376-377 37b-37d 37f 386
+        388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba
+        1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57
+        1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 1fd6-1fdb
+        1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 2126 2128 212a-212d
+        212f-2134 2139 213c-213f 2145-2149 214e 2183-2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2-2cf3
+        a640-a66d a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a
+        ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df
+        1e900-1e943
+    """
+    ranges = [one.split("-") for one in named.split()]
+    letters = {chr(i) for one in ranges for i in range(int(one[0], 16), int(one[-1], 16) + 1)}
+    only = pre_tokenizers.Split(Regex(WORDS["deepseek-llm"].splits[1][3:]), "removed", invert=True)
+    codes = [*range(1, 0xD800), *range(0xE000, 0x110000)]
+    every = "".join(map(chr, codes))
+    found = {c for i in range(0, len(every), 4096) for c in _letters(only, every[i : i + 4096])}
+    assert found == letters
+
+
+def _letters(only: pre_tokenizers.Split, text: str) -> str:
+    return "".join(word for word, _ in only.pre_tokenize_str(text))
+
+
 @pytest.mark.parametrize("pre", sorted(WORDS))
 def test_all_rules_keep_all_of_a_text(pre: str) -> None:
     tokenizer = made(bytes_said(pre=pre, add_bos_token=False))
@@ -180,7 +321,7 @@ def test_all_rules_keep_all_of_a_text(pre: str) -> None:
 def test_a_word_that_is_a_token_is_one_whatever_merges_say() -> None:
     said = bytes_said(merges=[], bos_token_id=0)
     there = said["tokenizer.ggml.tokens"].index("Ġthe")
-    for pre, ids in (("gpt-2", 4), ("llama-bpe", 1)):
+    for pre, ids in (("gpt-2", 4), ("llama-bpe", 1), ("kimi-k2", 1)):
         found = made(said | {"tokenizer.ggml.pre": pre}).encode(" the", add_special_tokens=False)
         assert len(found) == ids and (ids > 1 or found == [there])
 
@@ -247,6 +388,8 @@ def test_user_defined_spaces_are_taken_whole() -> None:
         ({"model": "gpt2", "bos_token_id": 0, "add_bos_token": True}, [0], []),
         ({"model": "gpt2", "eos_token_id": 1, "add_eos_token": True}, [], [1]),
         ({"model": "llama", "bos_token_id": 1, "add_bos_token": None}, [1], []),
+        ({"model": "gemma4", "add_bos_token": None}, [1], []),
+        ({"model": "gemma4"}, [], []),
         ({"model": "llama", "bos_token_id": 1, "add_bos_token": True, "add_eos_token": True,
           "eos_token_id": 2}, [1], [2]),
     ],
@@ -254,7 +397,8 @@ def test_user_defined_spaces_are_taken_whole() -> None:
 def test_bos_and_eos_are_added_as_the_file_or_its_kind_says(
     said: dict[str, Any], before: list[int], behind: list[int]
 ) -> None:
-    tokenizer = made(bytes_said(**said) if said["model"] == "gpt2" else scores_said(**said))
+    kind = {"gpt2": bytes_said, "llama": scores_said, "gemma4": gemma_said}[said["model"]]
+    tokenizer = made(kind(**said))
     plain = tokenizer.encode("the dog", add_special_tokens=False)
     assert tokenizer.encode("the dog") == [*before, *plain, *behind]
 
@@ -304,10 +448,11 @@ def test_chats(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[], Metadata], str]] = {
     "no tokenizer": (lambda: {}, "tokenizer.ggml.tokens is missing"),
     "no model": (lambda: bytes_said(model=None), "ggml.model is missing"),
-    "another model": (lambda: bytes_said(model="t5"), "is 't5'; read are gpt2 and llama"),
+    "another model": (lambda: bytes_said(model="t5"), "is 't5'; read are gpt2, llama, gemma4"),
     "no name of rules": (lambda: bytes_said(pre=None), "ggml.pre is missing"),
-    "unknown rules": (lambda: bytes_said(pre="viking"), "'viking'; known are .*llama-bpe.*qwen2"),
+    "unknown rules": (lambda: bytes_said(pre="bloom"), "'bloom'; known are .*llama-bpe.*qwen2"),
     "no merges": (lambda: bytes_said(merges=None), "ggml.merges is missing"),
+    "no merges of characters": (lambda: gemma_said(merges=None), "ggml.merges is missing"),
     "half a merge": (lambda: bytes_said(merges=["Ġthe"]), "'Ġthe', which is no two tokens"),
     "a merge of unknown tokens": (lambda: bytes_said(merges=["Ġq zz"]), "do not fit.*Ġq"),
     "tokens that are numbers": (lambda: bytes_said(tokens=[1, 2]), "tokens.*a string"),
