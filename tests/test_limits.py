@@ -39,7 +39,7 @@ ROOMS = {
     "runner": 2490,
     "settings": 892,
     "small": 583,
-    "text": 1243,
+    "text": 1285,
 }
 """Code lines that a room may have (`make loc`); "." are the modules at the top.
 
@@ -140,7 +140,7 @@ LOADED_ON_A_CPU = [
 ]
 """What the default on a CPU loads besides, its compiled functions in kernels/ left out;
 attention.naive and stored stay out."""
-LOADED_LINES, LOADED_LINES_ON_A_CPU = 9_500, 12_500
+LOADED_LINES, LOADED_LINES_ON_A_CPU = 9_500, 12_600
 
 GENERATE = """
 import json, sys
