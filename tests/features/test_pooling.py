@@ -255,7 +255,7 @@ def test_texts_longer_than_the_checkpoint_says_are_refused_or_cut(lm, tmp_path):
         ({"architectures": ["BertModel"]}, "'BertModel' is an encoder"),
         ({"architectures": ["XLMRobertaForSequenceClassification"]}, "is an encoder"),
         ({"architectures": ["ModernBertModel"]}, "is an encoder"),
-        ({"architectures": ["FalconModel"]}, "unsupported architecture 'FalconModel'"),
+        ({"architectures": ["BloomModel"]}, "unsupported architecture 'BloomModel'"),
         ({"is_causal": False}, "is_causal=False is not implemented"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],

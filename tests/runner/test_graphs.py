@@ -96,7 +96,7 @@ def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
     seen = []
     for name in ("cuda:1", "cpu"):
         own = runner_start.current_device(torch.device(name))
-        runner = mock.Mock(as_current=own, _start=note, _update_rows=note)
+        runner = mock.Mock(as_current=own, _start=note, _update_rows=note, due=[])
         with pytest.raises(InterruptedError):
             ModelRunner.start(runner)
         with pytest.raises(InterruptedError):
