@@ -55,9 +55,10 @@ class LLMEngine:
         debug_checks: check all invariants after each step.
         observers: told of each step; they may abort requests. One with a `close` is closed with
             the engine.
-        make_proposer: makes what drafts tokens, asked for by `draft`.
+        proposer: drafts tokens; None: nothing does, until `draft` is called.
+        make_proposer: makes the proposer that `draft` puts in.
         check_params: raises RequestError for parameters that the executor can't obey.
-        params_ready: whether that needs no time.
+        params_ready: whether that check needs no time.
     """
 
     def __init__(

@@ -4,9 +4,9 @@
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
             print(output.outputs[0].text)
 
-It puts the parts together and holds the loop of a call: prompts are read (`PromptReader`), queued,
-stepped (`LLMEngine`) and built into outputs (`OutputBuilder`). The engine decides what runs when.
-`Calls` decides which call runs, and clears away what an abandoned stream has left.
+It puts the parts together and holds the loop of a call: `PromptReader` reads prompts, `LLMEngine`
+queues and steps them, `OutputBuilder` makes outputs of them. The engine decides what runs when,
+`Calls` which call runs; it also clears away what an abandoned stream has left.
 Special: llm_calls.py (chat, beam search, tables, vLLM's names, bars).
 """
 
@@ -49,8 +49,8 @@ class LLM(OtherCalls):
         options: the fields of `EngineConfig`, and arguments of vLLM's that docs/moving_from_vllm.md
             lists; an unknown name raises ConfigError.
 
-    Use it as a context manager, or call `close()`: both give all memory back. A process that is
-    forked from one with an LLM can have none: start processes by "spawn".
+    Use it as a context manager, or call `close()`: both give all memory back. A process that was
+    forked from one with an LLM can't have one: start processes by "spawn".
 
     Threads may share an LLM. `generate`, `chat` and `beam_search` run one after the other: a second
     thread waits until the first one's call has ended. A stream keeps nobody waiting: the next call,
@@ -169,7 +169,7 @@ class LLM(OtherCalls):
         pulled lazily, at most max_num_seqs + LOOK_AHEAD prompts ahead of the last finished one: a
         job of any length runs in bounded memory. Its prompts are checked as they are pulled, and
         share one SamplingParams, unless they are Rows with their own. An iterator that has no
-        prompt at present yields `inputs.PAUSE`, so that those that run go on.
+        prompt at present yields `text.prompt_forms.PAUSE`, so that those that run go on.
 
         Closing the iterator aborts what is left. So does any other call on this LLM, be it from
         another thread or from the generator of prompts; the iterator then raises instead of ending

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/gguf.md: `python tools/gguf_table.py`.
+"""Prints how exact GGUF files are read, which docs/gguf.md sums up: `python tools/gguf_table.py`.
 
 Each architecture and each type is a tiny GGUF file with random weights, written as llama.cpp's
 converter does (`tests/support/gguf_files.py`). Its logits are compared with those of transformers

@@ -8,7 +8,7 @@ any block size, and is slow on purpose: each sequence's context is gathered into
     its keys                     0..3  4..7  8 9          position i lies in table[i // 4] at i % 4
     its queries                            7 8 9          its last query_len positions
 
-Special: `stored.py`, caches of bytes.
+Special: `stored.py` (caches of 8 bits).
 
 Legend: T tokens, N queries of one sequence, C keys they see, H / K query / KV heads, R = H / K,
 D head dim.

@@ -102,11 +102,11 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
         """Finds the longest cached prefix and says whether the rest fits. Takes no block.
 
-        NEVER: the whole pool less the watermark is too small. OK: after this sequence the free
-        blocks still cover the watermark, or 0 blocks where `keep_watermark` is False. LATER: they
-        don't, or a tier is reading blocks for the sequence; this call may have started the reads.
+        NEVER: the whole pool less the watermark is too small. OK: the free blocks suffice, and what
+        is left of them covers the watermark, unless `keep_watermark` is False. LATER: they don't
+        yet, or a tier is reading blocks for the sequence; this call may have started the reads.
 
-        A sequence back from preemption may use the watermark as well, because it had grown into it.
+        A sequence that was preempted may use the watermark as well, because it had grown into it.
         """
         num_kept = 0 if seq.num_preempted_tokens else self.num_watermark_blocks
         chunk = self.chunk_for(seq.num_tokens, num_kept)
@@ -205,12 +205,12 @@ class BlockManager:
         self.updates.append(TableUpdate(seq.row, index, position, (new,)))
 
     def slots_ready_until(self, seq: Sequence) -> int:
-        """Decodes that start before this position have nothing to ask of `may_append`, `register`.
+        """A decode that starts before this position needs neither `may_append` nor `register`.
 
-        Right after `may_append`: the block under way is then this sequence's alone. Its last slot
-        is left out, because it makes the block full, also where refused drafts have left empty
-        blocks behind it. Where steps overlap, a block that is full waits a step for its last token,
-        and is indexed then.
+        Asked right after `may_append`, when the block under way is this sequence's alone. Its last
+        slot is left out, because the token there fills the block, which must then be registered;
+        refused drafts may have left empty blocks behind it. 0: a full block is not registered yet,
+        since where steps overlap its last token comes a step later.
         """
         num_full = seq.num_computed_tokens // self.block_size
         if num_full > seq.num_registered_blocks and self.prefix_cache.enabled:

@@ -9,10 +9,11 @@ One formula for prefill, chunk, decode and verification: a sequence computes
 of a sampled token, so a step may be planned while the one before it still runs; `commit` brings the
 values, one step later if need be. Source: vLLM v1's scheduler (no phases; one budget).
 
-Of `block_size` decodes of a sequence all but two need no block, no copy and no entry in the prefix
-cache. So the BlockManager is asked once a block how long that holds, and the answer is kept in
-`Sequence.slots_ready_until`: until there, a decode is counters and nothing else.
-Perf: with 1,024 running sequences a plan takes 0.3 ms, 1.6 where each decode asks (one EPYC core).
+Of the `block_size` decodes that fill a block all but two need no block, no copy and no entry in the
+prefix cache. So the Scheduler asks the BlockManager once a block up to which position that holds,
+and keeps the answer in `Sequence.slots_ready_until`: up to there a decode only moves counters.
+Perf: with 1,024 running sequences a plan takes 0.3 ms, and 1.6 ms where each decode asks (one EPYC
+core).
 
 Called by LLMEngine; asks the BlockManager for blocks. Knows no tensors and no features.
 Special: extras.py (drafts, log-probabilities), forks.py (n > 1, forks, tokens chosen outside),
@@ -48,7 +49,7 @@ class Scheduler:
 
     Attributes:
         running: sequences that hold a row, by priority and arrival.
-        special: None until `extras.enlist` is called, for the first sequence with `Extras`.
+        special: plans sequences with `Extras`; None until `extras.enlist` is called for the first.
         last_finished, last_ended: requests that the latest commit finished, and sequences that have
             ended by it or since the one before; for observers.
         newly_ended: sequences that have ended since the latest commit.

@@ -72,8 +72,8 @@ class CausalLM(Layer):
     def most_likely(
         self, hidden: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The largest of each row's logits without all of them, where that can be: token ids [L]
-        and their logits [L]; None: ask for `logits`. `masks`: see `LinearMethod.argmax`."""
+        """The largest logit of each row, found without all of them: token ids [L] and their logits
+        [L]. None: this head can't, so ask for `logits`. `masks`: see `LinearMethod.argmax`."""
         return self.lm_head.argmax(hidden, masks)
 
     @property
@@ -112,7 +112,7 @@ class Decoder(Layer):
 
 
 class DecoderLayer(Layer):
-    """One layer. The residual travels beside x, so that each norm can take the sum in one go."""
+    """One layer. The residual travels beside x, and each norm adds the two before it norms them."""
 
     def __init__(self, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -130,8 +130,8 @@ class DecoderLayer(Layer):
         batch: Batch,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the layer before added, the residual before it) -> the same pair of this layer,
-        for the rows that go on from attention; None: all of them."""
+        """Takes what the layer before computed, and the residual that this is to be added to; gives
+        the same pair of this layer, for the `rows` that go on behind attention (None: all)."""
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, rotation, batch, rows)
         x, residual = self.post_attention_layernorm(x, taken(residual, rows))

@@ -1,9 +1,9 @@
 """ModelRunner: the in-process Executor. Carries out a StepPlan in tensors.
 
     launch()   rows.update ─► Batch ─► model ─► the most likely token of each row ─► download
-    result()   see `LaunchedStep`
+    result()   of the `LaunchedStep` that it returns: waits for the download
 
-A plan may also copy blocks, and load them from tiers before its forward or store them behind it.
+A plan may also copy blocks, load blocks from tiers before the forward, and store some after it.
 LLMEngine calls the runner through the Executor door. The runner decides nothing.
 Special: start.py (load, measure, allocate), special_rows.py (draws, edits, log-probabilities,
 drafts), graphs.py (decodes that replay a CUDA graph; `tests/runner/test_graphs.py` compares).

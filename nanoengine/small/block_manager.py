@@ -48,8 +48,8 @@ class BlockManager:
         return hits
 
     def can_allocate(self, seq: Sequence, hits: list[int]) -> bool:
-        """Whether the pool has the blocks that `allocate` takes from its queue: fresh ones, and
-        hits that nobody uses."""
+        """Whether the pool's queue has the blocks that `allocate` takes: fresh ones, and those hits
+        that nobody uses."""
         fresh = self.num_blocks_for(seq.num_tokens) - len(hits)
         unused = sum(self.pool.ref_counts[hit] == 0 for hit in hits)
         return fresh + unused <= self.pool.num_free
@@ -80,8 +80,8 @@ class BlockManager:
     def register(self, seq: Sequence, num_computed_before: int) -> None:
         """Makes the blocks findable that the step being planned fills.
 
-        Why before they are computed: an equal prompt admitted in the same step shares them. Each
-        layer stores all keys and values of a step before it reads any.
+        Why before they are computed: an equal prompt that is admitted in the same step shares them.
+        It may, because each layer stores all keys and values of a step before it reads any.
         """
         first, end = num_computed_before // self.block_size, seq.num_computed_tokens
         for index in range(first, end // self.block_size):

@@ -2,11 +2,11 @@
 
     used      ref_counts[b] > 0: in that many block tables
     free      in a queue:  [ empty, empty, ... | cached, ..., cached ]
-                             ▲ allocate takes                        ▲ free puts: least recently
-                               from this end                           used first
+                             ▲ `allocate` takes here          `free` puts ▲ cached blocks here
 
-A block that is freed keeps its content and stays findable until `allocate` hands it out again.
-Block 0 is the null block, which belongs to nobody.
+So empty blocks are handed out first, then the cached block that was used longest ago. A block that
+is freed keeps its content, and stays findable until `allocate` hands it out again. Block 0 is the
+null block, which belongs to nobody.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         # Block -> the digest of its content and the tokens themselves.
         self.contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
-        # Content -> the blocks that hold it, of which a lookup returns the first. Why several: two
-        # sequences may compute the same tokens at the same time. Why the tokens too: equal digests
-        # of other tokens are no hit.
+        # Content -> the blocks that hold it; a lookup returns the first. Why several: two sequences
+        # may compute the same tokens at the same time. Why tokens beside the digest: other tokens
+        # may have an equal digest, and are no hit.
         self.index: dict[tuple[bytes, tuple[int, ...]], list[int]] = {}
         self.free_queue = OrderedDict.fromkeys(range(1, num_blocks))
 

@@ -2,7 +2,7 @@
 
     plan ──► rows brought up to date ──► Batch ──► model ──► logits ──► sample ──► StepResult
 
-Each running sequence has a row here, with its tokens and its block table. They stay from step to
+Each running sequence has a row here, with its tokens and its block table. Rows stay from step to
 step, so a plan says only what has changed.
 """
 

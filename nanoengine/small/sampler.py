@@ -1,7 +1,7 @@
 """sample: from logits to a token. A function of (logits, parameters, seed, position), nothing else.
 
-There is no generator whose state others could move: the random number is a hash of seed and
-position. So a sequence gets the same tokens alone, in a batch, and after a preemption.
+A generator has a state, which each draw of a neighbour would move. Here the random number is a hash
+of seed and position, so a sequence gets the same tokens alone, in a batch, and after a preemption.
 """
 
 from __future__ import annotations

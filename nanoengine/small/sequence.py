@@ -4,8 +4,8 @@
                           ^ num_computed_tokens  keys and values of the tokens before are in blocks
 
 A step computes the next `num_tokens - num_computed_tokens` tokens, or as many of them as its budget
-allows. That one number is all there is: for a new prompt it is the prompt's length, for a prompt
-in chunks what is left of it, and for a sequence that generates it is 1.
+allows. For a new prompt that is the prompt's length, for a prompt in chunks what is left of it, and
+for a sequence that generates 1: no flag tells them apart.
 """
 
 from __future__ import annotations
