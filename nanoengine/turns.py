@@ -87,15 +87,10 @@ def one_at_a_time(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenat
 
     @functools.wraps(method)
     def wrapped(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
-        me, turns = threading.get_ident(), self.turns
-        if turns.owner == me:
+        if self.turns.owner == threading.get_ident():
             return method(self, *args, **kwargs)
-        with turns.door, turns.lock:
-            turns.owner = me
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                turns.owner = None
+        with self.turns.door, self.turns.turn():
+            return method(self, *args, **kwargs)
 
     return wrapped  # type: ignore[return-value]  # it is bound like any method
 

@@ -118,10 +118,7 @@ def main(args: BatchArgs) -> int:
             return dry_run(job_options(args), config, args.model)
         if args.watch:
             require_terminal()
-        try:
-            job = Job(job_options(args), lambda: describe_engine(config, args.model))
-        except OutputLostError as error:
-            raise ConfigError(str(error)) from error
+        job = Job(job_options(args), lambda: describe_engine(config, args.model))
         try:
             with closing(job), Signals(args.grace) as signals:
                 if args.verify is not None:
@@ -154,13 +151,11 @@ def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
             return llm.stream(rows, on_error="record")
 
         count, told = verify(job, alone, args.verify or 0, args.seed, *of_model(llm, args))
-    for one in told:
-        print(one, file=sys.stderr)
-    print(
+    same = (
         f"verified: of {count:,} answers, run again alone in a fresh engine, {count - len(told):,}"
-        f" are the same to the last character",
-        file=sys.stderr,
+        f" are the same to the last character"
     )
+    print(*told, same, sep="\n", file=sys.stderr)
     return SOME_DIFFER if told else ALL_ANSWERED
 
 

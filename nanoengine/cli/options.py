@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, UseAppendAction, arg
 
 from nanoengine.cli.docs import field_docs
-from nanoengine.errors import ConfigError, RequestError
+from nanoengine.errors import ConfigError
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.tiers import DiskTier, HostTier, Tier
@@ -87,17 +87,14 @@ def sampling_fields(args: object) -> dict[str, Any]:
     """The fields of SamplingParams that a command line sets.
 
     Raises:
-        ConfigError: a value is out of range.
+        RequestError: a value is out of range.
     """
     given = {
         option.name: value
         for option in fields(SamplingArgs)
         if (value := getattr(args, option.name)) != option.default
     }
-    try:
-        SamplingParams(**given)
-    except RequestError as error:
-        raise ConfigError(str(error)) from error
+    SamplingParams(**given)
     return given
 
 

@@ -28,12 +28,11 @@ def make_block_manager(
         enable_prefix_caching: of a cache that is made here.
         options: of `BlockManager`.
     """
+    manager, cache = BlockManager, PrefixCache
     if layout.has_groups:
         from nanoengine.core.groups.cache import GroupedPrefixCache
         from nanoengine.core.groups.manager import GroupedBlockManager
 
-        grouped = prefix_cache or GroupedPrefixCache(layout, enabled=enable_prefix_caching)
-        assert isinstance(grouped, GroupedPrefixCache)
-        return GroupedBlockManager(layout, prefix_cache=grouped, **options)
-    plain = prefix_cache or PrefixCache(layout, enabled=enable_prefix_caching)
-    return BlockManager(layout, prefix_cache=plain, **options)
+        manager, cache = GroupedBlockManager, GroupedPrefixCache
+    prefix_cache = prefix_cache or cache(layout, enabled=enable_prefix_caching)
+    return manager(layout, prefix_cache=prefix_cache, **options)

@@ -42,17 +42,14 @@ KINDS: dict[str, Kind] = {CHAT_URL: "chat", COMPLETION_URL: "completion"}
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
-NO_STREAM = "a batch has nobody to stream to"
-GUIDED = "give response_format, or structured_outputs"
 OPENAI: Table = {
     "max_completion_tokens": Alias("max_tokens"),
-    "stream": Refused(NO_STREAM),
-    "stream_options": Refused(NO_STREAM),
+    **dict.fromkeys(("stream", "stream_options"), Refused("a batch has nobody to stream to")),
     "response_format": Alias("structured_outputs"),
-    "guided_json": Refused(GUIDED),
-    "guided_regex": Refused(GUIDED),
-    "guided_choice": Refused(GUIDED),
-    "guided_grammar": Refused(GUIDED),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        Refused("give response_format, or structured_outputs"),
+    ),
     "parallel_tool_calls": Refused("an answer has as many calls as there are", (None, True)),
     "functions": Refused("give tools", (None, [])),
     "function_call": Refused("give tools", (None, "auto", "none")),

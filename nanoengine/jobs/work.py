@@ -79,7 +79,7 @@ class Work:
         max_errors: how many rows may fail.
 
     Attributes:
-        is_stopping: rows are left behind on purpose.
+        is_stopping: set, by any thread, to give out no more rows; those that run go on.
     """
 
     def __init__(
@@ -103,10 +103,6 @@ class Work:
         self._suspects: dict[int, list[Task]] = {deaths: [] for deaths in GROUPS}
         for task, deaths in suspects:
             self.suspect(task, deaths)
-
-    def stop(self) -> None:
-        """No row is given out any more; those that run go on."""
-        self.is_stopping = True
 
     def run(self, stream: Stream) -> None:
         """Answers rows until none is left.

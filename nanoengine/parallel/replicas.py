@@ -316,7 +316,7 @@ class Replicas:
                     for replica in live:
                         replica.look(self.silent_s)
             except BaseException:
-                work.stop()  # Why first: nothing that ends now is a death.
+                work.is_stopping = True  # Why first: nothing that ends now is a death.
                 self.close()
                 raise
 

@@ -199,6 +199,15 @@ def test_generate_writes_json_lines_where_no_terminal_is(
     assert "empty" in records[1]["error"]["message"]
 
 
+def test_a_prompt_that_can_not_be_made_says_why(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It told of a prompt that was None."""
+    command = ["generate", str(model), "--prompt", "the dog", "--reasoning-parser", "auto"]
+    assert cli.main([*command, *GREEDY]) == 1
+    assert "shows no form that is known" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
 def test_every_field_of_sampling_params_is_an_option() -> None:
     given = {
         "n": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5,
