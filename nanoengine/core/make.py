@@ -7,6 +7,7 @@ replay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
@@ -28,11 +29,10 @@ def make_block_manager(
         enable_prefix_caching: of a cache that is made here.
         options: of `BlockManager`.
     """
-    manager, cache = BlockManager, PrefixCache
+    manager: Callable[..., BlockManager] = BlockManager
+    cache: Callable[..., PrefixCache] = PrefixCache
     if layout.has_groups:
-        from nanoengine.core.groups.cache import GroupedPrefixCache
-        from nanoengine.core.groups.manager import GroupedBlockManager
-
-        manager, cache = GroupedBlockManager, GroupedPrefixCache
+        from nanoengine.core.groups.cache import GroupedPrefixCache as cache
+        from nanoengine.core.groups.manager import GroupedBlockManager as manager
     prefix_cache = prefix_cache or cache(layout, enabled=enable_prefix_caching)
     return manager(layout, prefix_cache=prefix_cache, **options)

@@ -20,6 +20,12 @@ from nanoengine.core.sequence import Request
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
 from nanoengine.settings.params import SamplingParams
 
+OPTIONS = (
+    "stop_token_ids", "allowed_token_ids", "logit_bias", "logprobs", "prompt_logprobs",
+    "structured_outputs", "logits_processors", "extra_args",
+)  # fmt: skip
+"""Fields of SamplingParams that name token ids, counts of them, or what edits logits."""
+
 
 class RequestChecker:
     """Checks requests against the limits of one engine.
@@ -144,17 +150,8 @@ class RequestChecker:
 
 
 def has_options(params: SamplingParams) -> bool:
-    """Whether parameters name token ids, counts of them, or what edits logits."""
-    return bool(
-        params.stop_token_ids
-        or params.allowed_token_ids
-        or params.logit_bias
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-        or params.structured_outputs is not None
-        or params.logits_processors
-        or params.extra_args
-    )
+    """Whether any of OPTIONS is asked for."""
+    return any(getattr(params, name) not in (None, (), {}) for name in OPTIONS)
 
 
 def _is_int(value: object) -> bool:

@@ -380,12 +380,12 @@ def count_rows(inputs: list[Input], options: JobOptions) -> int | None:
     """
     if any(one.name == STDIN for one in inputs):
         return None
-    found = survey(inputs, options.max_row_bytes)
-    if found.duplicates and options.strict:
-        raise ConfigError("--strict: " + "; ".join(found.duplicates))
-    for told in found.duplicates:
+    num_rows, duplicates = survey(inputs, options.max_row_bytes)
+    if duplicates and options.strict:
+        raise ConfigError("--strict: " + "; ".join(duplicates))
+    for told in duplicates:
         warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
-    return found.num_rows
+    return num_rows
 
 
 def tasks_of(

@@ -172,10 +172,7 @@ class RowOptions:
             if name not in (None, "auto"):
                 from nanoengine.features.answers import reader_of
 
-                try:
-                    reader_of(option, name, str)
-                except RequestError as error:
-                    raise ConfigError(str(error)) from error
+                reader_of(option, name, str)
         if self.prompt_column is not None and self.template is not None:
             raise ConfigError("--prompt-column and --template both make the prompt: give one")
         if self.system is not None and not self.chat:
@@ -224,7 +221,8 @@ class RowReader:
         pools: makes what knows the model's vectors and scores; None: rows can't ask for any.
 
     Raises:
-        ConfigError: the template is none, or an option of sampling is out of range.
+        ConfigError: the template is none.
+        RequestError: an option of sampling is out of range.
     """
 
     def __init__(
@@ -242,10 +240,7 @@ class RowReader:
         self._params: dict[str, SamplingParams] = {}
         self._other_models: set[str] = set()
         self._names = _names_in(options.template) if options.template is not None else []
-        try:
-            self._make_params({}, "simple")
-        except RequestError as error:
-            raise ConfigError(str(error)) from error
+        self._make_params({}, "simple")
 
     def task(self, line: Line, kind: Kind = "simple") -> Task:
         """The task of a line; one that can't run holds its error.
