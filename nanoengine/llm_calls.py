@@ -234,15 +234,7 @@ class OtherCalls:
             "system": system,
             "trust_row_templates": trust_row_templates,
         }
-        return generate_dataset(
-            source,
-            output,
-            sampling_params,
-            options,
-            stream=functools.partial(self.stream, on_error="record"),
-            config=self.config,
-            defaults=self.info.generation_defaults,
-        )
+        return generate_dataset(self, source, output, sampling_params, options)
 
     def embed(self, prompts: Any, **options: Any) -> list[EmbeddingRequestOutput]:
         """A vector a prompt, `outputs.embedding`; docs/embedding.md says of what hidden states.

@@ -96,7 +96,7 @@ class RequestChecker:
         words = tuple(tuple(self._plain_ids("bad_word_ids", word)) for word in bad_word_ids)
         num_generated = 0 if params.pooling else 1
         self.check_length(len(token_ids), num_generated=num_generated)
-        if has_options(params):
+        if any(getattr(params, name) not in (None, (), {}) for name in OPTIONS):
             from nanoengine.core.request_options import check_options
 
             params = check_options(params, self.info.vocab_size, self._further)
@@ -147,11 +147,6 @@ class RequestChecker:
             from nanoengine.core.request_options import too_large
 
             raise CapacityError(too_large(num_tokens, at_least, manager))
-
-
-def has_options(params: SamplingParams) -> bool:
-    """Whether any of OPTIONS is asked for."""
-    return any(getattr(params, name) not in (None, (), {}) for name in OPTIONS)
 
 
 def _is_int(value: object) -> bool:

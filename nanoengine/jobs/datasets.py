@@ -11,6 +11,7 @@ does not use.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import uuid
@@ -29,7 +30,6 @@ from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line, RowError
 from nanoengine.jobs.work import Stream, Work
 from nanoengine.settings.checks import plain, shown
-from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,21 +40,15 @@ NEW_COLUMNS = ("outputs", "usage", "error")
 
 
 def generate_dataset(
+    llm: Any,
     source: Any,
     output: str | os.PathLike[str] | None,
     params: SamplingParams | None,
     row_options: Mapping[str, Any],
-    *,
-    stream: Stream,
-    config: EngineConfig,
-    defaults: Mapping[str, Any],
 ) -> Any:
-    """Answers each row of a source; see `LLM.generate_dataset`.
-
-    Args:
-        stream: the engine's, which answers rows.
-        defaults: sampling parameters of the model's own, for rows that `params` leave them to.
-    """
+    """Answers each row of a source; see `LLM.generate_dataset`."""
+    config, defaults = llm.config, llm.info.generation_defaults
+    stream: Stream = functools.partial(llm.stream, on_error="record")
     if params is not None and not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params must be SamplingParams or None, got {shown(params)}")
     sampling = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}

@@ -44,7 +44,6 @@ from nanoengine.text.prompt_forms import PAUSE, Pause
 from nanoengine.version import __version__
 
 if TYPE_CHECKING:
-    from nanoengine.features.pooling import Pools
     from nanoengine.outputs import RequestOutput
 
 MIB = 1 << 20
@@ -282,20 +281,10 @@ class Job:
 
     # --- the rows -------------------------------------------------------------------------------
 
-    def work(
-        self,
-        model: str,
-        defaults: Mapping[str, Any] | None = None,
-        chat_template: Callable[[], Any] = str,
-        pools: Callable[[], Pools] | None = None,
-    ) -> Work:
-        """What is left to do.
-
-        Args:
-            model, defaults, chat_template, pools: as `RowReader` takes them.
-        """
+    def work(self, model: str, *facts: Any) -> Work:
+        """What is left to do, by a model: its name and `facts` as `RowReader` takes them."""
         options, deaths = self.options, self.deaths
-        reader, recorder = self.reader(model, defaults, chat_template, pools)
+        reader, recorder = self.reader(model, *facts)
         counts = deaths.counts if deaths is not None else {}
 
         def finish(task: Task, result: RequestOutput | RowError) -> None:
@@ -315,9 +304,9 @@ class Job:
             max_errors=options.max_errors,
         )
 
-    def reader(self, model: str, *args: Any) -> tuple[RowReader, Recorder]:
+    def reader(self, model: str, *facts: Any) -> tuple[RowReader, Recorder]:
         """What makes tasks of lines, and records of answers; `work` says of what."""
-        return RowReader(self.options, model, *args), Recorder(model, self.created)
+        return RowReader(self.options, model, *facts), Recorder(model, self.created)
 
     def tasks(self, reader: RowReader, wanted: Callable[[int], bool]) -> Iterator[Task | Pause]:
         """The tasks of those rows that are wanted."""

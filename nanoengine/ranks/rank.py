@@ -119,10 +119,13 @@ class Parent:
         try:
             number, message = self._pipe.recv()
         except (EOFError, OSError):
-            os._exit(1)
+            self._end()
         expected = next(self._numbers)
         assert number == expected, f"message {expected} was lost"
         return pickle.loads(message)
+
+    def _end(self) -> NoReturn:
+        os._exit(1)
 
     def watch(self) -> None:
         """Ends this process as soon as the parent is gone, whatever it is doing then. Tells it how
