@@ -311,15 +311,7 @@ class OtherCalls:
 
         check_lora(lora_request)
         with self._calls.alone():
-            return beam_search(
-                self._calls,
-                self.open_reader(),
-                prompts,
-                params,
-                config=self.config,
-                bar=functools.partial(progress_bar, use_tqdm),
-                tokenizer=self._tokenizer,
-            )
+            return beam_search(self, prompts, params, functools.partial(progress_bar, use_tqdm))
 
 
 def progress_bar(
