@@ -35,9 +35,7 @@ def check_options(
         count = getattr(params, name)
         if count is not None and count > size:
             raise RequestError(f"{name} must be at most {size}, got {count}")
-    if further is not None and (
-        params.structured_outputs is not None or params.logits_processors or params.extra_args
-    ):
+    if further is not None:
         further(params)
     return params.for_vocabulary(size)
 

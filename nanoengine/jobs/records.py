@@ -3,7 +3,7 @@
     OpenAI   {"id": "batch_req_ROW", "custom_id": ..., "response": {...}, "error": null}
     simple   {"_row": ROW, the row's columns, "outputs": [...], "usage": {...}, "error": null}
 
-The row comes first and the error last, so that reading a log back takes no JSON: see `log.py`.
+`log.py` reads a record's row and its error back.
 """
 
 from __future__ import annotations
