@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
 from nanoengine.cli.docs import field_docs
 from nanoengine.cli.options import OBJECTS
 from nanoengine.settings.config import EngineConfig
-
-T = TypeVar("T")
 
 GROUPS = {
     "model": ("What is loaded, and how it computes.", " ".join(EngineConfig.__dataclass_fields__)),
@@ -68,7 +66,7 @@ def grouped(options_class: type) -> type:
     return cls
 
 
-def flat(options_class: type[T], parsed: Any) -> T:
+def flat(options_class: type, parsed: Any) -> Any:
     """The options, of an object of the class that `grouped` has made.
 
     Raises:

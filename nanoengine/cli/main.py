@@ -15,15 +15,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import tyro
 
 from nanoengine import __version__
 from nanoengine.cli import groups
 from nanoengine.errors import ConfigError, NanoEngineError
-
-T = TypeVar("T")
 
 COMMANDS = {
     "batch": "answer files of rows; what is finished is kept, and a run resumes",
@@ -66,7 +64,7 @@ def find_command(name: str) -> tuple[Any, type | None]:
     return module, getattr(module, f"{name.capitalize()}Args", None)
 
 
-def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
+def parse(options_class: type, prog: str, args: Sequence[str]) -> Any:
     """The options on a command line.
 
     Raises:
