@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,9 +29,6 @@ from nanoengine.features.stages import Stages
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.numerics import RunnerOptions, use_allowed_cores, use_isa
 from nanoengine.settings.config import EngineConfig
-
-if TYPE_CHECKING:
-    from nanoengine.features.drafting import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +152,7 @@ def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngi
         )
         overlap = device.type == "cuda" if config.overlap is None else config.overlap
 
-        def make_proposer() -> Drafting | None:
+        def make_proposer() -> Any:
             from nanoengine.features.make_drafts import make_drafting
 
             return make_drafting(config, runner, manager, overlap)

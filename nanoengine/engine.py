@@ -53,11 +53,14 @@ class LLMEngine:
         seed: seeds requests that bring no seed of their own.
         overlap: plan and launch a step while the one before runs.
         debug_checks: check all invariants after each step.
-        observers: told of each step; they may abort requests. One with a `close` is closed with
-            the engine.
         make_proposer: makes what drafts tokens, asked for by `draft`.
         check_params: raises RequestError for parameters that the executor can't obey.
         params_ready: whether that needs no time.
+
+    Attributes:
+        observers: told of each step; they may abort requests. One with a `close` is closed with
+            the engine.
+        proposer: drafts tokens; None: nobody does.
     """
 
     def __init__(
@@ -69,8 +72,6 @@ class LLMEngine:
         seed: int = 0,
         overlap: bool = False,
         debug_checks: bool = False,
-        observers: Iterable[Observer] = (),
-        proposer: Proposer | None = None,
         make_proposer: Callable[[], Proposer | None] | None = None,
         check_params: Callable[[SamplingParams], None] | None = None,
         params_ready: Callable[[SamplingParams], bool] = lambda params: True,
@@ -78,8 +79,8 @@ class LLMEngine:
         self.executor = executor
         self.scheduler = scheduler
         self.info = info
-        self.observers = list(observers)
-        self.proposer = proposer
+        self.observers: list[Observer] = []
+        self.proposer: Proposer | None = None
         self._make_proposer = make_proposer
         self.overlap = overlap
         self.checker = RequestChecker(info, scheduler.block_manager, check_params, params_ready)

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
@@ -27,13 +27,10 @@ from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.records import Recorder, json_line
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
-from nanoengine.jobs.source import Input, Line, RowError
-from nanoengine.jobs.work import Stream, Work
+from nanoengine.jobs.source import Input, Line
+from nanoengine.jobs.work import Result, Stream, Work
 from nanoengine.settings.checks import plain, shown
 from nanoengine.settings.params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoengine.outputs import RequestOutput
 
 ROWS = Input(name="dataset", form="jsonl")
 NEW_COLUMNS = ("outputs", "usage", "error")
@@ -86,7 +83,7 @@ def answers(
     """Rows with their new columns, as they finish."""
     done: list[tuple[int, dict[str, Any]]] = []
 
-    def finish(task: Task, result: RequestOutput | RowError) -> None:
+    def finish(task: Task, result: Result) -> None:
         columns, task.columns = task.columns, {}  # Why: they need not be anything that JSON has.
         record = json.loads(recorder.record(task, result))
         new = {name: record.get(name) for name in NEW_COLUMNS}

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs import manifest as manifests
@@ -39,12 +39,9 @@ from nanoengine.jobs.source import (
     require_pyarrow,
     survey,
 )
-from nanoengine.jobs.work import Work
+from nanoengine.jobs.work import Result, Work
 from nanoengine.text.prompt_forms import PAUSE, Pause
 from nanoengine.version import __version__
-
-if TYPE_CHECKING:
-    from nanoengine.outputs import RequestOutput
 
 MIB = 1 << 20
 MOST_ROW_MIB = 1024
@@ -287,7 +284,7 @@ class Job:
         reader, recorder = self.reader(model, *facts)
         counts = deaths.counts if deaths is not None else {}
 
-        def finish(task: Task, result: RequestOutput | RowError) -> None:
+        def finish(task: Task, result: Result) -> None:
             self.done.add(task.row)
             log = self._error_log if isinstance(result, RowError) else self.log
             log.append(recorder.record(task, result))

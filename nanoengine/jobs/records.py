@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.jobs.log import SIMPLE_FIELDS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
+from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.settings.checks import plain
 
 if TYPE_CHECKING:
     from nanoengine.features.answers import AnswerForm
-    from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity; the number is OpenAI's."""

@@ -18,18 +18,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nanoengine.errors import EngineDeadError, EngineHungError, NanoEngineError
 from nanoengine.jobs.deaths import GROUPS, MOST_DEATHS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
+from nanoengine.outputs import RequestOutput
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 
-if TYPE_CHECKING:
-    from nanoengine.outputs import RequestOutput
-
-Stream = Callable[[Iterator[Row | Pause]], Generator["RequestOutput", None, None]]
+Stream = Callable[[Iterator[Row | Pause]], Generator[RequestOutput, None, None]]
+Result = RequestOutput | RowError
+"""What becomes of a row: its last output, or why it has none."""
 
 
 IDLE_S = 0.02
@@ -85,7 +84,7 @@ class Work:
     def __init__(
         self,
         tasks: Iterable[Task | Pause],
-        finish: Callable[[Task, RequestOutput | RowError], None],
+        finish: Callable[[Task, Result], None],
         *,
         suspects: Iterable[tuple[Task, int]] = (),
         note: Callable[[Task], None] = lambda task: None,
