@@ -2,6 +2,10 @@
 
 A command's options are one flat class. tyro makes a box of the help of each nested class, so here
 the flat class is taken apart into one class a group, and put together again from what was parsed.
+
+GROUPS has a box of the help each: what it says, and the options in it, in their order. The last box
+that names one has it; an option that none of them names is the command's own, and stands beside
+--help.
 """
 
 from __future__ import annotations
@@ -27,8 +31,6 @@ GROUPS = {
         watermark_frac admission preempt_above admit_below speculative debug_checks overlap"""),
     "watching": ("What each step does.", "trace trace_steps watch"),
 }  # fmt: skip
-"""A box of the help: what it says, and the options in it, in their order. The last box that names
-one has it; an option that none of them names is the command's own, and stands beside --help."""
 
 POSITIONAL = tyro.conf.Positional[int].__metadata__[0]
 BOXES = {name: box for box, (_, names) in GROUPS.items() for name in names.split()}

@@ -52,13 +52,10 @@ class EngineArgs(EngineConfig):
     def __post_init__(self) -> None:
         if (self.kv_disk is None) != (self.kv_disk_gib is None):
             raise ConfigError("--kv-disk PATH and --kv-disk-gib GIB go together: give both")
-        if self.kv_disk is not None and self.kv_host_gib is None:
-            raise ConfigError("blocks reach --kv-disk through host memory: give --kv-host-gib too")
-        if self.kv_host_gib is not None:
-            tiers: tuple[Tier, ...] = (HostTier(gib=self.kv_host_gib),)
-            if self.kv_disk is not None and self.kv_disk_gib is not None:
-                tiers += (DiskTier(self.kv_disk, gib=self.kv_disk_gib),)
-            object.__setattr__(self, "kv_tiers", tiers)
+        tiers: list[Tier] = [] if self.kv_host_gib is None else [HostTier(gib=self.kv_host_gib)]
+        if self.kv_disk is not None and self.kv_disk_gib is not None:
+            tiers.append(DiskTier(self.kv_disk, gib=self.kv_disk_gib))
+        object.__setattr__(self, "kv_tiers", tuple(tiers))
         # Why not super(): a dataclass with slots is another class than the one written here.
         EngineConfig.__post_init__(self)
 
