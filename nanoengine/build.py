@@ -121,7 +121,6 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
 def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngine:
     """The engine over an executor that has started."""
     device, memory, config = runner.device, runner.memory, runner.options.config
-    stages: Any = runner.options.processors
     budget = config.step_budget(device.type)
     if not config.enable_chunked_prefill and budget < memory.max_model_len:
         raise ConfigError(
@@ -166,8 +165,7 @@ def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngi
             overlap=overlap,
             debug_checks=config.debug_checks,
             make_proposer=make_proposer,
-            check_params=stages.check,
-            params_ready=stages.is_ready,
+            stages=runner.options.processors,
         )
         if runner.model_config.headless:
             from nanoengine.features.pooling import HeadlessChecker

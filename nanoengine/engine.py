@@ -54,8 +54,7 @@ class LLMEngine:
         overlap: plan and launch a step while the one before runs.
         debug_checks: check all invariants after each step.
         make_proposer: makes what drafts tokens, asked for by `draft`.
-        check_params: raises RequestError for parameters that the executor can't obey.
-        params_ready: whether that needs no time.
+        stages: of logits: checks what requests ask of them; see `RequestChecker`.
 
     Attributes:
         observers: told of each step; they may abort requests. One with a `close` is closed with
@@ -73,8 +72,7 @@ class LLMEngine:
         overlap: bool = False,
         debug_checks: bool = False,
         make_proposer: Callable[[], Proposer | None] | None = None,
-        check_params: Callable[[SamplingParams], None] | None = None,
-        params_ready: Callable[[SamplingParams], bool] = lambda params: True,
+        stages: Any = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -83,7 +81,7 @@ class LLMEngine:
         self.proposer: Proposer | None = None
         self._make_proposer = make_proposer
         self.overlap = overlap
-        self.checker = RequestChecker(info, scheduler.block_manager, check_params, params_ready)
+        self.checker = RequestChecker(info, scheduler.block_manager, stages)
         self.turns = Turns()
         self._seed = seed
         self._debug_checks = debug_checks

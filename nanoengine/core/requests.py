@@ -11,8 +11,8 @@ Special: request_options.py (ids and counts that parameters name; forks; evictio
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.engine_stats import EngineInfo
@@ -33,21 +33,18 @@ class RequestChecker:
     Args:
         info: vocabulary, EOS ids, max_model_len.
         manager: knows what the KV pool can hold.
-        further: raises RequestError for grammars and stages that can't be had.
-        is_ready: whether `further` need not wait; if not, it soon will not have to.
+        stages: of logits: their `check` raises RequestError for what can't be had, and `is_ready`
+            says whether it need not wait. None: nobody checks.
     """
 
-    def __init__(
-        self,
-        info: EngineInfo,
-        manager: BlockManager,
-        further: Callable[[SamplingParams], None] | None = None,
-        is_ready: Callable[[SamplingParams], bool] = lambda params: True,
-    ) -> None:
+    def __init__(self, info: EngineInfo, manager: BlockManager, stages: Any = None) -> None:
         self.info = info
         self._manager = manager
-        self._further = further
-        self.is_ready = is_ready
+        self._stages = stages
+
+    def is_ready(self, params: SamplingParams) -> bool:
+        """Whether `check` need not wait; if not, it soon will not have to."""
+        return self._stages is None or bool(self._stages.is_ready(params))
 
     def check(
         self,
@@ -99,7 +96,7 @@ class RequestChecker:
         if any(getattr(params, name) not in (None, (), {}) for name in OPTIONS):
             from nanoengine.core.request_options import check_options
 
-            params = check_options(params, self.info.vocab_size, self._further)
+            params = check_options(params, self.info.vocab_size, self._stages)
         longest = self.info.max_model_len + 1 - num_generated
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)

@@ -152,10 +152,6 @@ class Structured:
         self._lock = threading.Lock()  # Why: prompts are checked while another thread steps.
         self._making = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Structured], tuple[object, ...]]:
-        """Each rank has its own tables."""
-        return Structured, (self.make, self.vocab_size, self.eos_token_ids)
-
     def is_ready(self, params: SamplingParams) -> bool:
         """Whether `check` need not wait; if not, what is asked for is being compiled."""
         if not self.eos_token_ids:
