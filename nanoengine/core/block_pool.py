@@ -351,3 +351,9 @@ class BlockPool:
         self._evicted.add(prefix.digest)
         if len(self._evicted) >= self.num_blocks:
             self._evicted, self._evicted_before = set(), self._evicted
+
+    def __str__(self) -> str:
+        """One character a block: `0` null, `.` empty, `c` cached, then the reference count."""
+        marks = [("c" if b.prefix else ".") if not b.ref_count else str(min(b.ref_count, 9))
+                 for b in self.blocks[1:]]  # fmt: skip
+        return "".join(["0", *marks])

@@ -203,11 +203,12 @@ def test_a_block_costs_less_than_300_bytes():
     assert not hasattr(pool.blocks[1], "__dict__")
 
 
-def test_a_block_says_what_it_is():
+def test_the_pool_draws_itself():
     pool = BlockPool(6)
     table = filled(pool, 2)
     pool.touch(table[:1])
     pool.free(table[1:])
+    assert str(pool) == "02c..."
     assert (
         repr(pool.blocks[1]) == f"Block(1, refs=2, digest={pool.blocks[1].prefix.digest.hex()[:8]})"
     )
