@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,9 +29,6 @@ from nanoengine.features.stages import Stages
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.numerics import RunnerOptions, use_allowed_cores, use_isa
 from nanoengine.settings.config import EngineConfig
-
-if TYPE_CHECKING:
-    from nanoengine.features.drafting import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +93,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     runner = executor(options)
     layout = runner.start()
     try:
-        engine = _engine_on(runner, config, layout, backend, directory, stages, started)
+        engine = _engine_on(runner, layout, started)
     except BaseException:
         runner.shutdown()
         raise
@@ -121,17 +118,9 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     return engine
 
 
-def _engine_on(
-    runner: ModelRunner,
-    config: EngineConfig,
-    layout: KVLayout,
-    backend: str,
-    directory: Path,
-    stages: Stages,
-    started: float,
-) -> LLMEngine:
+def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngine:
     """The engine over an executor that has started."""
-    device, memory = runner.device, runner.memory
+    device, memory, config = runner.device, runner.memory, runner.options.config
     budget = config.step_budget(device.type)
     if not config.enable_chunked_prefill and budget < memory.max_model_len:
         raise ConfigError(
@@ -142,7 +131,7 @@ def _engine_on(
     if config.kv_tiers:
         from nanoengine.features.kv_tiers import tiered_cache
 
-        prefix_cache = tiered_cache(runner, config, layout, backend, directory)
+        prefix_cache = tiered_cache(runner, layout)
     try:
         manager = make_block_manager(
             layout,
@@ -162,12 +151,12 @@ def _engine_on(
         )
         overlap = device.type == "cuda" if config.overlap is None else config.overlap
 
-        def make_proposer() -> Drafting | None:
+        def make_proposer() -> Any:
             from nanoengine.features.make_drafts import make_drafting
 
             return make_drafting(config, runner, manager, overlap)
 
-        info = _info(config, runner, layout, backend, time.perf_counter() - started)
+        info = _info(runner, layout, time.perf_counter() - started)
         engine = LLMEngine(
             runner,
             scheduler,
@@ -176,8 +165,7 @@ def _engine_on(
             overlap=overlap,
             debug_checks=config.debug_checks,
             make_proposer=make_proposer,
-            check_params=stages.check,
-            params_ready=stages.is_ready,
+            stages=runner.options.processors,
         )
         if runner.model_config.headless:
             from nanoengine.features.pooling import HeadlessChecker
@@ -193,17 +181,11 @@ def _engine_on(
         raise
 
 
-def _info(
-    config: EngineConfig,
-    runner: ModelRunner,
-    layout: KVLayout,
-    backend: str,
-    start_s: float,
-) -> EngineInfo:
+def _info(runner: ModelRunner, layout: KVLayout, start_s: float) -> EngineInfo:
     """What was discovered at start."""
     model_config, quantization = runner.model_config, runner.options.quantization
     return EngineInfo(
-        model_name=config.model,
+        model_name=runner.options.config.model,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         max_model_len=runner.memory.max_model_len,
@@ -211,7 +193,7 @@ def _info(
         device=str(runner.device),
         quantization=str(quantization) if quantization else None,
         weight_bits=quantization.bits if quantization else None,
-        attention_backend=backend,
+        attention_backend=runner.options.backend,
         num_parameters=runner.num_parameters,
         weight_bytes=runner.weight_bytes,
         products=runner.products,

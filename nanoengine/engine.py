@@ -53,12 +53,13 @@ class LLMEngine:
         seed: seeds requests that bring no seed of their own.
         overlap: plan and launch a step while the one before runs.
         debug_checks: check all invariants after each step.
+        make_proposer: makes the proposer that `draft` puts in.
+        stages: of logits: checks what requests ask of them; see `RequestChecker`.
+
+    Attributes:
         observers: told of each step; they may abort requests. One with a `close` is closed with
             the engine.
         proposer: drafts tokens; None: nothing does, until `draft` is called.
-        make_proposer: makes the proposer that `draft` puts in.
-        check_params: raises RequestError for parameters that the executor can't obey.
-        params_ready: whether that check needs no time.
     """
 
     def __init__(
@@ -70,20 +71,17 @@ class LLMEngine:
         seed: int = 0,
         overlap: bool = False,
         debug_checks: bool = False,
-        observers: Iterable[Observer] = (),
-        proposer: Proposer | None = None,
         make_proposer: Callable[[], Proposer | None] | None = None,
-        check_params: Callable[[SamplingParams], None] | None = None,
-        params_ready: Callable[[SamplingParams], bool] = lambda params: True,
+        stages: Any = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.info = info
-        self.observers = list(observers)
-        self.proposer = proposer
+        self.observers: list[Observer] = []
+        self.proposer: Proposer | None = None
         self._make_proposer = make_proposer
         self.overlap = overlap
-        self.checker = RequestChecker(info, scheduler.block_manager, check_params, params_ready)
+        self.checker = RequestChecker(info, scheduler.block_manager, stages)
         self.turns = Turns()
         self._seed = seed
         self._debug_checks = debug_checks

@@ -9,26 +9,17 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from typing import Protocol
+from typing import Any
 
 from nanoengine.errors import EngineDeadError
 
-
-class Owned(Protocol):
-    """What belongs to the process that made it: see `Turns`."""
-
-    why_over: str
-
-    def make_locks(self) -> None:
-        """New locks, which nobody holds."""
-
-
-_all: weakref.WeakSet[Owned] = weakref.WeakSet()
+_all: weakref.WeakSet[Any] = weakref.WeakSet()
 _why_no_engine = ""
 
 
-def watch(owned: Owned) -> None:
-    """Ends it in processes that are forked from this one."""
+def watch(owned: Any) -> None:
+    """Ends what belongs to the process that made it, such as `Turns`, in processes that are forked
+    from this one: it has `why_over` and `make_locks`."""
     _watch_forks()
     _all.add(owned)
 

@@ -234,15 +234,7 @@ class OtherCalls:
             "system": system,
             "trust_row_templates": trust_row_templates,
         }
-        return generate_dataset(
-            source,
-            output,
-            sampling_params,
-            options,
-            stream=functools.partial(self.stream, on_error="record"),
-            config=self.config,
-            defaults=self.info.generation_defaults,
-        )
+        return generate_dataset(self, source, output, sampling_params, options)
 
     def embed(self, prompts: Any, **options: Any) -> list[EmbeddingRequestOutput]:
         """A vector a prompt, `outputs.embedding`; docs/embedding.md says of what hidden states.
@@ -319,15 +311,7 @@ class OtherCalls:
 
         check_lora(lora_request)
         with self._calls.alone():
-            return beam_search(
-                self._calls,
-                self.open_reader(),
-                prompts,
-                params,
-                config=self.config,
-                bar=functools.partial(progress_bar, use_tqdm),
-                tokenizer=self._tokenizer,
-            )
+            return beam_search(self, prompts, params, functools.partial(progress_bar, use_tqdm))
 
 
 def progress_bar(

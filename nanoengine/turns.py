@@ -21,13 +21,12 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 from nanoengine.errors import EngineDeadError, NanoEngineError
 from nanoengine.forked import watch
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Turns:
@@ -73,31 +72,18 @@ class Turns:
             raise EngineDeadError(self.why_over)
 
 
-class TakesTurns(Protocol):
-    """What has methods that are `one_at_a_time`."""
-
-    turns: Turns
-
-
-E = TypeVar("E", bound=TakesTurns)
-
-
-def one_at_a_time(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """A method that waits until no other thread's runs, and goes before that thread's next turn."""
+def one_at_a_time(method: Method) -> Method:
+    """A method of what has `turns`: it waits until no other thread's runs, and goes before that
+    thread's next turn."""
 
     @functools.wraps(method)
-    def wrapped(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
-        me, turns = threading.get_ident(), self.turns
-        if turns.owner == me:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.turns.owner == threading.get_ident():
             return method(self, *args, **kwargs)
-        with turns.door, turns.lock:
-            turns.owner = me
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                turns.owner = None
+        with self.turns.door, self.turns.turn():
+            return method(self, *args, **kwargs)
 
-    return wrapped  # type: ignore[return-value]  # it is bound like any method
+    return cast("Method", wrapped)
 
 
 # --- calls ----------------------------------------------------------------------------------------

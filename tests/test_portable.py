@@ -25,6 +25,7 @@ from nanoengine.jobs.manifest import changed_inputs, describe_inputs
 from nanoengine.jobs.paths import relative
 from nanoengine.jobs.signals import Signals, Stopped
 from nanoengine.jobs.source import find_inputs
+from nanoengine.jobs.work import Work
 from nanoengine.ranks.worker import Worker
 from nanoengine.text import rendering
 
@@ -132,17 +133,12 @@ def test_commands_run_and_files_load_without_what_other_systems_lack(tmp_path):
 
 def test_the_grace_ends_where_there_is_no_alarm(monkeypatch):
     monkeypatch.setattr("nanoengine.jobs.signals.ALARM", None)
-
-    class Stoppable:
-        def stop(self):
-            stopped.set()
-
-    stopped = threading.Event()
+    work = Work((), lambda task, result: None)
     usual = signal.getsignal(signal.SIGINT)
-    with Signals(0.05, work=Stoppable()) as signals:  # noqa: SIM117
+    with Signals(0.05, work=work) as signals:  # noqa: SIM117
         with pytest.raises(Stopped) as ended:  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
-            assert stopped.is_set()
+            assert work.is_stopping
             for _ in range(1000):
                 time.sleep(0.01)
     assert ended.value.code == 128 + signal.SIGINT

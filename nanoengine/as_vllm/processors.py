@@ -12,17 +12,17 @@ is a request for that step: an edit must follow from parameters, prompt and outp
 from __future__ import annotations
 
 import enum
-import inspect
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nanoengine.as_vllm import absent
 from nanoengine.core.plan import AdmittedSequence
+from nanoengine.features.processors import ShownIds, takes_prompt
 
 
 class MoveDirectionality(enum.Enum):
@@ -95,8 +95,7 @@ class AdapterLogitsProcessor(VLLMProcessor):
         function = self.new_req_logits_processor(params)
         if function is None:
             return None
-        takes_prompt = len(inspect.signature(function).parameters) == 3
-        ids = (prompt, output) if takes_prompt else (output,)
+        ids = (prompt, output) if takes_prompt(function) else (output,)
         return lambda logits: function(*ids, logits)
 
 
@@ -132,23 +131,6 @@ def stages(given: Iterable[Any], device: str | None) -> list[Any]:
     ]
 
 
-@dataclass(eq=False)
-class ProcessedRequest:
-    """The state of a row."""
-
-    params: Any
-    prompt: list[int]
-    output: list[int]
-
-    def accept(self, token_id: int) -> None:
-        """The list that the processor has grows."""
-        self.output.append(token_id)
-
-    def fork(self) -> ProcessedRequest:
-        """Another request."""
-        return replace(self, output=list(self.output))
-
-
 class Batched:
     """A stage around an object of a processor's class.
 
@@ -158,29 +140,26 @@ class Batched:
 
     def __init__(self, processor: VLLMProcessor) -> None:
         self.processor = processor
-        self.requests: list[ProcessedRequest] = []
+        self.requests: list[ShownIds] = []
 
-    def admit(self, sequence: AdmittedSequence) -> ProcessedRequest:
+    def admit(self, sequence: AdmittedSequence) -> ShownIds:
         """Every row has a state: the processor sees all requests."""
         self.processor.validate_params(sequence.params)
-        ids, start = list(sequence.token_ids), sequence.num_prompt_tokens
-        return ProcessedRequest(sequence.params, ids[:start], ids[start:])
+        return ShownIds.to(sequence.params, sequence)
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ProcessedRequest]
-    ) -> None:
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ShownIds]) -> None:
         """Tells what has changed, and edits the lines."""
         self.processor.update_state(self._arrange(states))
         logits[list(lines)] = self.processor.apply(logits[list(lines)])
 
-    def _arrange(self, states: Sequence[ProcessedRequest]) -> BatchUpdate | None:
+    def _arrange(self, states: Sequence[ShownIds]) -> BatchUpdate | None:
         """Brings each request to the index that it has among `states`."""
         held = set(states)
         now, added, moved = [one if one in held else None for one in self.requests], [], []
         for state in held.difference(self.requests):
             index = now.index(None) if None in now else len(now)
             now[index : index + 1] = [state]
-            added.append((index, state.params, state.prompt, state.output))
+            added.append((index, state.whom, state.prompt, state.output))
         removed = [i for i, one in enumerate(now) if one is None]
         for end, state in enumerate(states):
             start = now.index(state)

@@ -12,6 +12,7 @@ preemptions, work done twice, blocks at the peak. Called by `nanoengine simulate
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -116,10 +117,8 @@ class FilledExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """One token for each row with a logit."""
-        if not self.lengths:
-            return StepResult(token_ids=[[FILL] if n else [] for n in plan.num_logits])
         for new in plan.admitted:
-            self._length[new.row] = self.lengths[new.seq_id]
+            self._length[new.row] = self.lengths.get(new.seq_id, sys.maxsize)
         tokens = []
         for row, start, count, logits in zip(
             plan.rows, plan.starts, plan.num_scheduled_tokens, plan.num_logits, strict=True

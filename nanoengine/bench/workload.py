@@ -49,26 +49,32 @@ STANDARD, SMOKE = Scale(), Scale(32, (12, 128), (12, 128))
 class WorkOptions:
     """What a benchmark runs, and how often.
 
+    Attributes:
+        dataset: random, shared-prefix, or a file: .jsonl (prompts), .csv
+            (ContextTokens,GeneratedTokens).
+        smoke: A scale for small machines: 32 requests, lengths 12-128 (standard: 256, and
+            100-1024).
+        num_requests: How many requests, or how many rows of the file; None: 256, or 32 with
+            `--smoke`.
+        input_len: Shortest and longest random prompt [tokens]; after the common part with
+            shared-prefix.
+        output_len: Shortest and longest output [tokens].
+        prefix_len: Common prompt tokens of shared-prefix.
+        temperature: 0 is greedy.
+        rounds: Timed rounds, each with new ids; the median is reported.
+
     Raises:
         ConfigError: a value is out of range.
     """
 
     dataset: str = "random"
-    """random, shared-prefix, or a file: .jsonl (prompts), .csv (ContextTokens,GeneratedTokens)."""
     smoke: bool = False
-    """A scale for small machines: 32 requests, lengths 12-128 (standard: 256, and 100-1024)."""
     num_requests: int | None = None
-    """How many requests, or how many rows of the file; None: 256, or 32 with `--smoke`."""
     input_len: tuple[int, int] | None = None
-    """Shortest and longest random prompt [tokens]; after the common part with shared-prefix."""
     output_len: tuple[int, int] | None = None
-    """Shortest and longest output [tokens]."""
     prefix_len: int = 512
-    """Common prompt tokens of shared-prefix."""
     temperature: float = 0.6
-    """0 is greedy."""
     rounds: int = 1
-    """Timed rounds, each with new ids; the median is reported."""
 
     def __post_init__(self) -> None:
         require_positive(self, ConfigError, "num_requests", "prefix_len", "rounds")

@@ -99,29 +99,22 @@ class BatchArgs(JobOptions, EngineArgs):
         EngineArgs.__post_init__(self)
 
 
-def job_options(args: BatchArgs) -> JobOptions:
-    """What the command line asks of the job."""
-    asked = shared(JobOptions, args) | {"sampling": sampling_fields(args.sampling)}
-    return JobOptions(**asked | {"max_errors": 0 if args.fail_fast else args.max_errors})
-
-
 def main(args: BatchArgs) -> int:
     """Runs the command; returns its exit code."""
     with warnings.catch_warnings():
         # Why: a warning is for who runs the job, who asks for no place in the code.
         warnings.showwarning = lambda told, *place, **more: print("warning:", told, file=sys.stderr)
-        options = engine_options(args)
+        options, asked = engine_options(args), shared(JobOptions, args)
         config = EngineConfig.from_kwargs(**options)
+        asked |= {"max_errors": 0} if args.fail_fast else {}
+        of_job = JobOptions(**asked | {"sampling": sampling_fields(args.sampling)})
         if args.dry_run:
             from nanoengine.jobs.dry_run import dry_run
 
-            return dry_run(job_options(args), config, args.model)
+            return dry_run(of_job, config, args.model)
         if args.watch:
             require_terminal()
-        try:
-            job = Job(job_options(args), lambda: describe_engine(config, args.model))
-        except OutputLostError as error:
-            raise ConfigError(str(error)) from error
+        job = Job(of_job, lambda: describe_engine(config, args.model))
         try:
             with closing(job), Signals(args.grace) as signals:
                 if args.verify is not None:
@@ -154,13 +147,11 @@ def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
             return llm.stream(rows, on_error="record")
 
         count, told = verify(job, alone, args.verify or 0, args.seed, *of_model(llm, args))
-    for one in told:
-        print(one, file=sys.stderr)
-    print(
+    same = (
         f"verified: of {count:,} answers, run again alone in a fresh engine, {count - len(told):,}"
-        f" are the same to the last character",
-        file=sys.stderr,
+        f" are the same to the last character"
     )
+    print(*told, same, sep="\n", file=sys.stderr)
     return SOME_DIFFER if told else ALL_ANSWERED
 
 

@@ -62,10 +62,13 @@ class Chat:
     llm: LLM
     params: SamplingParams
     system: str | None = None
-    messages: list[dict[str, Any]] = field(default_factory=list, init=False)
+    turns: list[dict[str, Any]] = field(default_factory=list, init=False)
 
-    def __post_init__(self) -> None:
-        self._reset()
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The system message, if there is one, and the turns so far."""
+        system = {"role": "system", "content": self.system}
+        return self.turns if self.system is None else [system, *self.turns]
 
     def run(self) -> None:
         """Reads lines and answers them. Ctrl-C at the prompt clears the line."""
@@ -85,7 +88,7 @@ class Chat:
                 self._answer(line)
 
     def _answer(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
+        self.turns.append({"role": "user", "content": text})
         answer, end = "", ""
         try:
             prompt = {"messages": self.messages}
@@ -99,9 +102,9 @@ class Chat:
             answer, end = "", f"error: {error}"
         print(end)
         if answer:
-            self.messages.append({"role": "assistant", "content": answer})
+            self.turns.append({"role": "assistant", "content": answer})
         else:
-            self.messages.pop()
+            self.turns.pop()
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -110,10 +113,6 @@ class Chat:
             case ["/system" | "/reset" as name, *rest]:
                 if name == "/system":
                     self.system = rest[0] if rest else None
-                self._reset()
+                self.turns.clear()
             case [name, *_]:
                 print(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
-
-    def _reset(self) -> None:
-        system = self.system
-        self.messages[:] = [] if system is None else [{"role": "system", "content": system}]

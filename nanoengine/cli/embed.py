@@ -115,7 +115,6 @@ def write(path: Path, matrix: np.ndarray, errors: dict[int, str]) -> None:
         if path.suffix == ".npy":
             np.save(file, matrix)
             return
-        import pyarrow
         import pyarrow.parquet
 
         rows = range(len(matrix))

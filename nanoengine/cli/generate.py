@@ -10,7 +10,7 @@ import contextlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tyro.conf import UseAppendAction
 
@@ -21,10 +21,8 @@ from nanoengine.jobs.paths import STDOUT
 from nanoengine.jobs.records import Recorder, parts
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import STDIN, Input, Line, RowError
+from nanoengine.jobs.work import Work
 from nanoengine.text.prompt_forms import Row
-
-if TYPE_CHECKING:
-    from nanoengine.outputs import RequestOutput
 
 PROMPTS = Input(name="--prompt", form="txt")
 
@@ -84,23 +82,28 @@ def main(args: GenerateArgs) -> int:
             reader.task(Line(i, PROMPTS, i + 1, {"prompt": prompt}))
             for i, prompt in enumerate(args.prompt)
         ]
-        asked = [Row(t.prompt, sampling_params=t.params, key=t.key) for t in tasks]
         if args.watch:
             from nanoengine.observe.watch import Watch
 
-            shown = Watch(lambda: f"{llm.engine.num_unfinished} of {len(asked)} prompts are left")
+            shown = Watch(lambda: f"{llm.engine.num_unfinished} of {len(tasks)} prompts are left")
             stack.callback(shown.close)
             llm.engine.observers.append(shown)
         elif to_a_terminal() and len(tasks) == tasks[0].params.n == 1 and not rows.takes_apart:
-            for growing in llm.stream(asked[0], kind="delta"):
+            (one,) = tasks
+            prompt = Row(one.prompt, sampling_params=one.params, key=one.key)
+            for growing in llm.stream(prompt, kind="delta"):
                 print(growing.outputs[0].text, end="", flush=True)
             print()
             return 0
-        outputs = llm.generate(asked, use_tqdm=False, on_error="record")
+        results: dict[int, Any] = {}
+        work = Work(tasks, lambda task, result: results.update({task.row: result}))
+        work.run(lambda rows: llm.stream(rows, on_error="record"))
     recorder, is_read = Recorder(args.model), to_a_terminal()
-    for task, output in zip(tasks, outputs, strict=True):
-        sys.stdout.write(_text(task, output) if is_read else _record(recorder, task, output))
-    return int(any(output.error is not None for output in outputs))
+    for task in tasks:
+        result = results[task.row]
+        told = _text(task, result) if is_read else recorder.record(task, result).decode()
+        sys.stdout.write(told)
+    return int(work.counts.failed > 0)
 
 
 def to_a_terminal() -> bool:
@@ -123,16 +126,12 @@ def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
     return batch.BatchArgs(**shared(batch.BatchArgs, args) | job)
 
 
-def _record(recorder: Recorder, task: Task, output: RequestOutput) -> str:
-    failed = RowError("invalid_request", output.error) if output.error is not None else None
-    return recorder.record(task, failed or output).decode()
-
-
-def _text(task: Task, output: RequestOutput) -> str:
+def _text(task: Task, result: Any) -> str:
+    if isinstance(result, RowError):
+        return f"[{task.row}] {task.columns['prompt']!r}\n    error: {result}\n"
+    output = result if task.form is None else task.form.taken_apart(result, task.key)
     lines = [f"[{task.row}] {output.prompt!r}"]
-    if task.form is not None:
-        output = task.form.taken_apart(output, task.key)
     for one in output.outputs:
         lines += (f"    {name}: {part!r}" for name, part in parts(one).items())
-        lines.append(f"    {one.text!r}" if one.error is None else f"    error: {one.error}")
+        lines.append(f"    {one.text!r}")
     return "\n".join(lines) + "\n"

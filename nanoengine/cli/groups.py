@@ -2,21 +2,23 @@
 
 A command's options are one flat class. tyro makes a box of the help of each nested class, so here
 the flat class is taken apart into one class a group, and put together again from what was parsed.
+
+GROUPS has a box of the help each: what it says, and the options in it, in their order. The last box
+that names one has it; an option that none of them names is the command's own, and stands beside
+--help.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
 from nanoengine.cli.docs import field_docs
 from nanoengine.cli.options import OBJECTS
 from nanoengine.settings.config import EngineConfig
-
-T = TypeVar("T")
 
 GROUPS = {
     "model": ("What is loaded, and how it computes.", " ".join(EngineConfig.__dataclass_fields__)),
@@ -29,8 +31,6 @@ GROUPS = {
         watermark_frac admission preempt_above admit_below speculative debug_checks overlap"""),
     "watching": ("What each step does.", "trace trace_steps watch"),
 }  # fmt: skip
-"""A box of the help: what it says, and the options in it, in their order. The last box that names
-one has it; an option that none of them names is the command's own, and stands beside --help."""
 
 POSITIONAL = tyro.conf.Positional[int].__metadata__[0]
 BOXES = {name: box for box, (_, names) in GROUPS.items() for name in names.split()}
@@ -68,7 +68,7 @@ def grouped(options_class: type) -> type:
     return cls
 
 
-def flat(options_class: type[T], parsed: Any) -> T:
+def flat(options_class: type, parsed: Any) -> Any:
     """The options, of an object of the class that `grouped` has made.
 
     Raises:

@@ -1,7 +1,9 @@
 """`nanoengine COMMAND ...`: finds the command, parses its options, turns errors into one line.
 
-Each command is a dataclass of options (tyro derives its command line and help) and a `main` that
-takes it. Only the module of the chosen command is imported, so help comes up without torch.
+A command is a module, `nanoengine.cli.COMMAND`: a dataclass of options, `CommandArgs`, of which
+tyro derives its command line and help, and a `main` that takes it. One without such a class reads
+its command line itself, and its help is its module's docstring. Only the module of the chosen
+command is imported, so help comes up without torch.
 """
 
 from __future__ import annotations
@@ -15,15 +17,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import tyro
 
 from nanoengine import __version__
 from nanoengine.cli import groups
 from nanoengine.errors import ConfigError, NanoEngineError
-
-T = TypeVar("T")
 
 COMMANDS = {
     "batch": "answer files of rows; what is finished is kept, and a run resumes",
@@ -39,8 +39,6 @@ COMMANDS = {
     "info": "show versions, device, attention backends and a model",
     "completion": "print what completes these commands in bash, zsh or fish",
 }
-"""Command -> what it does. Its options are `nanoengine.cli.COMMAND.CommandArgs`; without such a
-class it reads its command line itself, and its help is its module's docstring."""
 
 HELP = ("-h", "--help")
 
@@ -66,7 +64,7 @@ def find_command(name: str) -> tuple[Any, type | None]:
     return module, getattr(module, f"{name.capitalize()}Args", None)
 
 
-def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
+def parse(options_class: type, prog: str, args: Sequence[str]) -> Any:
     """The options on a command line.
 
     Raises:

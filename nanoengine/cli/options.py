@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, UseAppendAction, arg
 
 from nanoengine.cli.docs import field_docs
-from nanoengine.errors import ConfigError, RequestError
+from nanoengine.errors import ConfigError
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.tiers import DiskTier, HostTier, Tier
@@ -52,13 +52,10 @@ class EngineArgs(EngineConfig):
     def __post_init__(self) -> None:
         if (self.kv_disk is None) != (self.kv_disk_gib is None):
             raise ConfigError("--kv-disk PATH and --kv-disk-gib GIB go together: give both")
-        if self.kv_disk is not None and self.kv_host_gib is None:
-            raise ConfigError("blocks reach --kv-disk through host memory: give --kv-host-gib too")
-        if self.kv_host_gib is not None:
-            tiers: tuple[Tier, ...] = (HostTier(gib=self.kv_host_gib),)
-            if self.kv_disk is not None and self.kv_disk_gib is not None:
-                tiers += (DiskTier(self.kv_disk, gib=self.kv_disk_gib),)
-            object.__setattr__(self, "kv_tiers", tiers)
+        tiers: list[Tier] = [] if self.kv_host_gib is None else [HostTier(gib=self.kv_host_gib)]
+        if self.kv_disk is not None and self.kv_disk_gib is not None:
+            tiers.append(DiskTier(self.kv_disk, gib=self.kv_disk_gib))
+        object.__setattr__(self, "kv_tiers", tuple(tiers))
         # Why not super(): a dataclass with slots is another class than the one written here.
         EngineConfig.__post_init__(self)
 
@@ -87,17 +84,14 @@ def sampling_fields(args: object) -> dict[str, Any]:
     """The fields of SamplingParams that a command line sets.
 
     Raises:
-        ConfigError: a value is out of range.
+        RequestError: a value is out of range.
     """
     given = {
         option.name: value
         for option in fields(SamplingArgs)
         if (value := getattr(args, option.name)) != option.default
     }
-    try:
-        SamplingParams(**given)
-    except RequestError as error:
-        raise ConfigError(str(error)) from error
+    SamplingParams(**given)
     return given
 
 

@@ -1,7 +1,7 @@
 """EngineInfo: what was discovered at start. EngineStats: what has been counted since.
 
-Frozen values, read by people, benchmarks and tests. `build.py` makes the first, `LLMEngine.stats`
-the second.
+Values, read by people, benchmarks and tests. `build.py` makes the first, `LLMEngine.stats` the
+second.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from nanoengine.core.tiers.stats import TierStats
@@ -47,28 +48,17 @@ class EngineInfo:
     products: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Counters since the start, and block counts now.
+@dataclass(slots=True, kw_only=True)
+class EngineStats(SchedulerStats):
+    """Counters since the start, the scheduler's among them, and block counts now.
 
     `cache_recent_hit_rate` looks back on 1,000 admissions; `cache_readmit_*` are sequences that
     came back from preemption; `cache_misses` counts reasons (see `CacheStats`); `waste_slots` are
-    allocated to running sequences and hold no token (yet). `drafted_tokens` were verified,
-    `accepted_tokens` of them right; `saved_steps` as in `SchedulerStats`.
+    allocated to running sequences and hold no token (yet).
     """
 
-    steps: int
     num_waiting: int
     num_running: int
-    prefill_tokens: int
-    decode_tokens: int
-    output_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
-    saved_steps: int
-    recomputed_tokens: int
-    preemptions: int
-    finished_requests: int
     cache_queried_tokens: int
     cache_hit_tokens: int
     empty_blocks: int
@@ -108,11 +98,6 @@ class EngineStats:
         """Share of looked-up prompt tokens found in the prefix cache."""
         queried = self.cache_queried_tokens
         return self.cache_hit_tokens / queried if queried else 0.0
-
-    @property
-    def prefill_waste_frac(self) -> float:
-        """Share of prefill work that preemptions made necessary again."""
-        return self.recomputed_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
 
 
 def num_waste_slots(scheduler: Scheduler) -> int:

@@ -104,12 +104,13 @@ class Specials(Forks):
         """Gives the i-th scheduled sequence its error, its choices or its tokens, if it has any."""
         extras, scheduler = seq.extras, self.scheduler
         assert extras is not None
+        at_end = plan.starts[i] + plan.num_scheduled_tokens[i] == seq.num_prompt_tokens
         if i in result.prompt_logprobs and seq.index == 0:
             _extend_prompt_logprobs(seq, plan.starts[i], result.prompt_logprobs[i])
         if i in result.errors:
             scheduler.fail_result(seq, result.errors[i])
         elif seq.params.pooling:
-            if plan.starts[i] + plan.num_scheduled_tokens[i] == seq.num_prompt_tokens:
+            if at_end:
                 seq.request.pooled = result.pooled.get(i)
                 scheduler.end(seq, "length")
         elif plan.num_logits[i] and seq.request.chooser is not None:
@@ -130,13 +131,8 @@ class Specials(Forks):
                 if seq.is_finished:
                     break
             scheduler.stats.saved_steps += len(seq.token_ids) - num_known - 1
-        elif seq.is_scored_alone and _end_of(plan, i) == seq.num_prompt_tokens:
+        elif seq.is_scored_alone and at_end:
             scheduler.end(seq, "length")
-
-
-def _end_of(plan: StepPlan, i: int) -> int:
-    """The position behind the last token that a step computes of its i-th row."""
-    return plan.starts[i] + plan.num_scheduled_tokens[i]
 
 
 def _extend_prompt_logprobs(seq: Sequence, start: int, new: TokenLogprobs) -> None:

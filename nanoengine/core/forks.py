@@ -2,7 +2,7 @@
 
     n > 1      the step that ends a prompt ─► n - 1 forks, which sample from the same logits
     fork       between two steps ─► a copy that shares all blocks of its parent
-    choosing   a step's most likely tokens ─► `Sequence.choices` ─► TokenChooser.choose
+    choosing   a step's most likely tokens ─► `Extras.choices` ─► TokenChooser.choose
                                        append_token, fork, drop, finish ◄─┘ ─► the next step
 
 A sequence whose tokens are all computed awaits a choice: the Scheduler's formula gives it 0 tokens,

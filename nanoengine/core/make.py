@@ -7,6 +7,7 @@ replay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
@@ -28,12 +29,10 @@ def make_block_manager(
         enable_prefix_caching: of a cache that is made here.
         options: of `BlockManager`.
     """
+    manager: Callable[..., BlockManager] = BlockManager
+    cache: Callable[..., PrefixCache] = PrefixCache
     if layout.has_groups:
-        from nanoengine.core.groups.cache import GroupedPrefixCache
-        from nanoengine.core.groups.manager import GroupedBlockManager
-
-        grouped = prefix_cache or GroupedPrefixCache(layout, enabled=enable_prefix_caching)
-        assert isinstance(grouped, GroupedPrefixCache)
-        return GroupedBlockManager(layout, prefix_cache=grouped, **options)
-    plain = prefix_cache or PrefixCache(layout, enabled=enable_prefix_caching)
-    return BlockManager(layout, prefix_cache=plain, **options)
+        from nanoengine.core.groups.cache import GroupedPrefixCache as cache
+        from nanoengine.core.groups.manager import GroupedBlockManager as manager
+    prefix_cache = prefix_cache or cache(layout, enabled=enable_prefix_caching)
+    return manager(layout, prefix_cache=prefix_cache, **options)

@@ -7,7 +7,8 @@ before anything is queued or changed.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.sequence import Request, Sequence
@@ -15,17 +16,15 @@ from nanoengine.errors import RequestError
 from nanoengine.settings.params import SamplingParams
 
 
-def check_options(
-    params: SamplingParams, size: int, further: Callable[[SamplingParams], None] | None
-) -> SamplingParams:
+def check_options(params: SamplingParams, size: int, stages: Any) -> SamplingParams:
     """The parameters, their counts being numbers of tokens where -1 asked for all.
 
     Args:
         size: of the vocabulary.
-        further: raises RequestError for grammars and stages that can't be had.
+        stages: as `RequestChecker` has them.
 
     Raises:
-        RequestError: an id or a count passes the vocabulary, or as `further`.
+        RequestError: an id or a count passes the vocabulary, or as the check of the stages.
     """
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         for token_id in getattr(params, name) or ():
@@ -35,10 +34,8 @@ def check_options(
         count = getattr(params, name)
         if count is not None and count > size:
             raise RequestError(f"{name} must be at most {size}, got {count}")
-    if further is not None and (
-        params.structured_outputs is not None or params.logits_processors or params.extra_args
-    ):
-        further(params)
+    if stages is not None:
+        stages.check(params)
     return params.for_vocabulary(size)
 
 

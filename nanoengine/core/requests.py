@@ -11,14 +11,20 @@ Special: request_options.py (ids and counts that parameters name; forks; evictio
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.sequence import Request
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
 from nanoengine.settings.params import SamplingParams
+
+OPTIONS = (
+    "stop_token_ids", "allowed_token_ids", "logit_bias", "logprobs", "prompt_logprobs",
+    "structured_outputs", "logits_processors", "extra_args",
+)  # fmt: skip
+"""Fields of SamplingParams that name token ids, counts of them, or what edits logits."""
 
 
 class RequestChecker:
@@ -27,21 +33,18 @@ class RequestChecker:
     Args:
         info: vocabulary, EOS ids, max_model_len.
         manager: knows what the KV pool can hold.
-        further: raises RequestError for grammars and stages that can't be had.
-        is_ready: whether `further` need not wait; if not, it soon will not have to.
+        stages: of logits: their `check` raises RequestError for what can't be had, and `is_ready`
+            says whether it need not wait. None: nobody checks.
     """
 
-    def __init__(
-        self,
-        info: EngineInfo,
-        manager: BlockManager,
-        further: Callable[[SamplingParams], None] | None = None,
-        is_ready: Callable[[SamplingParams], bool] = lambda params: True,
-    ) -> None:
+    def __init__(self, info: EngineInfo, manager: BlockManager, stages: Any = None) -> None:
         self.info = info
         self._manager = manager
-        self._further = further
-        self.is_ready = is_ready
+        self._stages = stages
+
+    def is_ready(self, params: SamplingParams) -> bool:
+        """Whether `check` need not wait; if not, it soon will not have to."""
+        return self._stages is None or bool(self._stages.is_ready(params))
 
     def check(
         self,
@@ -90,10 +93,10 @@ class RequestChecker:
         words = tuple(tuple(self._plain_ids("bad_word_ids", word)) for word in bad_word_ids)
         num_generated = 0 if params.pooling else 1
         self.check_length(len(token_ids), num_generated=num_generated)
-        if has_options(params):
+        if any(getattr(params, name) not in (None, (), {}) for name in OPTIONS):
             from nanoengine.core.request_options import check_options
 
-            params = check_options(params, self.info.vocab_size, self._further)
+            params = check_options(params, self.info.vocab_size, self._stages)
         longest = self.info.max_model_len + 1 - num_generated
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
@@ -141,20 +144,6 @@ class RequestChecker:
             from nanoengine.core.request_options import too_large
 
             raise CapacityError(too_large(num_tokens, at_least, manager))
-
-
-def has_options(params: SamplingParams) -> bool:
-    """Whether parameters name token ids, counts of them, or what edits logits."""
-    return bool(
-        params.stop_token_ids
-        or params.allowed_token_ids
-        or params.logit_bias
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-        or params.structured_outputs is not None
-        or params.logits_processors
-        or params.extra_args
-    )
 
 
 def _is_int(value: object) -> bool:

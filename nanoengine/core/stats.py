@@ -19,6 +19,7 @@ class SchedulerStats:
     `prefill_tokens` counts computed tokens that were not sampled in this life of the sequence
     (prompts, and everything recomputed after a preemption); `recomputed_tokens` are those of them
     that had been computed before; `decode_tokens` the rest, drafts among them, right or wrong.
+    `drafted_tokens` were verified, `accepted_tokens` of them right.
     `saved_steps` counts steps that a sequence did not take, because a draft had its token already.
     """
 

@@ -14,17 +14,15 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from nanoengine.errors import RequestError
 from nanoengine.features import tool_calls
+from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.checks import nearest
 from nanoengine.settings.params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoengine.outputs import CompletionOutput, RequestOutput
 
 AUTO = "auto"
 BOUND_TWICE = "tool_choice binds the answer, and a structured output does too: give one of them"

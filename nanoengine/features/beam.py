@@ -21,20 +21,18 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked, require_positive
-from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import BEAM_SEARCH_PARAMS, translate
 from nanoengine.text.prompt_forms import Row, prompt_list
-from nanoengine.text.prompts import CheckedPrompt, PromptReader
+from nanoengine.text.prompts import CheckedPrompt
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.turns import Calls
 
 
 @checked(RequestError, functools.partial(translate, table=BEAM_SEARCH_PARAMS, error=RequestError))
@@ -240,20 +238,17 @@ def make_search(params: BeamSearchParams, info: EngineInfo, num_prompt_tokens: i
 
 
 def beam_search(
-    calls: Calls,
-    reader: PromptReader,
+    llm: Any,
     prompts: object,
     params: BeamSearchParams,
-    *,
-    config: EngineConfig,
     bar: Callable[[LLMEngine, int], contextlib.AbstractContextManager[object]],
-    tokenizer: Tokenizer | None,
 ) -> list[BeamSearchOutput]:
     """`LLM.beam_search`, which has the docs; the caller is alone on the engine.
 
     Args:
         bar: makes a progress bar of so many requests.
     """
+    calls, config, tokenizer = llm._calls, llm.config, llm._tokenizer
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params must be BeamSearchParams, got {params!r}")
     room = config.max_num_seqs // params.beam_width
@@ -273,7 +268,7 @@ def beam_search(
             "a beam search samples nothing: leave out the sampling_params of its Rows"
         )
     shared = make_search(params, calls.engine.info, 0).sampling_params
-    read = reader.read_all(given, shared, None, "raise")
+    read = llm.open_reader().read_all(given, shared, None, "raise")
     waiting = [prompt for prompt in reversed(read) if isinstance(prompt, CheckedPrompt)]
     running: dict[str, tuple[CheckedPrompt, BeamSearch, Request]] = {}
     outputs: dict[int, BeamSearchOutput] = {}

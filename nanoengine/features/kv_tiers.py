@@ -49,7 +49,6 @@ from nanoengine.runner.kv_cache import zeros
 from nanoengine.runner.memory import GIB, require_memory, staging_blocks
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.transfers import ship
-from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.tiers import HostTier, Tier
 
 FORMAT_VERSION = 1
@@ -575,15 +574,14 @@ def model_fingerprint(files: Sequence[Path], facts: Mapping[str, object]) -> str
 # --- putting it together --------------------------------------------------------------------------
 
 
-def tiered_cache(
-    runner: ModelRunner, config: EngineConfig, layout: KVLayout, backend: str, directory: Path
-) -> TieredPrefixCache:
+def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
     """The cache that `kv_tiers` asks for; the runner learns what moves its blocks.
 
     Raises:
         ConfigError: a tier is too small for one block, or larger than the memory there is; or the
             model keeps states, which are not written to disk.
     """
+    config, directory = runner.options.config, runner.options.directory
     host, disk, *_ = (*config.kv_tiers, None)
     assert isinstance(host, HostTier), config.kv_tiers
     require_memory(f"HostTier gib={host.gib}", host.gib * GIB, torch.device("cpu"))
@@ -618,7 +616,7 @@ def tiered_cache(
             "quantization": runner.options.quantization,
             "kv_dtype": runner.kv_dtype,
             "deterministic": config.deterministic,
-            "attention_backend": backend,
+            "attention_backend": runner.options.backend,
             "layout": runner.backend.kv_layout,
             "block_size": layout.block_size,
             "groups": layout.groups,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,41 +48,46 @@ class Functions:
     def __init__(self, of_all: Sequence[LogitsFunction]) -> None:
         self.of_all = tuple(of_all)
 
-    def admit(self, sequence: AdmittedSequence) -> FunctionsState | None:
+    def admit(self, sequence: AdmittedSequence) -> ShownIds | None:
         functions = (*self.of_all, *(sequence.params.logits_processors or ()))
         if not functions:
             return None
-        ids, start = list(sequence.token_ids), sequence.num_prompt_tokens
-        return FunctionsState([(f, _takes_prompt(f)) for f in functions], ids[:start], ids[start:])
+        return ShownIds.to([(f, takes_prompt(f)) for f in functions], sequence)
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[FunctionsState]
-    ) -> None:
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ShownIds]) -> None:
         for line, state in zip(lines, states, strict=True):
             edited = row = logits[line]
-            for function, takes_prompt in state.functions:
-                ids = (state.prompt, state.output) if takes_prompt else (state.output,)
+            for function, with_prompt in state.whom:
+                ids = (state.prompt, state.output) if with_prompt else (state.output,)
                 edited = _called(function, *ids, edited)
             if edited is not row:
                 logits[line] = edited
 
 
-class FunctionsState:
-    """The functions of a row, and the ids that they are shown."""
+@dataclass(eq=False)
+class ShownIds:
+    """The ids of a row, and to whom they are shown: the row's functions, or its parameters."""
 
-    def __init__(
-        self, functions: list[tuple[LogitsFunction, bool]], prompt: list[int], output: list[int]
-    ) -> None:
-        self.functions, self.prompt, self.output = functions, prompt, output
+    whom: Any
+    prompt: list[int]
+    output: list[int]
+
+    @classmethod
+    def to(cls, whom: Any, sequence: AdmittedSequence) -> ShownIds:
+        """Those of a sequence that takes a row."""
+        ids, start = list(sequence.token_ids), sequence.num_prompt_tokens
+        return cls(whom, ids[:start], ids[start:])
 
     def accept(self, token_id: int) -> None:
+        """The list of output ids grows, in whose hands it may be."""
         self.output.append(token_id)
 
-    def fork(self) -> FunctionsState:
-        return FunctionsState(self.functions, self.prompt, list(self.output))
+    def fork(self) -> ShownIds:
+        """The same of another row."""
+        return replace(self, output=list(self.output))
 
 
-def _takes_prompt(function: LogitsFunction) -> bool:
+def takes_prompt(function: LogitsFunction) -> bool:
     """Whether a function is shown the prompt's ids too."""
     return len(inspect.signature(function).parameters) == 3
 

@@ -54,12 +54,13 @@ class Stages:
         return make_structured(*self._args)
 
     def check(self, params: SamplingParams) -> None:
-        """Called for a request that asks for a grammar, a function or a stage.
+        """Called for a request whose parameters name tokens, or what edits logits.
 
         Raises:
             RequestError: a grammar can't be compiled, or what ranks need can't be sent to them.
         """
-        self.structured.check(params)
+        if params.structured_outputs is not None:
+            self.structured.check(params)
         if self._args[0].tensor_parallel_size > 1 and (
             params.logits_processors or params.extra_args
         ):

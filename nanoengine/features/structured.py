@@ -152,13 +152,9 @@ class Structured:
         self._lock = threading.Lock()  # Why: prompts are checked while another thread steps.
         self._making = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Structured], tuple[object, ...]]:
-        """Each rank has its own tables."""
-        return Structured, (self.make, self.vocab_size, self.eos_token_ids)
-
     def is_ready(self, params: SamplingParams) -> bool:
         """Whether `check` need not wait; if not, what is asked for is being compiled."""
-        if params.structured_outputs is None or not self.eos_token_ids:
+        if not self.eos_token_ids:
             return True
         is_new = params.structured_outputs not in self._compiled
         found = self._begin(params.structured_outputs)
@@ -166,14 +162,12 @@ class Structured:
         return found.done() or found.left() <= 0
 
     def check(self, params: SamplingParams) -> None:
-        """Compiles what is asked for, ahead of the step that admits it.
+        """Compiles the grammar that is asked for, ahead of the step that admits it.
 
         Raises:
             RequestError: it can't be compiled, or not in time, or no EOS id could end it.
             MissingDependencyError: the library is not installed.
         """
-        if params.structured_outputs is None:
-            return
         if not self.eos_token_ids:
             raise RequestError("structured_outputs need an EOS id to end with; the model has none")
         self._compile(params.structured_outputs)

@@ -11,7 +11,9 @@
     deaths     rows under which processes die
     progress   a live line, log lines, the summary
     datasets   the same for frames, tables and iterables in Python
-    evaluation the questions of lm-evaluation-harness, and their scores
+    pooled     rows that ask for vectors and scores
+    tables     a log as a Parquet file
+    dry_run, verify    rows that are checked before they run, and answers behind
 
-Nothing here but `evaluation` knows the engine: rows go to a `stream`, outputs come back.
+Nothing here knows the engine: rows go to a `stream`, outputs come back.
 """

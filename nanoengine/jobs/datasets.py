@@ -11,13 +11,14 @@ does not use.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
@@ -26,35 +27,25 @@ from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.records import Recorder, json_line
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
-from nanoengine.jobs.source import Input, Line, RowError
-from nanoengine.jobs.work import Stream, Work
+from nanoengine.jobs.source import Input, Line
+from nanoengine.jobs.work import Result, Stream, Work
 from nanoengine.settings.checks import plain, shown
-from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoengine.outputs import RequestOutput
 
 ROWS = Input(name="dataset", form="jsonl")
 NEW_COLUMNS = ("outputs", "usage", "error")
 
 
 def generate_dataset(
+    llm: Any,
     source: Any,
     output: str | os.PathLike[str] | None,
     params: SamplingParams | None,
     row_options: Mapping[str, Any],
-    *,
-    stream: Stream,
-    config: EngineConfig,
-    defaults: Mapping[str, Any],
 ) -> Any:
-    """Answers each row of a source; see `LLM.generate_dataset`.
-
-    Args:
-        stream: the engine's, which answers rows.
-        defaults: sampling parameters of the model's own, for rows that `params` leave them to.
-    """
+    """Answers each row of a source; see `LLM.generate_dataset`."""
+    config, defaults = llm.config, llm.info.generation_defaults
+    stream: Stream = functools.partial(llm.stream, on_error="record")
     if params is not None and not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params must be SamplingParams or None, got {shown(params)}")
     sampling = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
@@ -92,7 +83,7 @@ def answers(
     """Rows with their new columns, as they finish."""
     done: list[tuple[int, dict[str, Any]]] = []
 
-    def finish(task: Task, result: RequestOutput | RowError) -> None:
+    def finish(task: Task, result: Result) -> None:
         columns, task.columns = task.columns, {}  # Why: they need not be anything that JSON has.
         record = json.loads(recorder.record(task, result))
         new = {name: record.get(name) for name in NEW_COLUMNS}

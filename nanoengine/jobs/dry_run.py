@@ -47,7 +47,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         generation_defaults=model_config.generation_defaults,
     )
     room: Any = SimpleNamespace(can_ever_allocate=lambda num_tokens: True)
-    checker = RequestChecker(limits, room, Stages(config, model_config, directory).check)
+    checker = RequestChecker(limits, room, Stages(config, model_config, directory))
     prompts = PromptReader(tokenizer, checker, SamplingParams)
     reader = RowReader(options, *read_by(model, config, limits, lambda: prompts.tokenizer))
     num_rows = num_failed = num_prompt = longest = num_output = 0

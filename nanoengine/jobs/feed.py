@@ -12,12 +12,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from nanoengine.jobs.source import Line
 from nanoengine.text.prompt_forms import PAUSE, Pause
-
-if TYPE_CHECKING:
-    from nanoengine.jobs.source import Line
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs import manifest as manifests
@@ -39,13 +39,9 @@ from nanoengine.jobs.source import (
     require_pyarrow,
     survey,
 )
-from nanoengine.jobs.work import Work
+from nanoengine.jobs.work import Result, Work
 from nanoengine.text.prompt_forms import PAUSE, Pause
 from nanoengine.version import __version__
-
-if TYPE_CHECKING:
-    from nanoengine.features.pooling import Pools
-    from nanoengine.outputs import RequestOutput
 
 MIB = 1 << 20
 MOST_ROW_MIB = 1024
@@ -282,23 +278,13 @@ class Job:
 
     # --- the rows -------------------------------------------------------------------------------
 
-    def work(
-        self,
-        model: str,
-        defaults: Mapping[str, Any] | None = None,
-        chat_template: Callable[[], Any] = str,
-        pools: Callable[[], Pools] | None = None,
-    ) -> Work:
-        """What is left to do.
-
-        Args:
-            model, defaults, chat_template, pools: as `RowReader` takes them.
-        """
+    def work(self, model: str, *facts: Any) -> Work:
+        """What is left to do, by a model: its name and `facts` as `RowReader` takes them."""
         options, deaths = self.options, self.deaths
-        reader, recorder = self.reader(model, defaults, chat_template, pools)
+        reader, recorder = self.reader(model, *facts)
         counts = deaths.counts if deaths is not None else {}
 
-        def finish(task: Task, result: RequestOutput | RowError) -> None:
+        def finish(task: Task, result: Result) -> None:
             self.done.add(task.row)
             log = self._error_log if isinstance(result, RowError) else self.log
             log.append(recorder.record(task, result))
@@ -315,9 +301,9 @@ class Job:
             max_errors=options.max_errors,
         )
 
-    def reader(self, model: str, *args: Any) -> tuple[RowReader, Recorder]:
+    def reader(self, model: str, *facts: Any) -> tuple[RowReader, Recorder]:
         """What makes tasks of lines, and records of answers; `work` says of what."""
-        return RowReader(self.options, model, *args), Recorder(model, self.created)
+        return RowReader(self.options, model, *facts), Recorder(model, self.created)
 
     def tasks(self, reader: RowReader, wanted: Callable[[int], bool]) -> Iterator[Task | Pause]:
         """The tasks of those rows that are wanted."""
@@ -380,12 +366,12 @@ def count_rows(inputs: list[Input], options: JobOptions) -> int | None:
     """
     if any(one.name == STDIN for one in inputs):
         return None
-    found = survey(inputs, options.max_row_bytes)
-    if found.duplicates and options.strict:
-        raise ConfigError("--strict: " + "; ".join(found.duplicates))
-    for told in found.duplicates:
+    num_rows, duplicates = survey(inputs, options.max_row_bytes)
+    if duplicates and options.strict:
+        raise ConfigError("--strict: " + "; ".join(duplicates))
+    for told in duplicates:
         warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
-    return found.num_rows
+    return num_rows
 
 
 def tasks_of(

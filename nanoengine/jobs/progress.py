@@ -8,14 +8,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanoengine.core.engine_stats import EngineStats
+from nanoengine.core.plan import StepPlan
+from nanoengine.jobs.job import Job
 from nanoengine.jobs.work import Counts
-
-if TYPE_CHECKING:
-    from nanoengine.core.engine_stats import EngineStats
-    from nanoengine.core.plan import StepPlan
-    from nanoengine.jobs.job import Job
 
 LACK_BLOCKS = {"blocks", "policy"}
 """Words of a plan's `waits`: no blocks now, or none soon."""

@@ -3,7 +3,7 @@
     OpenAI   {"id": "batch_req_ROW", "custom_id": ..., "response": {...}, "error": null}
     simple   {"_row": ROW, the row's columns, "outputs": [...], "usage": {...}, "error": null}
 
-The row comes first and the error last, so that reading a log back takes no JSON: see `log.py`.
+`log.py` reads a record's row and its error back.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.jobs.log import SIMPLE_FIELDS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
+from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.settings.checks import plain
 
 if TYPE_CHECKING:
     from nanoengine.features.answers import AnswerForm
-    from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity; the number is OpenAI's."""
@@ -57,7 +57,7 @@ class Recorder:
         if task.answer is not None:
             own = {"id": f"{task.kind}-{task.row}", "created": self._created, "model": self._model}
             body = own | task.answer(sorted(outputs, key=lambda one: one.index))
-            return json_line(_openai_record(task, _response(task, body), None))
+            return json_line(_openai_record(task, body, None))
         usage = _usage(outputs)
         if task.kind == "simple":
             texts = [
@@ -79,7 +79,7 @@ class Recorder:
         }
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = _prompt_logprobs(output)
-        return json_line(_openai_record(task, _response(task, body), None))
+        return json_line(_openai_record(task, body, None))
 
     def _failure(self, task: Task, error: RowError) -> bytes:
         """The record of a row that has no answer."""
@@ -100,13 +100,10 @@ def _simple_record(task: Task, outputs: object, usage: object, error: object) ->
     return {"_row": task.row, **columns, "outputs": outputs, "usage": usage, "error": error}
 
 
-def _response(task: Task, body: dict[str, Any]) -> dict[str, Any]:
-    return {"status_code": 200, "request_id": f"req_{task.row}", "body": body}
-
-
-def _openai_record(task: Task, response: object, error: object) -> dict[str, Any]:
+def _openai_record(task: Task, body: object, error: object) -> dict[str, Any]:
     own = {"id": f"batch_req_{task.row}", "custom_id": task.custom_id}
-    return {**own, "response": response, "error": error}
+    response = {"status_code": 200, "request_id": f"req_{task.row}", "body": body}
+    return {**own, "response": None if body is None else response, "error": error}
 
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

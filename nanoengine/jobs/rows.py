@@ -42,17 +42,14 @@ KINDS: dict[str, Kind] = {CHAT_URL: "chat", COMPLETION_URL: "completion"}
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
-NO_STREAM = "a batch has nobody to stream to"
-GUIDED = "give response_format, or structured_outputs"
 OPENAI: Table = {
     "max_completion_tokens": Alias("max_tokens"),
-    "stream": Refused(NO_STREAM),
-    "stream_options": Refused(NO_STREAM),
+    **dict.fromkeys(("stream", "stream_options"), Refused("a batch has nobody to stream to")),
     "response_format": Alias("structured_outputs"),
-    "guided_json": Refused(GUIDED),
-    "guided_regex": Refused(GUIDED),
-    "guided_choice": Refused(GUIDED),
-    "guided_grammar": Refused(GUIDED),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        Refused("give response_format, or structured_outputs"),
+    ),
     "parallel_tool_calls": Refused("an answer has as many calls as there are", (None, True)),
     "functions": Refused("give tools", (None, [])),
     "function_call": Refused("give tools", (None, "auto", "none")),
@@ -175,10 +172,7 @@ class RowOptions:
             if name not in (None, "auto"):
                 from nanoengine.features.answers import reader_of
 
-                try:
-                    reader_of(option, name, str)
-                except RequestError as error:
-                    raise ConfigError(str(error)) from error
+                reader_of(option, name, str)
         if self.prompt_column is not None and self.template is not None:
             raise ConfigError("--prompt-column and --template both make the prompt: give one")
         if self.system is not None and not self.chat:
@@ -227,7 +221,8 @@ class RowReader:
         pools: makes what knows the model's vectors and scores; None: rows can't ask for any.
 
     Raises:
-        ConfigError: the template is none, or an option of sampling is out of range.
+        ConfigError: the template is none.
+        RequestError: an option of sampling is out of range.
     """
 
     def __init__(
@@ -245,10 +240,7 @@ class RowReader:
         self._params: dict[str, SamplingParams] = {}
         self._other_models: set[str] = set()
         self._names = _names_in(options.template) if options.template is not None else []
-        try:
-            self._make_params({}, "simple")
-        except RequestError as error:
-            raise ConfigError(str(error)) from error
+        self._make_params({}, "simple")
 
     def task(self, line: Line, kind: Kind = "simple") -> Task:
         """The task of a line; one that can't run holds its error.

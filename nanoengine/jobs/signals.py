@@ -56,7 +56,7 @@ class Signals:
             self.caught = self.caught or number
             raise Stopped(self.caught)
         self.caught = number
-        self.work.stop()
+        self.work.is_stopping = True
         if not self.grace_s:
             raise Stopped(number)
         self._end_grace_after(self.grace_s)

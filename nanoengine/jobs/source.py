@@ -387,23 +387,12 @@ def _line_id(content: Any) -> tuple[str, str] | None:
     return own_id(content)
 
 
-class Survey(NamedTuple):
-    """What one pass over the inputs tells.
-
-    Attributes:
-        num_rows: of all inputs but stdin.
-        duplicates: pairs of rows with the same id, the first of them with its place.
-    """
-
-    num_rows: int
-    duplicates: list[str]
-
-
 MOST_DUPLICATES = 20
 
 
-def survey(inputs: Iterable[Input], max_row_bytes: int) -> Survey:
-    """Counts rows, and finds equal ids by 8 bytes a row."""
+def survey(inputs: Iterable[Input], max_row_bytes: int) -> tuple[int, list[str]]:
+    """The number of rows of all inputs but stdin, and pairs of them with the same id, in words;
+    found by 8 bytes a row."""
     import numpy as np
 
     hashes = bytearray()
@@ -419,7 +408,7 @@ def survey(inputs: Iterable[Input], max_row_bytes: int) -> Survey:
     order = np.argsort(ids, kind="stable")
     later = np.flatnonzero((ids[order[1:]] == ids[order[:-1]]) & (ids[order[1:]] != 0))
     pairs = [(int(order[i]), int(order[i + 1])) for i in later[:MOST_DUPLICATES]]
-    return Survey(len(ids), _described(files, pairs, len(later), max_row_bytes))
+    return len(ids), _described(files, pairs, len(later), max_row_bytes)
 
 
 def _num_table_rows(path: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -19,11 +19,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import Job
 from nanoengine.jobs.log import Log
 from nanoengine.jobs.rows import Task
-from nanoengine.jobs.source import RowError
-from nanoengine.jobs.work import Stream, Work
-
-if TYPE_CHECKING:
-    from nanoengine.outputs import RequestOutput
+from nanoengine.jobs.work import Result, Stream, Work
 
 SHOWN_CHARS = 40
 """Of each of two records, around the first place where they differ."""
@@ -59,7 +55,7 @@ def verify(job: Job, stream: Stream, count: int, seed: int, *facts: Any) -> tupl
     reader, recorder = job.reader(*facts)
     told: list[str] = []
 
-    def compare(task: Task, result: RequestOutput | RowError) -> None:
+    def compare(task: Task, result: Result) -> None:
         how = _difference(lines[task.row], recorder.record(task, result))
         told.extend(f"row {task.row} ({task.input.name}:{task.number}): {one}" for one in how)
 

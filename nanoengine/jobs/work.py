@@ -18,18 +18,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nanoengine.errors import EngineDeadError, EngineHungError, NanoEngineError
 from nanoengine.jobs.deaths import GROUPS, MOST_DEATHS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
+from nanoengine.outputs import RequestOutput
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 
-if TYPE_CHECKING:
-    from nanoengine.outputs import RequestOutput
-
-Stream = Callable[[Iterator[Row | Pause]], Generator["RequestOutput", None, None]]
+Stream = Callable[[Iterator[Row | Pause]], Generator[RequestOutput, None, None]]
+Result = RequestOutput | RowError
+"""What becomes of a row: its last output, or why it has none."""
 
 
 IDLE_S = 0.02
@@ -79,13 +78,13 @@ class Work:
         max_errors: how many rows may fail.
 
     Attributes:
-        is_stopping: rows are left behind on purpose.
+        is_stopping: set, by any thread, to give out no more rows; those that run go on.
     """
 
     def __init__(
         self,
         tasks: Iterable[Task | Pause],
-        finish: Callable[[Task, RequestOutput | RowError], None],
+        finish: Callable[[Task, Result], None],
         *,
         suspects: Iterable[tuple[Task, int]] = (),
         note: Callable[[Task], None] = lambda task: None,
@@ -103,10 +102,6 @@ class Work:
         self._suspects: dict[int, list[Task]] = {deaths: [] for deaths in GROUPS}
         for task, deaths in suspects:
             self.suspect(task, deaths)
-
-    def stop(self) -> None:
-        """No row is given out any more; those that run go on."""
-        self.is_stopping = True
 
     def run(self, stream: Stream) -> None:
         """Answers rows until none is left.

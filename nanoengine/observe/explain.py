@@ -269,11 +269,8 @@ class Story(StepObserver):
         return told + "".join(f"; {_n(n, 'block')} came back from {t}" for t, n in tiers.items())
 
     def _note_evicted(self, seq_id: int, evicted: list[int]) -> None:
-        num_tokens, first, last = (
-            self._manager.block_size * len(evicted),
-            min(evicted),
-            max(evicted),
-        )
+        num_tokens = self._manager.block_size * len(evicted)
+        first, last = min(evicted), max(evicted)
         if seq_id not in self._lost:  # else it is waste of the preemption
             self.hurt[self._request_of(seq_id)] += num_tokens
         until = f"{last}" if first == last else f"{first} to {last}"

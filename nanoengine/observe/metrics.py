@@ -1,7 +1,7 @@
 """Metrics: an Observer that keeps one small record a step, and what they say about a run.
 
-Used by the benchmark and by anyone who wants to know where the time of a run went. It reads plans,
-results and the scheduler's counts, and changes nothing; it knows no tensors.
+Used by the benchmark and by anyone who wants to know where the time of a run went. It reads plans
+and results, and changes nothing; it knows no tensors.
 
     step ──▶ on_step ──▶ StepRecord ──▶ summarize(records) ──▶ RunSummary
              (copies a few lists)       (all arithmetic, after the run)
@@ -49,9 +49,6 @@ class StepRecord:
     num_logits: SequenceOf[int]
     num_sampled: SequenceOf[int]
     admitted: SequenceOf[AdmissionRecord]
-    num_preempted: int
-    num_running: int
-    num_waiting: int
     times: StepTimes
 
 
@@ -83,9 +80,6 @@ class Metrics:
                 num_logits=plan.num_logits,
                 num_sampled=[len(tokens) for tokens in result.token_ids],
                 admitted=admitted,
-                num_preempted=len(plan.preempted),
-                num_running=getattr(scheduler, "num_running", 0),
-                num_waiting=getattr(scheduler, "num_waiting", 0),
                 times=result.times,
             )
         )
@@ -104,10 +98,8 @@ class RunSummary:
     num_steps: int
     prefill_tokens: int
     decode_tokens: int
-    sampled_tokens: int
     prefill_s: float
     decode_s: float
-    num_preemptions: int
     mean_batch: float
     max_batch: int
     times: StepTimes
@@ -142,10 +134,8 @@ def summarize(records: SequenceOf[StepRecord]) -> RunSummary:
         num_steps=len(records),
         prefill_tokens=sum(prefills),
         decode_tokens=sum(totals) - sum(prefills),
-        sampled_tokens=sum(sum(record.num_sampled) for record in records),
         prefill_s=prefill_s,
         decode_s=decode_s,
-        num_preemptions=sum(record.num_preempted for record in records),
         mean_batch=float(np.mean(batches)) if batches else 0.0,
         max_batch=max(batches, default=0),
         times=StepTimes(**{n: sum(getattr(one.times, n) for one in records) for n in parts}),

@@ -10,15 +10,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.core.stats import SchedulerStats
+from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import check_value
-
-if TYPE_CHECKING:
-    from nanoengine.core.plan import StepPlan, StepResult
-    from nanoengine.core.stats import SchedulerStats
-    from nanoengine.engine import LLMEngine
 
 REFRESH_S = 0.2
 """Seconds between two updates of the speeds; steps are far shorter."""

@@ -65,7 +65,7 @@ def _plain(value: Any) -> Any:
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_plain).encode
 
 
-class Trace:
+class Trace(contextlib.AbstractContextManager["Trace"]):
     """Writes the trace of one scheduler, from its first request on. A context manager.
 
     Args:
@@ -121,9 +121,6 @@ class Trace:
             (cache, "reset", behind(lambda _: self._tell({"reset": True}))),
         )
         self._tell(_header(scheduler) | {"first": steps[0]} | self._held() | dict(about or {}))
-
-    def __enter__(self) -> Trace:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
@@ -37,13 +37,11 @@ from nanoengine.jobs.datasets import ROWS, join_arrow
 from nanoengine.jobs.feed import Feed
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Line, RowError
-from nanoengine.jobs.work import Work
+from nanoengine.jobs.work import Result, Work
+from nanoengine.outputs import RequestOutput
 from nanoengine.settings.checks import plain
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE, Pause
-
-if TYPE_CHECKING:
-    from nanoengine.outputs import RequestOutput
 
 ERROR_COLUMN = "__inference_error__"
 """Why a row has no answer, or "". Source: the name is that of Ray's own LLM module."""
@@ -151,7 +149,7 @@ class _Tasks(Iterator["Task | Pause"]):
             raise StopIteration
         return task
 
-    def _finish(self, task: Task, result: RequestOutput | RowError) -> None:
+    def _finish(self, task: Task, result: Result) -> None:
         self._feed.finished()
         self._attempts.end(task.key)
         answer = self._waiting.pop(task.row)

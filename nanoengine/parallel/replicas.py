@@ -22,9 +22,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol
 
 from nanoengine.core.doors import Observer
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
@@ -229,7 +230,7 @@ class Replica:
                 self._process.kill()
 
 
-class Replicas:
+class Replicas(AbstractContextManager["Replicas"]):
     """Engines with the same options; a context manager, as an LLM is.
 
     Args:
@@ -263,9 +264,6 @@ class Replicas:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -316,7 +314,7 @@ class Replicas:
                     for replica in live:
                         replica.look(self.silent_s)
             except BaseException:
-                work.stop()  # Why first: nothing that ends now is a death.
+                work.is_stopping = True  # Why first: nothing that ends now is a death.
                 self.close()
                 raise
 

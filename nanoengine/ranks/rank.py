@@ -48,6 +48,9 @@ of new weights."""
 
 Answer = tuple[int, "StepResult | list[str] | WeightLoadError"]
 
+FOUND = ("memory", "kv_dtype", "num_parameters", "weight_bytes", "products", "load_s")
+"""What a rank tells of its runner once that has started."""
+
 LOOK_S = 1.0
 """How often a rank looks whether its parent is still there, and tells it how far it is."""
 
@@ -183,17 +186,8 @@ def _start(rank: int, parent: Parent) -> ModelRunner:
         layout = runner.start()
     except torch.OutOfMemoryError as error:
         raise MemoryError(str(error)) from error
-    started = RankStarted(
-        rank=rank,
-        layout=layout,
-        memory=runner.memory,
-        kv_dtype=runner.kv_dtype,
-        num_parameters=runner.num_parameters,
-        weight_bytes=runner.weight_bytes,
-        products=runner.products,
-        load_s=runner.load_s,
-    )
-    parent.send(started)
+    found = {name: getattr(runner, name) for name in FOUND}
+    parent.send(RankStarted(rank=rank, layout=layout, **found))
     parent.place = ranks.place
     return runner
 

@@ -100,7 +100,7 @@ class DrawParams:
 
     @staticmethod
     def pack(columns: np.ndarray, uniform: np.ndarray, device: torch.device) -> DrawParams:
-        """Of `Sampler.columns` [4, L] and random numbers [L]."""
+        """Of `Sampler.params` [4, L] and random numbers [L]."""
         (packed,) = ship(device, np.vstack((columns, uniform)))
         return DrawParams(packed, bool(columns[3].any()), int(columns[1].max()))
 

@@ -81,7 +81,7 @@ def check_tiers(tiers: tuple[Tier, ...]) -> None:
     kinds = tuple(type(tier) for tier in tiers)
     if kinds == (DiskTier,):
         raise ConfigError(
-            "kv_tiers: blocks reach a DiskTier through host memory: put a HostTier before it"
+            "kv_tiers: blocks reach a disk by host memory: put a HostTier first (--kv-host-gib)"
         )
     if kinds not in ((), (HostTier,), (HostTier, DiskTier)):
         raise ConfigError(

@@ -20,12 +20,12 @@ from nanoengine.as_vllm.processors import (
     Batched,
     BatchUpdate,
     MoveDirectionality,
-    ProcessedRequest,
     VLLMProcessor,
     process_dict_updates,
 )
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import RequestError
+from nanoengine.features.processors import ShownIds
 
 MODEL = str(demo_model_path())
 PROMPTS = ["Once upon a time", "The little dog", "A red bird", "Tom", "The old cat", "One day"]
@@ -60,7 +60,7 @@ class Recorder(VLLMProcessor):
 def test_indices_are_those_of_the_rows(steps: list[list[int]]) -> None:
     recorder = Recorder(None, torch.device("cpu"), False)
     stage = Batched(recorder)
-    requests = [ProcessedRequest(None, [], [n]) for n in range(8)]
+    requests = [ShownIds(None, [], [n]) for n in range(8)]
     before: list[int] = []
     for step in steps:
         states = [requests[n] for n in step]

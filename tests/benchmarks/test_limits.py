@@ -36,9 +36,6 @@ def record(*rows: tuple[int, int, int]) -> StepRecord:
         num_logits=[logits for _, _, logits in rows],
         num_sampled=[],
         admitted=[],
-        num_preempted=0,
-        num_running=0,
-        num_waiting=0,
         times=StepTimes(),
     )
 

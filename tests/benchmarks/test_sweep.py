@@ -106,7 +106,7 @@ def test_the_roofline_of_a_step_is_the_longer_of_reading_and_computing() -> None
     cost = ModelCost.from_config(config, 4)
     record = StepRecord(
         time_s=0.0, rows=[0], starts=[0], num_scheduled=[5], num_logits=[1], num_sampled=[1],
-        admitted=[], num_preempted=0, num_running=1, num_waiting=0, times=StepTimes(),
+        admitted=[], times=StepTimes(),
     )  # fmt: skip
     flops, nbytes = cost.step(record)
     for read_gbs, gflops, reads in ((1.0, 1e9, 1.0), (1e9, 1.0, 0.0)):

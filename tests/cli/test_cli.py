@@ -94,7 +94,7 @@ def test_the_module_is_an_entry_point() -> None:
         ),
         (
             ["info", "m", "--kv-disk", "d", "--kv-disk-gib", "1"],
-            "error: blocks reach --kv-disk through host memory: give --kv-host-gib",
+            "error: kv_tiers: blocks reach a disk by host memory: put a HostTier first",
         ),
         (["info", "m", "--kv-host-gib", "0"], "error: HostTier gib must be greater than 0"),
         (["info", "m", "--max-num-seqs", "0"], "error: max_num_seqs must be at least 1, got 0"),
@@ -197,6 +197,15 @@ def test_generate_writes_json_lines_where_no_terminal_is(
     texts = [output["text"] for record in records for output in record["outputs"]]
     assert texts == expected(model, "the dog", "User:")
     assert "empty" in records[1]["error"]["message"]
+
+
+def test_a_prompt_that_can_not_be_made_says_why(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It told of a prompt that was None."""
+    command = ["generate", str(model), "--prompt", "the dog", "--reasoning-parser", "auto"]
+    assert cli.main([*command, *GREEDY]) == 1
+    assert "shows no form that is known" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_every_field_of_sampling_params_is_an_option() -> None:

@@ -38,7 +38,7 @@ def most_states(engine, steps: int = 1000) -> int:
             return most
         engine.step()
         pool = engine.scheduler.block_manager.pool
-        most = max(most, pool.counts(states=True)["active"])
+        most = max(most, pool.queues[1].counts()["active"])
     raise AssertionError("it does not end")
 
 
@@ -94,7 +94,7 @@ def test_a_decode_holds_one_state_however_long_it_is(caching):
     held = []
     while engine.has_unfinished():
         engine.step()
-        held.append(engine.scheduler.block_manager.pool.counts(states=True)["active"])
+        held.append(engine.scheduler.block_manager.pool.queues[1].counts()["active"])
     # Two each in the step behind a snapshot, which reads it and writes another.
     assert held.count(3) > 60 and max(held) <= 6
     assert engine.executor.num_copies == 0
@@ -150,7 +150,7 @@ def test_blocks_and_states_are_handed_out_apart():
     pool.free([5, 1, 4])
     check_pool(pool, [[2, 3]])
     assert pool.counts() == {"empty": 1, "cached": 0, "active": 2}
-    assert pool.counts(states=True) == {"empty": 1, "cached": 1, "active": 0}
+    assert pool.queues[1].counts() == {"empty": 1, "cached": 1, "active": 0}
     assert (pool.num_free, pool.num_free_states, pool.next_evicted(9)) == (1, 2, [4])
     assert pool.lookup(1, prefix) == 4
     assert pool.reset() is False

@@ -157,9 +157,9 @@ def test_ids_are_found_in_every_form_but_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"id": 7, "prompt": "x"}\n{"prompt": "y"}\n')
     (tmp_path / "b.csv").write_bytes(b"id,prompt\n7,x\n8,y\n")
     (tmp_path / "c.txt").write_bytes(b'{"id": 7}\n')
-    found = survey(find_inputs([str(path) for path in sorted(tmp_path.iterdir())]), MOST)
-    assert found.num_rows == 5
-    (told,) = found.duplicates
+    inputs = find_inputs([str(path) for path in sorted(tmp_path.iterdir())])
+    num_rows, (told,) = survey(inputs, MOST)
+    assert num_rows == 5
     assert told.startswith("id '7' stands at ")
     assert "a.jsonl:1 and at " in told
     assert told.endswith("b.csv:2")

@@ -553,15 +553,10 @@ def make_engine(
         start_s=0.0,
         memory_plan="",
     )
-    return LLMEngine(
-        executor,
-        scheduler,
-        info,
-        overlap=overlap,
-        debug_checks=debug_checks,
-        observers=observers,
-        proposer=proposer,
-    )
+    engine = LLMEngine(executor, scheduler, info, overlap=overlap, debug_checks=debug_checks)
+    engine.observers += observers
+    engine.proposer = proposer
+    return engine
 
 
 def run(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:

@@ -5,5 +5,5 @@
     cache.py     GroupedPrefixCache: a hit needs its blocks in every group
     pool.py      StatePool: states beside blocks, in a queue of their own
 
-Where all layers attend to all tokens, nothing here is loaded: `core/build.py` chooses.
+Where all layers attend to all tokens, nothing here is loaded: `core/make.py` chooses.
 """

@@ -26,10 +26,6 @@ class StatePool(BlockPool):
         """States that `allocate` can hand out now, empty and cached."""
         return self._states.num_free
 
-    def counts(self, *, states: bool = False) -> dict[str, int]:
-        """Empty, cached and active blocks, together `num_usable`; or states, `num_states`."""
-        return (self._states if states else self._kv).counts()
-
     def allocate(self, count: int, *, states: bool = False) -> list[int]:
         """Hands out blocks, or states, with one reference each: see `BlockPool.allocate`."""
         return self._take(self._states if states else self._kv, count)

@@ -16,11 +16,6 @@ from collections.abc import Collection, Sequence
 from nanoengine.core.layout import KVGroup
 
 
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
 def num_dropped_blocks(group: KVGroup, num_computed_tokens: int, block_size: int) -> int:
     """How many blocks at the start of a table no later query can see.
 
@@ -44,13 +39,13 @@ def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_siz
     >>> num_needed_blocks(KVGroup(layers=(0,), sliding_window=16), 100, 32, 16)
     4
     """
-    whole = cdiv(num_tokens, block_size)
+    whole = -(-num_tokens // block_size)
     if group.snapshot_every is not None:
         return 0
     if group.sliding_window is None:
         return whole
-    # Why: n tokens that need not start at a block boundary lie in cdiv(n - 1, bs) + 1 blocks.
-    return min(whole, cdiv(group.sliding_window - 1 + max_chunk - 1, block_size) + 1)
+    # Why: n tokens that need not start at a block boundary lie in ceil((n - 1) / size) + 1 blocks.
+    return min(whole, -(-(group.sliding_window + max_chunk - 2) // block_size) + 1)
 
 
 def longest_hit(group: KVGroup, found: Sequence[object], block_size: int, at_most: int) -> int:
@@ -64,7 +59,7 @@ def longest_hit(group: KVGroup, found: Sequence[object], block_size: int, at_mos
     4
     """
     window = group.sliding_window
-    needed = at_most if window is None else cdiv(window - 1, block_size)
+    needed = at_most if window is None else -(-(window - 1) // block_size)
     longest, in_a_row = 0, 0
     for length in range(1, at_most + 1):
         in_a_row = in_a_row + 1 if found[length - 1] else 0
