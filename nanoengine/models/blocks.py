@@ -3,7 +3,7 @@
     SideBySide   the mixer is Mamba and attention, each with factors, and so has the MLP (Falcon-H1)
     LoneBlock    one norm and one of Mamba, attention, MLP or experts (Nemotron-H)
 
-Taken by `loader.py` for a config that asks for either.
+Taken by `variants.py` for a config that asks for either.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from nanoengine.checkpoint.plan import Factors
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.variants import make_norm
 from nanoengine.models.decoder import GatedMLP, taken
-from nanoengine.models.variants import (
-    VariantAttention,
-    VariantLayer,
-    VariantLM,
-    make_mixer,
-    make_mlp,
-)
+from nanoengine.models.variants import VariantAttention, VariantLayer, make_mixer, make_mlp
 
 
 class SideBySide(VariantLayer):
@@ -52,11 +46,6 @@ class Both(Layer):
         super().__init__()
         # Why a tuple: a checkpoint has them as parts of the layer, under names of their own.
         self.parts, self.factors = (mamba, attention), factors
-
-    @property
-    def graph_safe(self) -> bool:
-        """As `StateLayer` has it."""
-        return self.parts[0].graph_safe
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
@@ -112,15 +101,3 @@ class LoneBlock(VariantLayer):
         if self.mixer is None:
             return self.mlp(taken(x, rows)), taken(residual, rows)
         return self.mixer(x, rotations[self.rotation], batch, rows), taken(residual, rows)
-
-
-class SideBySideLM(VariantLM):
-    """Falcon-H1."""
-
-    layer = SideBySide
-
-
-class LoneBlockLM(VariantLM):
-    """Nemotron-H."""
-
-    layer = LoneBlock

@@ -37,7 +37,7 @@ from nanoengine.checkpoint.slots import WeightSlot, whole_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.linear import MergedLinear, RowParallelLinear
+from nanoengine.layers.linear import MergedLinear
 from nanoengine.layers.moe import Experts
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.layers.routers import ScaledRouter
@@ -88,11 +88,6 @@ class VariedLM(VariantLM):
                 " model's layers that have the fewest"
             )
         return VariedDecoder(config, context)
-
-    @property
-    def graph_safe(self) -> bool:
-        experts = [layer.routed for layer in self.model.layers if layer.experts is not None]
-        return all(getattr(routed, "graph_safe", False) for routed in experts)
 
     @property
     def attention_layers(self) -> list[SharedSlice]:
@@ -173,7 +168,6 @@ class VariedDecoder(VariantDecoder):
             shared = last[window] if index >= self.first_shared else None
             layer = VariedLayer(index, kinds.index(window), configs[index], shared, context)
             self.layers.append(layer)
-            last.setdefault(window, layer.mixer)
             if shared is None:
                 last[window] = layer.mixer
         self.stack = list(self.layers)
@@ -287,6 +281,11 @@ class VariedLayer(VariantLayer):
     def needs_torch(self) -> bool:
         return self.experts is not None
 
+    @property
+    def graph_safe(self) -> bool:
+        """As that of `SparseMLP`, where there are experts."""
+        return self.experts is None or getattr(self.routed, "graph_safe", False)
+
     def forward(
         self,
         x: torch.Tensor,
@@ -344,35 +343,34 @@ class VariedAttention(VariantAttention):
         shared: VariedAttention | None,
         context: ModelContext,
     ) -> None:
-        Layer.__init__(self)
-        plan, varied, shard = config.plan, config.plan.varied, context.shard
+        varied = config.plan.varied
         assert varied is not None
-        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
-        rows = config.num_attention_heads * self.head_dim
-        kv = config.num_key_value_heads
-        self.is_shared = shared is not None
+        # Why before the base is made: it makes projections and norms by these.
+        self.is_shared, self.eps = shared is not None, config.rms_norm_eps
         self.keys_are_values = varied.keys_are_values and config.sliding_windows[index] is None
-        parts, shards = {"q_proj": rows}, {"q_proj": shard}
-        if not self.is_shared:
-            parts |= {"k_proj": kv * self.head_dim}
-            if not self.keys_are_values:
-                parts |= {"v_proj": kv * self.head_dim}
-            shards |= dict.fromkeys(("k_proj", "v_proj"), shard.of_heads(kv))
-        self.qkv_proj = MergedLinear(
-            f"{path}.qkv_proj", config.hidden_size, parts, bias=plan.qkv_bias, context=context,
-            shards=shards,
-        )  # fmt: skip
-        self.o_proj = RowParallelLinear(
-            f"{path}.o_proj", rows, config.hidden_size, bias=plan.output_bias, context=context
-        )
-        spec = self.make_spec(index, config, context)
+        super().__init__(path, index, config, context)
+        spec = self.attention.spec
         self.counts = spec.num_heads, spec.num_kv_heads
-        self.head_norm: OtherHeadNorm = QueryNorm(spec, config, context)
-        if not self.is_shared:
-            self.head_norm = OtherHeadNorm(spec, config, context)
-        self.attention = Attention(spec, context.kernels.attention)
         if shared is not None:
             self.attention = shared.attention
+
+    def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> MergedLinear:
+        shard, kv_heads = context.shard, config.num_key_value_heads
+        parts = {"q_proj": config.num_attention_heads * config.head_dim}
+        if not self.is_shared:
+            parts["k_proj"] = kv_heads * config.head_dim
+        if not self.is_shared and not self.keys_are_values:
+            parts["v_proj"] = kv_heads * config.head_dim
+        shards = dict.fromkeys(parts, shard.of_heads(kv_heads)) | {"q_proj": shard}
+        return MergedLinear(
+            path, config.hidden_size, parts, bias=config.plan.qkv_bias, context=context,
+            shards=shards,
+        )  # fmt: skip
+
+    def make_norm(
+        self, spec: AttentionSpec, config: ModelConfig, context: ModelContext
+    ) -> OtherHeadNorm:
+        return (QueryNorm if self.is_shared else OtherHeadNorm)(spec, config, context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
