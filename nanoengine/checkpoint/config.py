@@ -128,12 +128,11 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     """
     directory = Path(directory)
     if directory.suffix == GGUF:
-        from nanoengine.checkpoint.gguf_models import GGUFModel, config_json, differences
+        from nanoengine.checkpoint.gguf_models import as_in_file, config_json
+        from nanoengine.checkpoint.gguf_tensors import GGUFModel
 
         model = GGUFModel(directory)
-        config = parse_model_config(*config_json(model))
-        parts = config.plan, config.moe, config.states, config.num_hidden_layers, config.left_out
-        return replace(config, **differences(model, *parts))
+        return as_in_file(model, parse_model_config(*config_json(model)))
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)

@@ -3,7 +3,7 @@
     SideBySide   the mixer is Mamba and attention, each with factors, and so has the MLP (Falcon-H1)
     LoneBlock    one norm and one of Mamba, attention, MLP or experts (Nemotron-H)
 
-Taken by `variants.py` for a config that asks for either.
+Taken by `loader.py` for a config that asks for either.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from nanoengine.checkpoint.plan import Factors
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.variants import make_norm
 from nanoengine.models.decoder import GatedMLP, taken
-from nanoengine.models.variants import VariantAttention, VariantLayer, make_mixer, make_mlp
+from nanoengine.models.variants import (
+    VariantAttention,
+    VariantLayer,
+    VariantLM,
+    make_mixer,
+    make_mlp,
+)
 
 
 class SideBySide(VariantLayer):
@@ -101,3 +107,15 @@ class LoneBlock(VariantLayer):
         if self.mixer is None:
             return self.mlp(taken(x, rows)), taken(residual, rows)
         return self.mixer(x, rotations[self.rotation], batch, rows), taken(residual, rows)
+
+
+class SideBySideLM(VariantLM):
+    """Falcon-H1."""
+
+    layer = SideBySide
+
+
+class LoneBlockLM(VariantLM):
+    """Nemotron-H."""
+
+    layer = LoneBlock

@@ -135,6 +135,10 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
         from nanoengine.models.varied import VariedLM
 
         return VariedLM
+    if config.plan.factors is not None or config.plan.blocks is not None:
+        from nanoengine.models import blocks
+
+        return blocks.LoneBlockLM if config.plan.factors is None else blocks.SideBySideLM
     from nanoengine.models.variants import VariantLM
 
     return VariantLM

@@ -52,7 +52,13 @@ Norm = RMSNorm | variants.LayerNorm | None
 
 
 class VariantLM(CausalLM):
-    """A language model of any family, on one rank."""
+    """A language model of any family, on one rank.
+
+    Attributes:
+        layer: the kind of its layers; None: `VariantLayer`.
+    """
+
+    layer: type[VariantLayer] | None = None
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
@@ -69,7 +75,7 @@ class VariantLM(CausalLM):
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariantDecoder:
         """What is between token ids and the last norm."""
-        return VariantDecoder(config, context)
+        return VariantDecoder(config, context, self.layer or VariantLayer)
 
     @property
     def graph_safe(self) -> bool:
@@ -110,17 +116,19 @@ class CappedHead(OutputHead):
 
 
 class VariantDecoder(Decoder):
-    """The stack of layers, with a list of rotations in place of one."""
+    """The stack of layers, of this kind, with a list of rotations in place of one."""
 
     embed_positions: variants.Positions | None = None
 
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(
+        self, config: ModelConfig, context: ModelContext, layer: type[VariantLayer]
+    ) -> None:
         Layer.__init__(self)
         sizes, scale = (config.vocab_size, config.hidden_size), config.plan.embedding_scale
         embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
         self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
-        self.rotary, layer = Rotaries(kinds, config, context), layer_kind(config.plan)
+        self.rotary = Rotaries(kinds, config, context)
         self.layers = nn.ModuleList(
             layer(index, kinds.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
@@ -138,15 +146,6 @@ class VariantDecoder(Decoder):
         if self.norms_embeddings:
             x, _ = self.norm(x, None)
         return self.through(x, self.rotary(batch.positions), batch)
-
-
-def layer_kind(plan: LayerPlan) -> type[VariantLayer]:
-    """The kind of a model's layers."""
-    if plan.factors is None and plan.blocks is None:
-        return VariantLayer
-    from nanoengine.models import blocks
-
-    return blocks.LoneBlock if plan.factors is None else blocks.SideBySide
 
 
 class ScaledEmbedding(Embedding):
