@@ -156,7 +156,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         raise UnsupportedModelError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
         )
-    head_dim = keys.get("head_dim") or hidden_size // heads
+    head_dim = keys.head_dim
     if head_dim < 2 or head_dim % 2:
         raise UnsupportedModelError(
             f"head_dim={head_dim} must be even and at least 2; where config.json has none, it is"

@@ -17,9 +17,7 @@ from nanoengine.settings.checks import shown
 
 def mup_attention(keys: Keys) -> float:
     """HyperCLOVA X: `attention_multiplier`, else as in Llama."""
-    size = keys.get("head_dim")
-    size = size or keys.require("hidden_size") // keys.require("num_attention_heads")
-    return keys.get("attention_multiplier") or size**-0.5
+    return keys.get("attention_multiplier") or keys.head_dim**-0.5
 
 
 def varied(keys: Keys) -> VariedPlan:
