@@ -59,6 +59,10 @@ DEEPSEEK_PLAN = plan(
     only={"topk_method": ("noaux_tc",)}, latent=more_readers.latent, **ATTENTION_BIAS,
     interleaved=key("rope_interleave"),
 )
+LLAMA_3_ROPE = {
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LFM2_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
 NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
 NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -177,10 +181,7 @@ MORE_FAMILIES: dict[str, Family] = {
             **ATTENTION_BIAS,
         ),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1.2e7},
-        rope={
-            "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        },
+        rope=LLAMA_3_ROPE | {"rope_theta": 1.2e7, "factor": 8.0},
         names={
             "input_layernorm": "attention_layernorm",
             "post_attention_layernorm": "feedforward_layernorm",
@@ -200,10 +201,7 @@ MORE_FAMILIES: dict[str, Family] = {
             "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "sliding_window": 8192, "eos_token_id": [128_001, 128_008, 128_009],
         },
-        rope={
-            "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        },
+        rope=LLAMA_3_ROPE | {"rope_theta": 1e6, "factor": 16.0},
     ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",

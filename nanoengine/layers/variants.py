@@ -94,6 +94,15 @@ class OneTensor(MergedLinear):
         return rows
 
 
+def whole_linear(
+    path: str, inputs: int, outputs: int, context: ModelContext, *, bias: bool = False
+) -> MergedLinear:
+    """A matrix that every rank holds whole."""
+    name = path.rpartition(".")[2]
+    shards = {name: context.shard.of_heads(1)}
+    return MergedLinear(path, inputs, {name: outputs}, bias=bias, context=context, shards=shards)
+
+
 class OtherQKV(QKVLinear):
     """The query, key and value projections, with rows in the order that the layer reads them.
 

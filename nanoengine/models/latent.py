@@ -40,6 +40,7 @@ from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
+from nanoengine.layers.variants import whole_linear
 from nanoengine.models.decoder import taken
 
 PANEL = 16
@@ -188,10 +189,9 @@ class LatentAttention(Layer):
         turned = {"turned": latent.rope_dim, "interleaved": plan.interleaved, "context": context}
         into, name, self.q_a = hidden, "q_proj", None
         if latent.query_rank:
-            self.q_a = MergedLinear(
-                f"{path}.q_a_proj", hidden, {"q_a_proj": latent.query_rank}, bias=plan.qkv_bias,
-                context=context, shards={"q_a_proj": context.shard.of_heads(1)},
-            )  # fmt: skip
+            self.q_a = whole_linear(
+                f"{path}.q_a_proj", hidden, latent.query_rank, context, bias=plan.qkv_bias
+            )
             self.q_a_layernorm = RMSNorm(latent.query_rank, NORM_EPS, context=context)
             into, name = latent.query_rank, "q_b_proj"
         self.q = TurnedLinear(

@@ -128,7 +128,7 @@ class VariantDecoder(Decoder):
         embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
         self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
-        self.rotary = Rotaries(kinds, config, context)
+        self.rotary = Rotaries([(rope, config) for rope in kinds], context)
         self.layers = nn.ModuleList(
             layer(index, kinds.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
@@ -161,19 +161,21 @@ class ScaledEmbedding(Embedding):
 
 
 class Rotaries(Layer):
-    """Kinds of rotation: positions [T] -> one of each."""
+    """Kinds of rotation, each with the config of its layers: positions [T] -> one of each."""
 
     def __init__(
-        self, kinds: list[RopeConfig | None], config: ModelConfig, context: ModelContext
+        self, kinds: list[tuple[RopeConfig | None, ModelConfig]], context: ModelContext
     ) -> None:
         super().__init__()
-        turning = RotaryEmbedding if config.plan.rotary_dim is None else variants.PartialRotary
-        if config.plan.latent is not None:
+        plan = kinds[0][1].plan
+        turning = RotaryEmbedding if plan.rotary_dim is None else variants.PartialRotary
+        if plan.latent is not None:
             from nanoengine.models.latent import LatentRotary
 
             turning = LatentRotary
         self.each = nn.ModuleList(
-            (turning if rope else variants.NoRotary)(rope, config, context) for rope in kinds
+            (turning if rope else variants.NoRotary)(rope, config, context)
+            for rope, config in kinds
         )
 
     def forward(self, positions: torch.Tensor) -> list[Rotation]:

@@ -39,12 +39,12 @@ from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear
 from nanoengine.layers.moe import Experts
-from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.layers.routers import ScaledRouter
-from nanoengine.layers.variants import OtherHeadNorm, make_norm
+from nanoengine.layers.variants import OtherHeadNorm, make_norm, whole_linear
 from nanoengine.models.decoder import taken
 from nanoengine.models.variants import (
     ACTIVATIONS,
+    Rotaries,
     ScaledEmbedding,
     VariantAttention,
     VariantDecoder,
@@ -62,13 +62,6 @@ def of_layer(config: ModelConfig, index: int) -> ModelConfig:
     first = config.num_hidden_layers - varied.num_shared
     inner = config.intermediate_size * (varied.shared_width if index >= first else 1)
     return replace(config, head_dim=head_dim, num_key_value_heads=kv_heads, intermediate_size=inner)
-
-
-def whole_linear(path: str, inputs: int, outputs: int, context: ModelContext) -> MergedLinear:
-    """A matrix that every rank holds whole."""
-    name = path.rpartition(".")[2]
-    shards = {name: context.shard.of_heads(1)}
-    return MergedLinear(path, inputs, {name: outputs}, context=context, shards=shards)
 
 
 class VariedLM(VariantLM):
@@ -145,11 +138,8 @@ class VariedDecoder(VariantDecoder):
         )
         configs = [of_layer(config, index) for index in range(depth)]
         kinds = list(dict.fromkeys(config.sliding_windows))
-        self.rotary = Layer()
-        self.rotary.each = nn.ModuleList(
-            RotaryEmbedding(config.ropes[n], configs[n], context)
-            for n in map(config.sliding_windows.index, kinds)
-        )
+        firsts = map(config.sliding_windows.index, kinds)
+        self.rotary = Rotaries([(config.ropes[n], configs[n]) for n in firsts], context)
         self.input_size, size = varied.input_size, depth * varied.input_size
         if size:
             self.embed_tokens_per_layer = ScaledEmbedding(
@@ -176,8 +166,7 @@ class VariedDecoder(VariantDecoder):
     def forward(self, batch: Batch) -> torch.Tensor:
         x = self.embed_tokens(batch.token_ids)
         inputs = self._inputs(x, batch.token_ids) if self.input_size else None
-        rotations = [rotary(batch.positions) for rotary in self.rotary.each]
-        index = 0
+        rotations, index = self.rotary(batch.positions), 0
         for layer in self.stack:
             if index == self.first_shared and _has_others(batch):
                 kept = batch.logits_indices
@@ -185,7 +174,7 @@ class VariedDecoder(VariantDecoder):
                     return x[:0]
                 batch = ends_of(batch, self.backend)
                 x, inputs = x[kept], None if inputs is None else inputs[kept]
-                rotations = [rotary(batch.positions) for rotary in self.rotary.each]
+                rotations = self.rotary(batch.positions)
             index += layer.depth
             rows = batch.logits_indices if index == len(self.layers) else None
             x = layer(x, rotations, batch, rows, inputs)
