@@ -171,6 +171,8 @@ def latent(given: Metadata) -> Json:
     heads."""
     turned = given.get("rope.dimension_count", int, 0)
     key = given.get("attention.key_length_mla", int) or given.head_dim
+    # Why read: it is one, or as many as there are heads, by the writer.
+    given.get("attention.head_count_kv", Any)
     value = given.get("attention.value_length_mla", int)
     value = value or given.one("attention.value_length", int)
     return {

@@ -80,8 +80,6 @@ SCALES = {
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
     "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
 }
-KV_HEADS = ("attention.head_count_kv",)
-"""Of latents: one, or as many as there are heads, by the writer."""
 IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 """Where positions and features of images go: positions of a text are all the same."""
 NO_STATES = (
@@ -168,12 +166,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             "leading_dense_block_count": "num_dense_layers",
         },
     ),
-    "arcee": Architecture("ArceeForCausalLM", pairs=True, fixed={"hidden_act": "relu2"}),
+    "arcee": Architecture("ArceeForCausalLM", pairs=True),
     "chatglm": Architecture("GlmForCausalLM", names=MERGED_GATE),
     "cohere2": Architecture("Cohere2ForCausalLM", keys={"logit_scale": "logit_scale"}, slides=4),
     "command-r": Architecture("CohereForCausalLM", keys={"logit_scale": "logit_scale"}),
     "deepseek2": Architecture(
-        "DeepseekV2ForCausalLM", also=read.deepseek_name, more=read.deepseek, unread=KV_HEADS,
+        "DeepseekV2ForCausalLM", also=read.deepseek_name, more=read.deepseek,
     ),
     "dots1": Architecture("Dots1ForCausalLM", keys=ROUTED),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
@@ -239,7 +237,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         keys=EXPERTS | {"expert_weights_scale": "router_scaling_factor"},
     ),
     "internlm2": Architecture("LlamaForCausalLM", pairs=True),
-    "jais2": Architecture("Jais2ForCausalLM", fixed={"hidden_act": "relu2"}),
+    "jais2": Architecture("Jais2ForCausalLM"),
     "lfm2": Architecture(
         "Lfm2ForCausalLM", more=read.lfm2, keys=CONVOLVED,
         fixed={"block_auto_adjust_ff_dim": False},
@@ -254,7 +252,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mellum": Architecture(
         "MellumForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}, slides=4,
     ),
-    "minicpm3": Architecture("MiniCPM3ForCausalLM", more=read.latent, unread=KV_HEADS),
+    "minicpm3": Architecture("MiniCPM3ForCausalLM", more=read.latent),
     "minimax-m2": Architecture(
         "MiniMaxM2ForCausalLM", keys={"expert_feed_forward_length": "intermediate_size"},
     ),
@@ -262,7 +260,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "MistralForCausalLM", also=where("attention.temperature_scale", "Ministral3ForCausalLM"),
         pairs=True,
     ),
-    "nemotron": Architecture("NemotronForCausalLM", fixed={"hidden_act": "relu2"}),
+    "nemotron": Architecture("NemotronForCausalLM"),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), Architecture(
         "NemotronHForCausalLM", more=read.nemotron, names=MAMBA_NAMES,
         keys=ROUTED | {

@@ -85,17 +85,13 @@ class VariedLM(VariantLM):
     @property
     def attention_layers(self) -> list[SharedSlice]:
         """What the KV cache's slices are bound to, in the order of the first layer of each."""
-        varied, every = self.config.plan.varied, self.model.layers
+        varied = self.config.plan.varied
         assert varied is not None
-        layers = [layer.mixer.attention for layer in every]
+        layers = [layer.mixer.attention for layer in self.model.layers]
         slices = varied.slices(self.config.sliding_windows)
-        return [SharedSlice([layers[n] for n in numbers], self.widest) for numbers in slices]
-
-    @property
-    def widest(self) -> AttentionSpec:
-        """Of a layer that fills a slice alone."""
-        specs = [layer.mixer.attention.spec for layer in self.model.layers]
-        return max(specs, key=lambda spec: spec.num_kv_heads * spec.head_dim)
+        specs = [layer.spec for layer in layers]
+        widest = max(specs, key=lambda spec: spec.num_kv_heads * spec.head_dim)
+        return [SharedSlice([layers[n] for n in numbers], widest) for numbers in slices]
 
 
 class SharedSlice:
