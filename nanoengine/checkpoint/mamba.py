@@ -85,11 +85,6 @@ def factors(keys: Keys) -> Factors:
     )
 
 
-def falcon_scale(keys: Keys) -> float:
-    """Falcon-H1 scales keys, which is a factor on q.k."""
-    return keys.get("key_multiplier") * keys.head_dim**-0.5
-
-
 PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 """A letter of Nemotron-H's `hybrid_override_pattern` -> what the layer is."""
 NEMOTRON_KEYS = {

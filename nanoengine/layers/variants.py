@@ -39,13 +39,13 @@ from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
 
 
 class PartialRotary(RotaryEmbedding):
-    """Turns the first `plan.rotary_dim` dimensions of a head."""
+    """Turns the first `plan.rotary_dim` dimensions of a head; of latents these come alone."""
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
-        size = config.plan.rotary_dim
+        size, plan = config.plan.rotary_dim, config.plan
         assert size is not None
         cos, sin = cos_and_sin(rope, size, num_positions)
-        still = (0, (config.head_dim - size) // 2)
+        still = (0, 0 if plan.latent else (config.head_dim - size) // 2)
         return F.pad(cos, still, value=1.0), F.pad(sin, still)
 
 

@@ -33,13 +33,11 @@ from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import LatentPlan
 from nanoengine.checkpoint.quantization import StoredQuantization
-from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
 from nanoengine.layers.variants import whole_linear
 from nanoengine.models.decoder import taken
 
@@ -48,14 +46,6 @@ PANEL = 16
 
 NORM_EPS = 1e-6
 """Of the norms inside, whatever the config says of the others. Source: the families' own code."""
-
-
-class LatentRotary(RotaryEmbedding):
-    """Turns the last `rope_dim` dimensions of queries and keys, which come alone."""
-
-    def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
-        assert config.plan.rotary_dim is not None
-        return cos_and_sin(rope, config.plan.rotary_dim, num_positions)
 
 
 class TurnedLinear(MergedLinear):

@@ -169,10 +169,6 @@ class Rotaries(Layer):
         super().__init__()
         plan = kinds[0][1].plan
         turning = RotaryEmbedding if plan.rotary_dim is None else variants.PartialRotary
-        if plan.latent is not None:
-            from nanoengine.models.latent import LatentRotary
-
-            turning = LatentRotary
         self.each = nn.ModuleList(
             (turning if rope else variants.NoRotary)(rope, config, context)
             for rope, config in kinds
