@@ -59,45 +59,6 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
         UnsupportedModelError: a key that changes the maths is not implemented, or is of the wrong
             type; the message names file, key, value and what is allowed.
     """
-    raw = _config_json(model)
-    model.given.refuse_others()
-    return raw, _generation_json(model.given)
-
-
-def as_in_file(model: GGUFModel, config: Any) -> Any:
-    """A ModelConfig that was made of `config_json`, with the fields that are others in a file."""
-    plan, moe, states = config.plan, config.moe, config.states
-    here = model.entries()
-    biases = {part: any(name.endswith(ends) for name in here) for part, ends in BIASES.items()}
-    # Why wide: writers add the 1 that such norms leave out.
-    norm = {"centered": "wide", "centered layer": "layer"}.get(plan.norm, plan.norm)
-    drafting = range(config.num_hidden_layers, model.given.layers)
-    left_out = [config.left_out] if plan.varied else []
-    left_out += [rf"model\.layers\.({'|'.join(map(str, drafting))})\."] if drafting else []
-    kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
-    merged = plan.merged_gate and not any(name.endswith(".gate_proj.weight") for name in here)
-    if moe is not None:
-        moe = replace(moe, inputs_first=False, correction_bias=bool(moe.correction_bias))
-    if states is not None:
-        states = replace(states, merged=False, tiled=model.row.tiled)
-    if states is not None and states.kind == "mamba":
-        parts = {name.partition(".mamba.")[2] for name in here}
-        norm_of = states.norm if "norm.weight" in parts else None
-        states = replace(states, conv_bias="conv1d.bias" in parts, norm=norm_of)
-    return replace(
-        config,
-        plan=replace(plan, norm=norm, merged_gate=merged, **biases),
-        moe=moe,
-        states=states,
-        tensor_names={},
-        left_out="|".join(filter(None, left_out)),
-        dtype={"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),
-        quantization=_quantization(here),
-    )
-
-
-def _config_json(model: GGUFModel) -> dict[str, Any]:
-    """What a config.json of the same model would say."""
     given, row, tensors = model.given, model.row, model.tensors
     family, more = every_family()[row.name], row.more(given)
     raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
@@ -137,7 +98,41 @@ def _config_json(model: GGUFModel) -> dict[str, Any]:
         raw |= {"vocab_size": size, "vocab_size_per_layer_input": size}
     raw["tie_word_embeddings"] = "output.weight" not in tensors
     raw |= windows(given, row.slides, raw["num_hidden_layers"]) | _rotation(model)
-    return {key: value for key, value in raw.items() if value is not None} | more
+    raw = {key: value for key, value in raw.items() if value is not None} | more
+    given.refuse_others()
+    return raw, _generation_json(given)
+
+
+def as_in_file(model: GGUFModel, config: Any) -> Any:
+    """A ModelConfig that was made of `config_json`, with the fields that are others in a file."""
+    plan, moe, states = config.plan, config.moe, config.states
+    here = model.entries()
+    biases = {part: any(name.endswith(ends) for name in here) for part, ends in BIASES.items()}
+    # Why wide: writers add the 1 that such norms leave out.
+    norm = {"centered": "wide", "centered layer": "layer"}.get(plan.norm, plan.norm)
+    drafting = range(config.num_hidden_layers, model.given.layers)
+    left_out = [config.left_out] if plan.varied else []
+    left_out += [rf"model\.layers\.({'|'.join(map(str, drafting))})\."] if drafting else []
+    kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
+    merged = plan.merged_gate and not any(name.endswith(".gate_proj.weight") for name in here)
+    if moe is not None:
+        moe = replace(moe, inputs_first=False, correction_bias=bool(moe.correction_bias))
+    if states is not None:
+        states = replace(states, merged=False, tiled=model.row.tiled)
+    if states is not None and states.kind == "mamba":
+        parts = {name.partition(".mamba.")[2] for name in here}
+        norm_of = states.norm if "norm.weight" in parts else None
+        states = replace(states, conv_bias="conv1d.bias" in parts, norm=norm_of)
+    return replace(
+        config,
+        plan=replace(plan, norm=norm, merged_gate=merged, **biases),
+        moe=moe,
+        states=states,
+        tensor_names={},
+        left_out="|".join(filter(None, left_out)),
+        dtype={"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),
+        quantization=_quantization(here),
+    )
 
 
 def _rotation(model: GGUFModel) -> Json:

@@ -90,6 +90,7 @@ NO_STATES = (
 
 # --- names of tensors -----------------------------------------------------------------------------
 
+MATRICES = ("gate", "up", "down")
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -102,18 +103,14 @@ NAMES = {
     "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    **{f"ffn_{x}": f"mlp.{x}_proj" for x in MATRICES},
+    **{f"ffn_{x}_exps": f"mlp.experts.{{}}.{x}_proj" for x in MATRICES},
+    **{f"ffn_{x}_exps.bias": f"mlp.experts.{x}_proj_bias" for x in MATRICES},
+    **{f"ffn_{x}_shexp": f"mlp.shared_experts.{x}_proj" for x in MATRICES},
+    "ffn_gate_up_exps": "mlp.experts.{}.{}_proj",
     "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_gate_up_exps": "mlp.experts.{}.{}_proj",
-    "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
-    "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj", "token_embd_norm": "model.norm",
 }
@@ -141,8 +138,8 @@ GEMMA_4 = {
     "post_ffw_norm_1": "post_mlp_norm", "post_ffw_norm_2": "post_experts_norm",
     "pre_ffw_norm_2": "pre_experts_norm", "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
-    "ffn_down_exps": "experts.{}.down_proj", "ffn_gate_up_exps": "experts.{}.{}_proj",
-    "ffn_gate_exps": "experts.{}.gate_proj", "ffn_up_exps": "experts.{}.up_proj",
+    **{f"ffn_{x}_exps": f"experts.{{}}.{x}_proj" for x in MATRICES},
+    "ffn_gate_up_exps": "experts.{}.{}_proj",
 }
 BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
 MERGED_GATE = {"ffn_up": "mlp.gate_up_proj"}
