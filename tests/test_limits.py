@@ -58,7 +58,6 @@ STEP_CALLS, STEP_CHANGES = 30, 15
 LOADED = [
     "attention.base",
     "attention.batch",
-    "attention.stored",
     "attention.naive",
     "build",
     "checkpoint.config",
@@ -212,7 +211,7 @@ def test_a_plain_generate_loads_what_it_needs(backend):
     if backend == "naive":
         assert "numba" not in tops
     else:
-        expected -= {"nanoengine.attention.naive", "nanoengine.attention.stored"}
+        expected -= {"nanoengine.attention.naive"}
         expected |= {f"nanoengine.{name}" for name in LOADED_ON_A_CPU}
         most = LOADED_LINES_ON_A_CPU
     assert sum(map(lines_of, ours.values())) <= most

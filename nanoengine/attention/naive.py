@@ -22,7 +22,6 @@ import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.stored import BYTES, from_bytes, to_bytes
 
 
 class NaiveBackend(AttentionBackend):
@@ -54,7 +53,9 @@ class NaiveBackend(AttentionBackend):
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         k_cache, v_cache, spec = cache
         slots = batch.slot_mapping[spec.group]
-        if (kind := k_cache.dtype) in BYTES:
+        if (kind := k_cache.dtype).itemsize == 1:
+            from nanoengine.attention.stored import to_bytes
+
             k, v = to_bytes(k, kind, spec.k_scale), to_bytes(v, kind, spec.v_scale)
         k_cache[slots // self.block_size, slots % self.block_size] = k.to(k_cache.dtype)
         v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
@@ -89,7 +90,9 @@ class NaiveBackend(AttentionBackend):
         """softmax(q k^T * scale) v for the keys that each query may see -> [N, H, D]."""
         # Query heads k*R ... k*R + R - 1 share KV head k.
         grouped = q.to(self.math_dtype).unflatten(1, (spec.num_kv_heads, -1))  # [N, K, R, D]
-        if k.dtype in BYTES:
+        if k.dtype.itemsize == 1:
+            from nanoengine.attention.stored import from_bytes
+
             k = from_bytes(k, spec.k_scale, self.math_dtype)
             v = from_bytes(v, spec.v_scale, self.math_dtype)
         k, v = k.to(self.math_dtype), v.to(self.math_dtype)

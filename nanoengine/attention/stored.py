@@ -1,35 +1,73 @@
-"""Caches of bytes in plain torch, for `naive.py`: how a row becomes bytes and comes back.
+"""Caches of bytes in plain torch: how a row becomes bytes and comes back.
 
-A row is the key or the value of one KV head of one token.
+A row is the key or the value of one KV head of one token. `naive.py` calls this where a cache is of
+bytes; the kernels of a CPU (`kernels/int8_cache.py`) and of a GPU (`triton_store.py`) do the same.
 
-    fp8     one scale a layer, not in the cache            `fp8.py`
-    int8    a scale beside each row, in its last 4 bytes   `int8.py`
+**fp8** is e4m3: 4 bits of exponent, 3 of mantissa, no infinity. A layer's keys share one scale, its
+values another: the checkpoint's, else 1. A number is stored as number / scale, rounded to nearest;
+what is larger than the format's largest number is stored as that. Rounding changes a number by at
+most 1/16 of it, or by 2**-10 scales where that is more. So rounded values change an output by at
+most 1/16 of the greatest value, and rounded keys change a score by at most 1/16 of the sum of its
+products' sizes.
+
+**int8**: a row's numbers are stored as number * 127 / the row's largest, rounded half to even, with
+a float32 scale beside them. So a row depends on nothing but itself, and a block of rows and scales
+is one piece of bytes. Rounding changes a number by at most 1/254 of its row's largest. A row with
+infinity or NaN gets such a scale, so a broken model is still noticed.
+
+Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), with static scales
+as in vLLM's checkpoints; KVQuant (Hooper et al., arXiv 2401.18079), for values with a scale a
+token.
 """
 
 from __future__ import annotations
 
 import torch
 
-BYTES = (torch.float8_e4m3fn, torch.int8)
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""The largest number of fp8. NaN stays NaN, so a broken model is still noticed."""
+
+SCALE_BYTES = 4
+LEAST = 2.0**-100
+"""A row of int8 whose numbers are all at most as large is kept as zeros: 1 / scale must be
+finite."""
 
 
 def to_bytes(x: torch.Tensor, kv_dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Rows [..., D] as one of BYTES, of int8 [..., D + 4]; `scale` is the layer's."""
-    if kv_dtype == torch.int8:
-        from nanoengine.attention.int8 import to_int8
-
-        return to_int8(x)
-    from nanoengine.attention.fp8 import to_fp8
-
-    return to_fp8(x, scale)
+    """Rows [..., D] as fp8 with the layer's scale, or as int8 [..., D + SCALE_BYTES]."""
+    return to_fp8(x, scale) if kv_dtype == FP8 else to_int8(x)
 
 
 def from_bytes(stored: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """The rows that `to_bytes` stored, in a wider dtype."""
-    if stored.dtype == torch.int8:
-        from nanoengine.attention.int8 import from_int8
+    return from_fp8(stored, scale, dtype) if stored.dtype == FP8 else from_int8(stored, dtype)
 
-        return from_int8(stored, dtype)
-    from nanoengine.attention.fp8 import from_fp8
 
-    return from_fp8(stored, scale, dtype)
+def to_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x / scale in fp8, held at +-LARGEST."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # Why a factor and not a division: it rounds alike in plain torch and on every GPU.
+    return (x.to(wide) * (1.0 / scale)).clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def from_fp8(stored: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers that `to_fp8` stored, in a wider dtype."""
+    return stored.to(dtype) * scale
+
+
+def to_int8(x: torch.Tensor) -> torch.Tensor:
+    """Rows [..., D] as int8 [..., D + SCALE_BYTES]: numbers, then the bytes of the scale."""
+    rows = x.float()
+    largest = rows.abs().amax(-1, keepdim=True)
+    scale = largest / 127
+    # Why a factor and not a division: the kernels multiply, and both must round alike.
+    inverse = torch.where(largest > LEAST, 1 / scale, 0)
+    codes = (rows * inverse).nan_to_num().round().to(torch.int8)
+    return torch.cat((codes, scale.view(torch.int8)), dim=-1)
+
+
+def from_int8(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows that `to_int8` stored, in a wider dtype."""
+    codes, scale = stored.split((stored.shape[-1] - SCALE_BYTES, SCALE_BYTES), dim=-1)
+    return codes.to(dtype) * scale.contiguous().view(torch.float32)

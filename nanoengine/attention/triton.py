@@ -38,7 +38,7 @@ from nanoengine.attention.base import (
     Rotation,
 )
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.fp8 import FP8
+from nanoengine.attention.stored import FP8
 from nanoengine.errors import ConfigError, MissingDependencyError
 
 try:

@@ -3,7 +3,7 @@
 `store_kernel` writes keys and values as they are. `rotate_store_kernel` takes them out of the fused
 projection, and norms and rotates heads on the way. Only `attention/triton.py` calls the two. An fp8
 cache holds number * factor, rounded to nearest, where the factor is one over the layer's scale;
-`attention/fp8.py` is the readable form in plain torch.
+`attention/stored.py` is the readable form in plain torch.
 
 They have been run in Triton's interpreter and compiled to machine code ahead of time; they have not
 run on a GPU yet.

@@ -128,12 +128,11 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     """
     directory = Path(directory)
     if directory.suffix == GGUF:
-        from nanoengine.checkpoint.gguf_models import GGUFModel, config_json, differences
+        from nanoengine.checkpoint.gguf_models import as_in_file, config_json
+        from nanoengine.checkpoint.gguf_tensors import GGUFModel
 
         model = GGUFModel(directory)
-        config = parse_model_config(*config_json(model))
-        parts = config.plan, config.moe, config.states, config.num_hidden_layers, config.left_out
-        return replace(config, **differences(model, *parts))
+        return as_in_file(model, parse_model_config(*config_json(model)))
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)
@@ -157,7 +156,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         raise UnsupportedModelError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
         )
-    head_dim = keys.get("head_dim") or hidden_size // heads
+    head_dim = keys.head_dim
     if head_dim < 2 or head_dim % 2:
         raise UnsupportedModelError(
             f"head_dim={head_dim} must be even and at least 2; where config.json has none, it is"

@@ -1,6 +1,6 @@
 """A checkpoint's files of weights: which there are, what their headers say, and their tensors.
 
-A GGUF file is left to `gguf_models.py`; what follows is about safetensors files.
+A GGUF file is left to `gguf_tensors.py`; what follows is about safetensors files.
 
 Streaming: one tensor at a time, and of a tensor only the part that is asked for. Pickled
 checkpoints are refused, because reading a pickle runs code. Called by `weights.py` and by whoever
@@ -56,7 +56,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             which either may be meant.
     """
     if directory.suffix == GGUF:
-        from nanoengine.checkpoint.gguf_models import GGUFModel
+        from nanoengine.checkpoint.gguf_tensors import GGUFModel
 
         entries = GGUFModel(directory).entries()
         return {
@@ -85,7 +85,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
             checkpoint, or the index is no index.
     """
     if directory.suffix == GGUF:
-        from nanoengine.checkpoint.gguf_models import files_of
+        from nanoengine.checkpoint.gguf_tensors import files_of
 
         return files_of(directory)
     index = directory / INDEX_NAME
@@ -142,7 +142,7 @@ def read_tensors(
         WeightLoadError: the file is damaged, or can't be read.
     """
     if file.suffix == GGUF:
-        from nanoengine.checkpoint.gguf_models import read_entries
+        from nanoengine.checkpoint.gguf_tensors import read_entries
 
         yield from read_entries(file, parts)
         return

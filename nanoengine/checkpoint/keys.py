@@ -311,6 +311,12 @@ class Keys:
             )
         return value
 
+    @property
+    def head_dim(self) -> int:
+        """The size of a head: as the file says, else all heads share the hidden size."""
+        size = self.get("head_dim")
+        return size or self.require("hidden_size") // self.require("num_attention_heads")
+
     def allow(self, key: str, *values: Any) -> None:
         """Raises UnsupportedModelError unless the key is absent, or has one of the values: the only
         ones implemented."""

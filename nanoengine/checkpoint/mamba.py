@@ -18,11 +18,7 @@ def mamba_states(keys: Keys) -> StatePlan:
     `attn_layer_indices`; others say it in ways of their own."""
     every, attending = range(keys.require("num_hidden_layers")), keys.get("attn_layer_indices")
     kinds = keys.get("layer_types") or [FULL if n in (attending or ()) else LINEAR for n in every]
-    heads, size, inner = (
-        keys.get("mamba_n_heads"),
-        keys.get("mamba_d_head"),
-        keys.get("mamba_d_ssm"),
-    )
+    heads, size, inner = map(keys.get, ("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"))
     expanded = keys.get("mamba_expand") * keys.require("hidden_size")
     inner = expanded if inner is None else inner
     size = inner // heads if size == "auto" else size
@@ -87,14 +83,6 @@ def factors(keys: Keys) -> Factors:
         gate=of_mlp[0],
         down=of_mlp[1],
     )
-
-
-def falcon_scale(keys: Keys) -> float:
-    """Falcon-H1 scales keys, which is a factor on q.k."""
-    size = keys.get("head_dim") or keys.require("hidden_size") // keys.require(
-        "num_attention_heads"
-    )
-    return keys.get("key_multiplier") * size**-0.5
 
 
 PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}

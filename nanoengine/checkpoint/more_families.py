@@ -59,6 +59,10 @@ DEEPSEEK_PLAN = plan(
     only={"topk_method": ("noaux_tc",)}, latent=more_readers.latent, **ATTENTION_BIAS,
     interleaved=key("rope_interleave"),
 )
+LLAMA_3_ROPE = {
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LFM2_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
 NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
 NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -106,7 +110,10 @@ PLAIN = {
     "norm": "layer", "norm_bias": True, "gated": False, "activation": more_readers.activation,
 }
 GPT = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "positions": 0, **PLAIN}
-OLD: Json = {"inner": more_readers.four_times, "eps": "layer_norm_epsilon"}
+OLD: Json = {
+    "inner": lambda keys: keys.get("intermediate_size") or 4 * keys.require("hidden_size"),
+    "eps": "layer_norm_epsilon",
+}
 GPT_DEFAULTS = {"hidden_act": "gelu_new", "tie_word_embeddings": True}
 GPT_NAMES = {
     "model.embed_tokens": "model.wte", "model.layers": "model.h", "model.norm": "model.ln_f",
@@ -127,7 +134,7 @@ GEMMA_4 = Family(
         logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
     ),
     windows=all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
-    moe=more_readers.varied_experts,
+    moe=more_readers.where_any(key("enable_moe_block"), experts(taken="top_k_experts")),
     defaults={
         "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
         "sliding_window": 512, "max_position_embeddings": 131_072, "vocab_size": 262_144,
@@ -177,10 +184,7 @@ MORE_FAMILIES: dict[str, Family] = {
             **ATTENTION_BIAS,
         ),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1.2e7},
-        rope={
-            "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        },
+        rope=LLAMA_3_ROPE | {"rope_theta": 1.2e7, "factor": 8.0},
         names={
             "input_layernorm": "attention_layernorm",
             "post_attention_layernorm": "feedforward_layernorm",
@@ -200,10 +204,7 @@ MORE_FAMILIES: dict[str, Family] = {
             "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "sliding_window": 8192, "eos_token_id": [128_001, 128_008, 128_009],
         },
-        rope={
-            "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        },
+        rope=LLAMA_3_ROPE | {"rope_theta": 1e6, "factor": 16.0},
     ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
@@ -285,8 +286,9 @@ MORE_FAMILIES: dict[str, Family] = {
         "falcon_h1",
         plan=plan(
             factors=mamba.factors, embedding_scale=key("embedding_multiplier"),
-            logit_scale=key("lm_head_multiplier"), attention_scale=mamba.falcon_scale,
-            **LLAMA,
+            logit_scale=key("lm_head_multiplier"), **LLAMA,
+            # Why here: a factor on keys is one on q.k.
+            attention_scale=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
         ),
         states=mamba.falcon_states,
         defaults={
@@ -446,7 +448,8 @@ MORE_FAMILIES: dict[str, Family] = {
         plan=plan(
             norms=key("use_post_norm", lambda asked: "both" if asked else "before"),
             **{**GRANITE_KEYS, "logit_scale": key("logits_scaling"),
-               "attention_scale": more_readers.mup_attention},
+               "attention_scale":
+                   lambda keys: keys.get("attention_multiplier") or keys.head_dim**-0.5},
         ),
         names={"attention_output_norm": "post_norm1", "mlp_output_norm": "post_norm2"},
     ),
@@ -502,7 +505,8 @@ MORE_FAMILIES: dict[str, Family] = {
         "minicpm3",
         plan=plan(
             latent=more_readers.minicpm_latent, embedding_scale=key("scale_emb"),
-            residual_scale=more_readers.depth_scale, logit_scale=more_readers.width_scale, **LLAMA,
+            residual_scale=more_readers.depth_scale, **LLAMA,
+            logit_scale=lambda keys: keys.require("dim_model_base") / keys.require("hidden_size"),
         ),
         defaults={
             "head_dim": 32, "num_key_value_heads": 40, "rms_norm_eps": 1e-5, "kv_lora_rank": 256,

@@ -15,13 +15,6 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
 
 
-def mup_attention(keys: Keys) -> float:
-    """HyperCLOVA X: `attention_multiplier`, else as in Llama."""
-    size = keys.get("head_dim")
-    size = size or keys.require("hidden_size") // keys.require("num_attention_heads")
-    return keys.get("attention_multiplier") or size**-0.5
-
-
 def varied(keys: Keys) -> VariedPlan:
     """Gemma 4: layers without a window have other heads, and the last ones no keys."""
     layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
@@ -68,11 +61,6 @@ def varied(keys: Keys) -> VariedPlan:
     return found
 
 
-def varied_experts(keys: Keys) -> MoEConfig | None:
-    """Gemma 4: in all layers beside the MLP, or in none."""
-    return experts(taken="top_k_experts")(keys) if keys.get("enable_moe_block") else None
-
-
 def mup_scale(keys: Keys) -> float:
     """AFMoE: embeddings grow with the hidden size where `mup_enabled` says so."""
     return keys.require("hidden_size") ** 0.5 if keys.get("mup_enabled") else 1.0
@@ -111,11 +99,6 @@ def depth_scale(keys: Keys) -> float:
     layers: int = keys.require("num_hidden_layers")
     depth: float | None = keys.get("scale_depth")
     return 1.0 if depth is None else depth / layers**0.5
-
-
-def width_scale(keys: Keys) -> float:
-    """MiniCPM's factor on logits."""
-    return keys.require("dim_model_base") / keys.require("hidden_size")
 
 
 def lfm2_inner_size(keys: Keys) -> int:
@@ -292,11 +275,6 @@ def older(raw: Json) -> Json:
     return {OLDER[name]: raw[name] for name in OLDER if name in raw} | {
         name: value for name, value in raw.items() if name not in OLDER
     }
-
-
-def four_times(keys: Keys) -> int:
-    """The MLP's inner size, which is four times the hidden size unless the config has another."""
-    return keys.get("intermediate_size") or 4 * keys.require("hidden_size")
 
 
 NEOX = {

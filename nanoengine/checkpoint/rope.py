@@ -138,8 +138,7 @@ def _rope(
         given.allow("partial_rotary_factor", 1.0)
     if kind == "dynamic" and "alpha" in extra and (alpha := given.get("alpha")):
         # Source: the model code of HunYuan; the angles depend on no prompt's length.
-        size = keys.get("head_dim")
-        size = size or keys.require("hidden_size") // keys.require("num_attention_heads")
+        size = keys.head_dim
         base = given.get("rope_theta") if "rope_theta" in given else theta
         return RopeConfig(theta=base * alpha ** (size / (size - 2)))
     if kind not in ROPE_KEYS:

@@ -9,7 +9,7 @@ queries and weights are pairs of bfloat16 numbers, a run becomes lines of pairs:
 bits is one of bfloat16.
 
 Functions of the plain way that follow from the types of their arguments have one more form for
-int8, once this file is imported: by `CPUBackend`, for a cache of int8. `attention/int8.py` is the
+int8, once this file is imported: by `CPUBackend`, for a cache of int8. `attention/stored.py` is the
 readable form.
 """
 
@@ -29,7 +29,7 @@ from nanoengine.kernels.attention_tiles import (
 from nanoengine.kernels.cpu_attention import lines_of, store_head
 from nanoengine.kernels.jit import compiled
 
-LEAST = np.float32(2.0**-100)  # see `attention/int8.py`
+LEAST = np.float32(2.0**-100)  # see `attention/stored.py`
 OPTIONS = {"fastmath": set(FASTMATH)}
 
 

@@ -23,8 +23,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanoengine.attention.batch import StateWave
-
 CHUNK = 64
 
 
@@ -40,27 +38,6 @@ class DeltaInputs(NamedTuple):
     def part(self, which: slice) -> DeltaInputs:
         """Those of some of the tokens."""
         return DeltaInputs(*(tensor[which] for tensor in self))
-
-
-class DeltaTokens(NamedTuple):
-    """Single tokens of several sequences, as a layer projects them: what one call takes."""
-
-    qkv: torch.Tensor  # [T, channels], before the convolution
-    decay: torch.Tensor  # [T, H]
-    beta: torch.Tensor  # [T, H]
-    states: torch.Tensor  # all of the layer's, as its `bind` had it
-    reads: torch.Tensor  # [T], as `step` has it
-    writes: torch.Tensor  # [T]
-
-
-class DeltaSpans(NamedTuple):
-    """All tokens of a step, of which the spans of a wave are to go through the rule."""
-
-    qkv: torch.Tensor  # [T, channels], before the convolution
-    decay: torch.Tensor  # [T, H]
-    beta: torch.Tensor  # [T, H]
-    states: torch.Tensor  # all of the layer's, as its `bind` had it
-    wave: StateWave
 
 
 def step(

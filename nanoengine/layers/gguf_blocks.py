@@ -173,7 +173,6 @@ def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(
         values=torch.zeros((), dtype=torch.int8).expand(len(rows), count),
         scales=scales.flatten(1),
-        zeros=None,
         bits=layout.low[0] + (layout.high or (0, 0))[0],
         group_size=layout.group_size,
         lowest=None if mins is None else 0,

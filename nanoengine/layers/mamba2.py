@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from nanoengine.attention.batch import StateWave
 from nanoengine.layers.delta_rule import CHUNK
 
 
@@ -32,48 +31,23 @@ class MambaInputs(NamedTuple):
     c: torch.Tensor  # [T, G, E]
     dt: torch.Tensor  # [T, H]
     decay: torch.Tensor  # [T, H], logarithms, at most 0
+    d: torch.Tensor  # [T, H], for all tokens the same
 
     def part(self, which: slice) -> MambaInputs:
         """Those of some of the tokens."""
         return MambaInputs(*(tensor[which] for tensor in self))
 
 
-class MambaTokens(NamedTuple):
-    """Single tokens of several sequences, as a layer projects them: what one call takes."""
-
-    xbc: torch.Tensor  # [T, channels], before the convolution
-    dt: torch.Tensor  # [T, H]
-    decay: torch.Tensor  # [T, H]
-    states: torch.Tensor  # all of the layer's, as its `bind` had it
-    reads: torch.Tensor  # [T], as `step` has it
-    writes: torch.Tensor  # [T]
-
-
-class MambaSpans(NamedTuple):
-    """All tokens of a step, of which the spans of a wave are to go through the rule."""
-
-    xbc: torch.Tensor  # [T, channels], before the convolution
-    dt: torch.Tensor  # [T, H]
-    decay: torch.Tensor  # [T, H]
-    states: torch.Tensor  # all of the layer's, as its `bind` had it
-    wave: StateWave
-
-
 def step(
-    inputs: MambaInputs,
-    d: torch.Tensor,
-    states: torch.Tensor,
-    reads: torch.Tensor,
-    writes: torch.Tensor,
+    inputs: MambaInputs, states: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor
 ) -> torch.Tensor:
     """One token of each of several sequences -> [T, H, V].
 
     Args:
-        d: [H].
         states: [S, H, E, V].
         reads, writes: [T], the state that each token starts from, and where the next one goes.
     """
-    x, b, c, dt, decay = inputs
+    x, b, c, dt, decay, d = inputs
     heads = x.shape[1] // b.shape[1]
     b, c = (each.repeat_interleave(heads, dim=1).unsqueeze(-1) for each in (b, c))  # [T, H, E, 1]
     state = states.index_select(0, reads) * decay.exp()[..., None, None]
@@ -83,14 +57,14 @@ def step(
 
 
 def scan(
-    inputs: MambaInputs, d: torch.Tensor, state: torch.Tensor, position: int
+    inputs: MambaInputs, state: torch.Tensor, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of one sequence, the first at `position`, from `state` [H, E, V] on.
 
     Returns:
         [N, H, V], and the state behind the last token.
     """
-    x, *_ = inputs
+    x, *_, d = inputs
     count, size, groups = len(x), x.shape[-1], inputs.b.shape[1]
     out = torch.empty_like(x)
     # Why side by side: what all heads of a group read and write is one product then.
@@ -106,7 +80,7 @@ def scan(
 
 def _chunk(inputs: MambaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of one chunk, from `state` [G, E, R * V] on -> [P, H, V], and the state behind it."""
-    x, b, c, dt, decay = inputs
+    x, b, c, dt, decay, _ = inputs
     groups, count, size = b.shape[1], len(x), x.shape[-1]
     b, c = b.transpose(0, 1), c.transpose(0, 1)  # [G, P, E]
     written = x * dt.unsqueeze(-1)  # [P, H, V]

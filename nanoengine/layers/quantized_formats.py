@@ -262,7 +262,6 @@ class IntQuantized(StoredFormat):
         return QuantizedWeight(
             values=tensors["weight"].clone(),
             scales=tensors["weight_scale"].to(torch.float32, copy=True),
-            zeros=None,
             bits=8,
             group_size=num_columns,
         )
@@ -304,7 +303,6 @@ class FP8(StoredFormat):
         return QuantizedWeight(
             values=values,
             scales=scales.contiguous(),
-            zeros=None,
             bits=8,
             group_size=group_size,
             floats=True,
@@ -345,7 +343,6 @@ class NVFP4(StoredFormat):
         return QuantizedWeight(
             values=unpack_pairs(tensors["weight_packed"], E2M1),
             scales=finite(scales) / 2,  # Why 2: values are twice the numbers.
-            zeros=None,
             bits=4,
             group_size=16,
             table=E2M1,
@@ -375,7 +372,6 @@ class MXFP4(StoredFormat):
             values=unpack_pairs(blocks, E2M1),
             # Why 128: values are twice the numbers.
             scales=torch.tensor([2.0 ** (s - 128) for s in range(256)])[scales.long()],
-            zeros=None,
             bits=4,
             group_size=32,
             table=E2M1,

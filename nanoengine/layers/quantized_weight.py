@@ -47,7 +47,7 @@ class QuantizedWeight:
 
     values: torch.Tensor
     scales: torch.Tensor
-    zeros: torch.Tensor | None
+    zeros: torch.Tensor | None = None
     bits: int
     group_size: int
     order: torch.Tensor | None = None
@@ -162,9 +162,7 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
     # Why 1: a group of zeros has no scale, and any will do.
     divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
     values = (grouped / divisors).round_().clamp_(low, high).to(torch.int8).flatten(1)
-    return QuantizedWeight(
-        values=values, scales=scales, zeros=None, bits=bits, group_size=group_size
-    )
+    return QuantizedWeight(values=values, scales=scales, bits=bits, group_size=group_size)
 
 
 def row_factors(scales: torch.Tensor) -> torch.Tensor:

@@ -46,10 +46,8 @@ class ScaledRouter(Router):
     ) -> None:
         super().__init__(path, hidden, moe, context=context)
         self.eps, self.hidden = config.rms_norm_eps, hidden
-        self.scale, self.per_expert_scale = (
-            context.parameter(hidden),
-            context.parameter(moe.num_experts),
-        )
+        self.scale = context.parameter(hidden)
+        self.per_expert_scale = context.parameter(moe.num_experts)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = F.rms_norm(hidden, (self.hidden,), None, self.eps)

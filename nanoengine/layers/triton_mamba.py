@@ -9,15 +9,14 @@ It has run in Triton's interpreter; it has not run on a GPU yet.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from nanoengine.checkpoint.plan import StatePlan
+from nanoengine.attention.batch import StateWave
 from nanoengine.kernels import triton_mamba as kernels
 from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
-from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import CHUNK
-from nanoengine.layers.layer import Layer
-from nanoengine.layers.mamba2 import MambaSpans, MambaTokens
 from nanoengine.layers.triton_states import TritonConv, width_of
 
 STEP_WIDTH = 32
@@ -28,17 +27,11 @@ float32, whose products take three times the registers, half the columns."""
 
 
 class TritonMamba:
-    """What is between the projections of one layer.
+    """What is between the projections of one layer, a `MambaMixer`."""
 
-    Args:
-        plan: of this rank's part of the layer.
-        conv: its convolution.
-        heads: with `a_log`, `dt_bias` and `d`, [H] each.
-        norm: with `weight` and `eps`, where the layer has one.
-    """
-
-    def __init__(self, plan: StatePlan, conv: CausalConv, heads: Layer, norm: Layer | None) -> None:
-        self.plan, self.conv, self.heads, self.norm = plan, TritonConv(conv), heads, norm
+    def __init__(self, layer: Any) -> None:
+        self.plan, self.layer, self.conv = layer.plan, layer, TritonConv(layer.conv1d)
+        self.heads, self.norm = layer.heads, layer.norm
 
     def gates(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `MambaHeads.forward`."""
@@ -58,10 +51,12 @@ class TritonMamba:
         )  # fmt: skip
         return out, decay
 
-    def step(self, tokens: MambaTokens) -> torch.Tensor:
-        """See `MambaMixer.steps`."""
-        xbc, dt, decay, states, reads, writes = tokens
-        mixed = self.conv.step(xbc, reads, writes)
+    def step(
+        self, xbc: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, reads: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `MatrixLayer.steps`."""
+        mixed, states = self.conv.step(xbc, reads, writes), self.layer.rows
         sizes, value = self._sizes(states), self.plan.value_dim
         out = torch.empty((*dt.shape, value), dtype=states.dtype, device=states.device)
         width = width_of(value, STEP_WIDTH)
@@ -72,10 +67,12 @@ class TritonMamba:
         )  # fmt: skip
         return out
 
-    def scan(self, spans: MambaSpans, out: torch.Tensor) -> None:
-        """See `MambaMixer.scans`; all spans at once."""
-        xbc, dt, decay, states, wave = spans
-        mixed = torch.empty(xbc.shape, dtype=xbc.dtype, device=xbc.device)
+    def scan(
+        self, xbc: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, wave: StateWave,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """See `MatrixLayer.scans`; all spans at once."""
+        mixed, states = torch.empty(xbc.shape, dtype=xbc.dtype, device=xbc.device), self.layer.rows
         self.conv.scan(xbc, wave, mixed)
         assert wave.pieces is not None
         pieces, firsts = wave.pieces

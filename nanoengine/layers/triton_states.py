@@ -1,22 +1,23 @@
 """Layers that keep states, by Triton: what a GPU runs in place of a dozen small operations a token.
 
 Put in place by `TritonKernels.fuse` once a model is loaded. The readable forms are
-`GatedDeltaNet.gates`, `steps` and `scans`, `GateNorm`, `CausalConv.step` and `scan`. This file
-chooses grids and widths; the arithmetic is in `kernels/triton_states.py`.
+`GatedDeltaNet.gates`, `MatrixLayer.steps` and `scans`, `GateNorm`, `CausalConv.step` and `scan`.
+This file chooses grids and widths; the arithmetic is in `kernels/triton_states.py`.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nanoengine.attention.batch import StateWave
-from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.kernels import triton_states as kernels
 from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import CHUNK, DeltaSpans, DeltaTokens
+from nanoengine.layers.delta_rule import CHUNK
 
 CONV_WIDTH = 512
 """Channels of a token that one program takes: 4 a thread, 16 bytes of a float32 state."""
@@ -118,19 +119,17 @@ class TritonConv:
 
 
 class TritonDelta:
-    """The delta rule of one GatedDeltaNet.
+    """The delta rule of one layer, a `GatedDeltaNet`."""
 
-    Args:
-        plan: of this rank's part of the layer.
-        conv: its convolution.
-    """
+    def __init__(self, layer: Any) -> None:
+        self.plan, self.layer, self.conv = layer.plan, layer, TritonConv(layer.conv1d)
 
-    def __init__(self, plan: StatePlan, conv: CausalConv) -> None:
-        self.plan, self.conv = plan, TritonConv(conv)
-
-    def step(self, tokens: DeltaTokens) -> torch.Tensor:
-        """See `GatedDeltaNet.steps`."""
-        qkv, decay, beta, states, reads, writes = tokens
+    def step(
+        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, reads: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `MatrixLayer.steps`."""
+        states = self.layer.rows
         plan, mixed = self.plan, self.conv.step(qkv, reads, writes)
         shape = (len(qkv), plan.num_value_heads, plan.value_dim)
         out = torch.empty(shape, dtype=states.dtype, device=states.device)
@@ -146,10 +145,12 @@ class TritonDelta:
         )  # fmt: skip
         return out
 
-    def scan(self, spans: DeltaSpans, out: torch.Tensor) -> None:
-        """See `GatedDeltaNet.scans`."""
-        qkv, decay, beta, states, wave = spans
-        plan = self.plan
+    def scan(
+        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, wave: StateWave,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """See `MatrixLayer.scans`."""
+        plan, states = self.plan, self.layer.rows
         mixed = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         self.conv.scan(qkv, wave, mixed)
         assert wave.pieces is not None

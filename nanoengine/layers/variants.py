@@ -39,13 +39,13 @@ from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
 
 
 class PartialRotary(RotaryEmbedding):
-    """Turns the first `plan.rotary_dim` dimensions of a head."""
+    """Turns the first `plan.rotary_dim` dimensions of a head; of latents these come alone."""
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
-        size = config.plan.rotary_dim
+        size, plan = config.plan.rotary_dim, config.plan
         assert size is not None
         cos, sin = cos_and_sin(rope, size, num_positions)
-        still = (0, (config.head_dim - size) // 2)
+        still = (0, 0 if plan.latent else (config.head_dim - size) // 2)
         return F.pad(cos, still, value=1.0), F.pad(sin, still)
 
 
@@ -92,6 +92,15 @@ class OneTensor(MergedLinear):
     def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Where the checkpoint has these rows of the matrices behind each other."""
         return rows
+
+
+def whole_linear(
+    path: str, inputs: int, outputs: int, context: ModelContext, *, bias: bool = False
+) -> MergedLinear:
+    """A matrix that every rank holds whole."""
+    name = path.rpartition(".")[2]
+    shards = {name: context.shard.of_heads(1)}
+    return MergedLinear(path, inputs, {name: outputs}, bias=bias, context=context, shards=shards)
 
 
 class OtherQKV(QKVLinear):

@@ -1,6 +1,6 @@
 """Layers of models with Mamba that are no mixer and MLP behind each other.
 
-    SideBySide   the mixer is Mamba and attention, each with factors, and so has the MLP (Falcon-H1)
+    SideBySide   the mixer is Mamba and attention, each with factors (Falcon-H1)
     LoneBlock    one norm and one of Mamba, attention, MLP or experts (Nemotron-H)
 
 Taken by `loader.py` for a config that asks for either.
@@ -16,7 +16,7 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import Factors
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.variants import make_norm
-from nanoengine.models.decoder import GatedMLP, taken
+from nanoengine.models.decoder import taken
 from nanoengine.models.variants import (
     VariantAttention,
     VariantLayer,
@@ -38,10 +38,6 @@ class SideBySide(VariantLayer):
         self.self_attn = VariantAttention(path, index, config, context)
         self.mixer = Both(self.mixer, self.self_attn, config.plan.factors)
 
-    @staticmethod
-    def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
-        return FactorMLP(path, config.intermediate_size, config, context)
-
 
 class Both(Layer):
     """The mixer of such a layer."""
@@ -53,31 +49,12 @@ class Both(Layer):
         # Why a tuple: a checkpoint has them as parts of the layer, under names of their own.
         self.parts, self.factors = (mamba, attention), factors
 
-    @property
-    def graph_safe(self) -> bool:
-        """As `StateLayer` has it."""
-        return self.parts[0].graph_safe
-
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
         f, (mamba, attention) = self.factors, self.parts
         kept = mamba(x * f.mamba_in, rotation, batch, rows) * f.mamba_out
         return kept + attention(x * f.attention_in, rotation, batch, rows) * f.attention_out
-
-
-class FactorMLP(GatedMLP):
-    """A gated MLP with factors on the gate and on what comes out."""
-
-    def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(path, inner, config, context)
-        assert config.plan.factors is not None
-        self.factors = config.plan.factors
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=1)
-        both = torch.cat((gate * self.factors.gate, up), dim=1)
-        return self.down_proj(self.kernels.gate(both, self.activation)) * self.factors.down
 
 
 class LoneBlock(VariantLayer):

@@ -10,8 +10,6 @@ loaded for a model that has such layers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -135,14 +133,13 @@ class CPUKernels(Kernels):
         if states is not None:
             from nanoengine.layers.cpu_states import CPUDelta, StateParts
 
-            of_state, mixes = StateParts, dict[str, Any](delta=CPUDelta)
+            of_state, mix = StateParts, CPUDelta if states.kind == "delta" else None
             if states.kind == "mamba":
-                from nanoengine.layers.cpu_mamba import CPUMamba, MambaParts
+                from nanoengine.layers.cpu_mamba import CPUMamba as mix
+                from nanoengine.layers.cpu_mamba import MambaParts as of_state
 
-                of_state, mixes = MambaParts, dict[str, Any](mamba=CPUMamba)
-            for mixer in model.state_layers:
-                if states.kind in mixes and self.dtype != torch.float64:
-                    mixer.mix_of = mixes[states.kind](mixer)
+            for mixer in model.state_layers if mix and self.dtype != torch.float64 else ():
+                mixer.mix_of = mix(mixer)
         of_layer, fused, plan = LayerParts, FusedLayers, model.config.plan
         if plan.latent is not None:
             from nanoengine.layers.cpu_latent import LatentParts

@@ -23,7 +23,6 @@ Legend: T tokens, H query heads of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -33,14 +32,13 @@ from nanoengine.attention.base import AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import LatentPlan
-from nanoengine.checkpoint.rope import RopeConfig
+from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.layers.attention import Attention
-from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
+from nanoengine.layers.variants import whole_linear
 from nanoengine.models.decoder import taken
 
 PANEL = 16
@@ -48,14 +46,6 @@ PANEL = 16
 
 NORM_EPS = 1e-6
 """Of the norms inside, whatever the config says of the others. Source: the families' own code."""
-
-
-class LatentRotary(RotaryEmbedding):
-    """Turns the last `rope_dim` dimensions of queries and keys, which come alone."""
-
-    def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
-        assert config.plan.rotary_dim is not None
-        return cos_and_sin(rope, config.plan.rotary_dim, num_positions)
 
 
 class TurnedLinear(MergedLinear):
@@ -121,12 +111,12 @@ class Expansion(Layer):
     Attributes:
         key_up: of each head [rank, nope_dim].
         value_up: of each head [value_dim, rank].
-        reader: of what a checkpoint stores quantized; None: it has floats, or a GGUF file's blocks.
+        stored: how matrices are stored that are neither floats nor a GGUF file's blocks; else None.
     """
 
     def __init__(
         self, path: str, latent: LatentPlan, heads: int, context: ModelContext,
-        reader: Callable[[str], LinearMethod] | None,
+        stored: StoredQuantization | None,
     ) -> None:  # fmt: skip
         super().__init__()
         local, rows = context.shard.split(heads), latent.nope_dim + latent.value_dim
@@ -136,26 +126,24 @@ class Expansion(Layer):
         )
         self.shape = heads * rows, latent.rank
         self.part = context.shard.slice(self.shape[0], "num_attention_heads")
-        self.reader, self.shard = reader, context.shard
+        self.stored, self.shard = stored, context.shard
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         """As the checkpoint's matrix is stored, which becomes floats where it is quantized; a GGUF
         file may have two in its place, that of keys in this layer's order."""
-        if self.reader is None:
-            apart = {"k_b_proj": self.key_up, "v_b_proj": self.value_up}
-            beside = path.rpartition(".")[0]
-            pieces = {f"{beside}.{name}.weight": self._own(each) for name, each in apart.items()}
-            whole = WeightSlot(shape=self.shape, part=(self.part,), store=self.store, pieces=pieces)
-            return {f"{path}.weight": whole}
-        method = self.reader(path)
-        to_floats = {
-            "load": lambda rows, first: self.store(rows),
-            "load_quantized": lambda rows, first: self.store(rows.dequantized()),
-        }
-        for name, take in to_floats.items():
-            object.__setattr__(method, name, take)
-        matrix = MatrixPart(self.shape, (self.part,))
-        return {f"{path}.weight": method.weight_slot(path, matrix)}
+        apart = {"k_b_proj": self.key_up, "v_b_proj": self.value_up}
+        beside, own = path.rpartition(".")[0], self.stored and self.stored.of(path)
+        pieces = {f"{beside}.{name}.weight": self._own(each) for name, each in apart.items()}
+        if own:
+            from nanoengine.layers.quantized_formats import FORMATS
+
+            pieces = FORMATS[own.format](own).matrix_slots(
+                path,
+                MatrixPart(self.shape, (self.part,)),
+                lambda weight, first: self.store(weight.dequantized()),
+            )
+        slot = WeightSlot(shape=self.shape, part=(self.part,), store=self.store, pieces=pieces)
+        return {f"{path}.weight": replace(slot, pieces_only=bool(own))}
 
     def _own(self, each: HeadMatrices) -> WeightSlot:
         """The matrices of all heads, one below the other."""
@@ -191,10 +179,9 @@ class LatentAttention(Layer):
         turned = {"turned": latent.rope_dim, "interleaved": plan.interleaved, "context": context}
         into, name, self.q_a = hidden, "q_proj", None
         if latent.query_rank:
-            self.q_a = MergedLinear(
-                f"{path}.q_a_proj", hidden, {"q_a_proj": latent.query_rank}, bias=plan.qkv_bias,
-                context=context, shards={"q_a_proj": context.shard.of_heads(1)},
-            )  # fmt: skip
+            self.q_a = whole_linear(
+                f"{path}.q_a_proj", hidden, latent.query_rank, context, bias=plan.qkv_bias
+            )
             self.q_a_layernorm = RMSNorm(latent.query_rank, NORM_EPS, context=context)
             into, name = latent.query_rank, "q_b_proj"
         self.q = TurnedLinear(
@@ -209,8 +196,8 @@ class LatentAttention(Layer):
         # Why exact: an 8-bit number times its scale is no 16-bit one.
         stored = config.quantization
         exact = context if stored is None else replace(context, weight_dtype=None)
-        reader = context.kernels.linear if stored and stored.format != "gguf" else None
-        self.kv_b_proj = Expansion(f"{path}.kv_b_proj", latent, heads, exact, reader)
+        read = stored if stored and stored.format != "gguf" else None
+        self.kv_b_proj = Expansion(f"{path}.kv_b_proj", latent, heads, exact, read)
         self.o_proj = RowParallelLinear(
             f"{path}.o_proj", heads * latent.value_dim, hidden, bias=plan.output_bias,
             context=context,

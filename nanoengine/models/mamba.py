@@ -11,77 +11,47 @@ Legend: T tokens, L rows of logits, G groups, H heads, E / V size of a state's r
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
 from nanoengine.attention.base import Rotation
-from nanoengine.attention.batch import Batch, StateWave
+from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import ANY_STEP
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.causal_conv import CausalConv
+from nanoengine.layers import mamba2
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.linear import RowParallelLinear
-from nanoengine.layers.mamba2 import MambaInputs, MambaSpans, MambaTokens, scan, step
+from nanoengine.layers.mamba2 import MambaInputs
 from nanoengine.models.decoder import taken
-from nanoengine.models.states import Decay, PickedLinear, StateLayer, pick_rows
+from nanoengine.models.states import Decay, MatrixLayer, PickedLinear, pick_rows
 
 
-class MambaMixer(StateLayer):
+class MambaMixer(MatrixLayer):
     """A Mamba-2 layer; ranks part its groups."""
 
-    name = "mamba"
+    name, names = "mamba", ("mamba_n_groups", "mamba_n_heads")
+    rule, values_first = mamba2, True
 
     def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__()
-        whole, hidden, shard = config.states, config.hidden_size, context.shard
-        assert whole is not None
-        groups, heads = whole.num_key_heads, whole.num_value_heads // whole.num_key_heads
-        plan = self.plan = replace(
-            whole,
-            num_key_heads=shard.split(groups, "mamba_n_groups"),
-            num_value_heads=shard.split(whole.num_value_heads, "mamba_n_heads"),
-            channels=shard.split(whole.channels),
-        )
-        self.inner = plan.num_value_heads * plan.value_dim
-        mixed = heads * plan.value_dim, plan.key_dim, plan.key_dim
-        rows = pick_rows((mixed[0], *mixed, heads), groups, shard, merged=False)
+        super().__init__(path, config, context)
+        plan, groups = self.plan, self.plan.num_key_heads * context.shard.world_size
+        own = self.sizes[0]
+        sizes = own, *self.sizes, self.each
+        rows = pick_rows(sizes, groups, context.shard, merged=False)
         self.in_proj = PickedLinear(
-            f"{path}.in_proj", hidden, {"in_proj": rows}, bias=plan.bias, context=context
-        )
+            f"{path}.in_proj", config.hidden_size, {"in_proj": rows}, bias=plan.bias,
+            context=context,
+        )  # fmt: skip
         self.factors: torch.Tensor | None = None
         if config.plan.factors is not None:
-            own = mixed[0] * plan.num_key_heads, plan.key_dim * plan.num_key_heads
-            counts = torch.tensor([own[0], own[0], own[1], own[1], plan.num_value_heads])
+            counts = torch.tensor(sizes) * plan.num_key_heads
             each = torch.tensor(config.plan.factors.projected, dtype=torch.float64)
             self.factors = each.repeat_interleave(counts).to(context.device, context.dtype)
-        channels = pick_rows(mixed, groups, shard, merged=False)
-        self.conv1d = CausalConv(
-            plan.kernel, plan.channels, bias=plan.conv_bias, picked=channels, context=context
-        )
-        self.heads = MambaHeads(whole.num_value_heads, plan.step_limits, context)
+        self.heads = MambaHeads(groups * self.each, plan.step_limits, context)
         self.norm = None
         if plan.norm is not None:
-            self.norm = GroupNorm(groups, mixed[0], config.rms_norm_eps, context)
-        self.out_proj = RowParallelLinear(
-            f"{path}.out_proj",
-            whole.num_value_heads * plan.value_dim,
-            hidden,
-            bias=plan.output_bias,
-            context=context,
-        )
-        self.states = self.rows = torch.empty(0)
-        self.one_token_each, self.several_tokens_each = self.steps, self.scans
-        self.gates_of, self.gated_of, self.mix_of = self.heads.forward, self.gated, self.mix
-
-    def bind(self, states: torch.Tensor) -> None:
-        plan, self.rows = self.plan, states
-        size = plan.size - (plan.kernel - 1) * plan.channels
-        matrices, inputs = states.split((size, plan.size - size), dim=1)
-        self.states = matrices.unflatten(1, (plan.num_value_heads, plan.key_dim, plan.value_dim))
-        self.conv1d.bind(inputs)
+            self.norm = GroupNorm(groups, own, config.rms_norm_eps, context)
+        self.gates_of, self.gated_of = self.heads.forward, self.gated
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
@@ -94,21 +64,10 @@ class MambaMixer(StateLayer):
 
     def mix(self, projected: torch.Tensor, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
         """What stands between the projections: [T, H * V + channels + H] -> [L, H * V]."""
-        plan = self.plan
-        z, xbc, dt = projected.split((self.inner, plan.channels, plan.num_value_heads), dim=1)
-        dt, decay = self.gates_of(dt)
-
-        def one_each(tokens: torch.Tensor | slice, wave: StateWave) -> torch.Tensor:
-            inputs = xbc[tokens], dt[tokens], decay[tokens]
-            return self.one_token_each(MambaTokens(*inputs, self.rows, wave.reads, wave.writes))
-
-        def several_each(wave: StateWave, out: torch.Tensor) -> None:
-            self.several_tokens_each(MambaSpans(xbc, dt, decay, self.rows, wave), out)
-
-        shape = (len(z), plan.num_value_heads, plan.value_dim)
-        empty = z.new_empty(shape, dtype=self.states.dtype)
-        out = taken(self.over_waves(batch, empty, one_each, several_each), rows).flatten(1)
-        return self.gated_of(out, taken(z, rows))
+        sizes = self.inner, self.plan.channels, self.plan.num_value_heads
+        z, xbc, dt = projected.split(sizes, dim=1)
+        out = self.through(batch, xbc, *self.gates_of(dt))
+        return self.gated_of(taken(out, rows).flatten(1), taken(z, rows))
 
     def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """What heads have read, weighed by the gate and normed: [L, H * V] twice -> the same."""
@@ -121,37 +80,13 @@ class MambaMixer(StateLayer):
             out = self.norm(out) * gate
         return out.to(z.dtype)
 
-    def steps(self, tokens: MambaTokens) -> torch.Tensor:
-        """One token of each of several sequences -> [T, H, V]."""
-        xbc, dt, decay, _, reads, writes = tokens
-        mixed = self.conv1d.step(xbc, reads, writes)
-        return step(self._inputs(mixed, dt, decay), self.heads.d, self.states, reads, writes)
-
-    def scans(self, spans: MambaSpans, out: torch.Tensor) -> None:
-        """Several tokens of each of a wave's sequences, one after the other, into `out` [T, H,
-        V]."""
-        xbc, dt, decay, _, wave = spans
-        for span in wave.spans:
-            tokens = slice(span.start, span.end)
-            mixed = self.conv1d.scan(xbc[tokens], span)
-            inputs = self._inputs(mixed, dt[tokens], decay[tokens])
-            state, done = self.states[span.read], 0
-            for count, block in span.writes:
-                part = inputs.part(slice(done, count))
-                found, state = scan(part, self.heads.d, state, span.position + done)
-                self.states[block].copy_(state)
-                out[span.start + done : span.start + count] = found
-                done = count
-
-    def _inputs(self, mixed: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor) -> MambaInputs:
+    def inputs(self, mixed: torch.Tensor, *numbers: torch.Tensor) -> MambaInputs:
         plan = self.plan
         keys = plan.num_key_heads * plan.key_dim
         x, b, c = F.silu(mixed.to(self.states.dtype)).split((self.inner, keys, keys), dim=1)
         shape = (len(mixed), plan.num_key_heads, plan.key_dim)
-        return MambaInputs(
-            x.view(len(mixed), plan.num_value_heads, plan.value_dim),
-            b.view(shape), c.view(shape), dt, decay,
-        )  # fmt: skip
+        x, past = x.view(len(mixed), -1, plan.value_dim), self.heads.d.expand(len(mixed), -1)
+        return MambaInputs(x, b.view(shape), c.view(shape), *numbers, past)
 
 
 class MambaHeads(Decay):

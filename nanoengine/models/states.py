@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +26,10 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
 from nanoengine.errors import ConfigError
+from nanoengine.layers import delta_rule
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.collectives import Shard
-from nanoengine.layers.delta_rule import DeltaInputs, DeltaSpans, DeltaTokens, scan, step
+from nanoengine.layers.delta_rule import DeltaInputs
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.variants import OneTensor
@@ -40,99 +43,169 @@ class StateLayer(Layer):
         name: of the module in a checkpoint's layer.
         plan: of this rank's part of the layer.
         graph_safe: a decode decides nothing on the host, and writes nothing to slot 0.
+        one_token_each, several_tokens_each: what advances a wave's sequences, those with one token
+            and those with more: `steps` and `scans` of its kind, or kernels in their place.
     """
 
     name, graph_safe = "", False
     plan: StatePlan
+    one_token_each: Callable[..., torch.Tensor]
+    several_tokens_each: Callable[..., None]
 
     def bind(self, states: torch.Tensor) -> None:
         """Gives the layer its slice of all states, [number of states, `StatePlan.size`]."""
         raise NotImplementedError
 
     def over_waves(
-        self,
-        batch: Batch,
-        out: torch.Tensor,
-        one_each: Callable[[torch.Tensor | slice, StateWave], torch.Tensor],
-        several_each: Callable[[StateWave, torch.Tensor], None],
+        self, batch: Batch, given: tuple[torch.Tensor, ...], out: torch.Tensor
     ) -> torch.Tensor:
-        """Fills `out` [T, ...] in the order in which the step's sequences depend on each other.
-
-        Args:
-            one_each: the tokens of sequences with one, as indices, and their wave -> [D, ...].
-            several_each: fills the rows of a wave's spans.
-        """
+        """Fills `out` [T, ...] in the order in which the step's sequences depend on each other;
+        `given`: what both functions take of the tokens, [T, ...] each."""
         for wave in batch.state_waves:
+            slots = wave.reads, wave.writes
             if len(wave.reads) == len(out):
-                return one_each(slice(None), wave)
+                return self.one_token_each(*given, *slots)
             if len(wave.reads):
-                out[wave.tokens] = one_each(wave.tokens, wave)
+                out[wave.tokens] = self.one_token_each(*(x[wave.tokens] for x in given), *slots)
             if wave.spans:
-                several_each(wave, out)
+                self.several_tokens_each(*given, wave, out)
         return out
 
 
-class GatedDeltaNet(StateLayer):
-    """Linear attention by the gated delta rule. Source: Qwen3-Next; arXiv 2412.06464."""
+class MatrixLayer(StateLayer):
+    """The base of layers that keep a matrix a head, written by a rule, and a convolution's inputs.
 
-    name = "linear_attn"
+    Attributes:
+        names: what configs call the numbers of key heads and of value heads.
+        values_first: in what is convolved, values are before the keys.
+        rule: the module with the rule's `step` and `scan`.
+        each: value heads that a key head serves.
+        sizes: of what is convolved, numbers a key head.
+        inner: numbers of all value heads of this rank.
+        mix_of: what stands between the projections.
+    """
+
+    names: tuple[str, str]
+    values_first: bool
+    rule: ModuleType
+    mix: Callable[..., torch.Tensor]
 
     def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        whole, hidden, shard = config.states, config.hidden_size, context.shard
+        whole, shard = config.states, context.shard
         assert whole is not None
-        plan = replace(
+        key_heads, heads = whole.num_key_heads, whole.num_value_heads
+        plan = self.plan = replace(
             whole,
-            num_key_heads=shard.split(whole.num_key_heads, "linear_num_key_heads"),
-            num_value_heads=shard.split(whole.num_value_heads, "linear_num_value_heads"),
+            num_key_heads=shard.split(key_heads, self.names[0]),
+            num_value_heads=shard.split(heads, self.names[1]),
             channels=shard.split(whole.channels),
         )
-        self.plan, self.eps = plan, config.rms_norm_eps
-        heads = whole.num_value_heads // whole.num_key_heads
-        sizes = plan.key_dim, plan.key_dim, heads * plan.value_dim
-        z, one = sizes[-1:], (heads,)
-        if whole.merged:
-            tensors = {"in_proj_qkvz": (*sizes, *z)}, {"in_proj_ba": (heads, heads)}
-        else:
-            tensors = {"in_proj_qkv": sizes, "in_proj_z": z}, {"in_proj_b": one, "in_proj_a": one}
-        rows_of = partial(pick_rows, num_heads=whole.num_key_heads, shard=shard)
-        self.in_proj_qkvz, self.in_proj_ba = (
-            PickedLinear(
-                f"{path}.{name}",
-                hidden,
-                {tensor: rows_of(each, merged=whole.merged) for tensor, each in found.items()},
-                context=context,
-            )
-            for name, found in zip(("in_proj_qkvz", "in_proj_ba"), tensors, strict=True)
-        )
-        channels = rows_of(sizes, merged=False)
+        self.each, self.inner = heads // key_heads, plan.num_value_heads * plan.value_dim
+        sizes = self.each * plan.value_dim, plan.key_dim, plan.key_dim
+        self.sizes = sizes if self.values_first else sizes[::-1]
+        channels = pick_rows(self.sizes, key_heads, shard, merged=False)
         self.conv1d = CausalConv(
-            plan.kernel, plan.channels, bias=False, picked=channels, context=context
+            plan.kernel, plan.channels, bias=plan.conv_bias, picked=channels, context=context
         )
-        self.decay = Decay(whole.num_value_heads, context)
-        self.norm = GateNorm(plan.value_dim, context)
         self.out_proj = RowParallelLinear(
-            f"{path}.out_proj", whole.num_value_heads * plan.value_dim, hidden, context=context
+            f"{path}.out_proj",
+            heads * plan.value_dim,
+            config.hidden_size,
+            bias=plan.output_bias,
+            context=context,
         )
-        # Why after the norm: columns of quantized blocks can't be put in another order.
-        order = torch.arange(plan.num_value_heads).view(-1, heads).T.flatten()
-        self.out_order = order if whole.tiled and heads > 1 else None
-        if self.out_order is not None and shard.world_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={shard.world_size} does not divide this checkpoint, whose"
-                f" {path}.out_proj has its inputs in another order than its heads: use 1"
-            )
         self.states = self.rows = torch.empty(0)
         self.one_token_each, self.several_tokens_each = self.steps, self.scans
-        self.gates_of, self.norm_of, self.mix_of = self.gates, self.norm.forward, self.mix
+        self.mix_of = self.mix
 
     def bind(self, states: torch.Tensor) -> None:
         plan, self.rows = self.plan, states
         size = plan.size - (plan.kernel - 1) * plan.channels
         matrices, inputs = states.split((size, plan.size - size), dim=1)
-        shape = (plan.num_value_heads, plan.key_dim, plan.value_dim)
-        self.states = matrices.unflatten(1, shape)
+        self.states = matrices.unflatten(1, (plan.num_value_heads, plan.key_dim, plan.value_dim))
         self.conv1d.bind(inputs)
+
+    def through(self, batch: Batch, mixed: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+        """What heads read of their matrices, from what is to be convolved [T, channels] and the
+        rule's numbers [T, H]: [T, H, V]."""
+        shape = len(mixed), self.plan.num_value_heads, self.plan.value_dim
+        out = mixed.new_empty(shape, dtype=self.states.dtype)
+        return self.over_waves(batch, (mixed, *numbers), out)
+
+    def inputs(self, mixed: torch.Tensor, *numbers: torch.Tensor) -> Any:
+        """What tokens bring to the rule, from what the convolution left."""
+        raise NotImplementedError
+
+    def steps(
+        self, mixed: torch.Tensor, first: torch.Tensor, second: torch.Tensor, reads: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """One token of each of several sequences -> [T, H, V].
+
+        Args:
+            mixed: what is to be convolved, [T, channels].
+            first, second: the rule's numbers, [T, H].
+            reads, writes: [T], the state that each token starts from, and where the next one goes.
+        """
+        mixed = self.conv1d.step(mixed, reads, writes)
+        return self.rule.step(self.inputs(mixed, first, second), self.states, reads, writes)
+
+    def scans(
+        self, mixed: torch.Tensor, first: torch.Tensor, second: torch.Tensor, wave: StateWave,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Several tokens of each of a wave's sequences, one after the other, into `out` [T, H, V];
+        arguments as in `steps`, of all tokens of the step."""
+        for span in wave.spans:
+            tokens = slice(span.start, span.end)
+            convolved = self.conv1d.scan(mixed[tokens], span)
+            inputs = self.inputs(convolved, first[tokens], second[tokens])
+            state, done = self.states[span.read], 0
+            for count, block in span.writes:
+                part = inputs.part(slice(done, count))
+                found, state = self.rule.scan(part, state, span.position + done)
+                self.states[block].copy_(state)
+                out[span.start + done : span.start + count] = found
+                done = count
+
+
+class GatedDeltaNet(MatrixLayer):
+    """Linear attention by the gated delta rule. Source: Qwen3-Next; arXiv 2412.06464."""
+
+    name, names = "linear_attn", ("linear_num_key_heads", "linear_num_value_heads")
+    rule, values_first = delta_rule, False
+
+    def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(path, config, context)
+        plan, shard, self.eps = self.plan, context.shard, config.rms_norm_eps
+        sizes, z, one = self.sizes, self.sizes[-1:], (self.each,)
+        if plan.merged:
+            tensors = {"in_proj_qkvz": (*sizes, *z)}, {"in_proj_ba": one * 2}
+        else:
+            tensors = {"in_proj_qkv": sizes, "in_proj_z": z}, {"in_proj_b": one, "in_proj_a": one}
+        key_heads = plan.num_key_heads * shard.world_size
+        rows_of = partial(pick_rows, num_heads=key_heads, shard=shard, merged=plan.merged)
+        self.in_proj_qkvz, self.in_proj_ba = (
+            PickedLinear(
+                f"{path}.{name}",
+                config.hidden_size,
+                {tensor: rows_of(each) for tensor, each in found.items()},
+                context=context,
+            )
+            for name, found in zip(("in_proj_qkvz", "in_proj_ba"), tensors, strict=True)
+        )
+        self.decay = Decay(key_heads * self.each, context)
+        self.norm = GateNorm(plan.value_dim, context)
+        # Why after the norm: columns of quantized blocks can't be put in another order.
+        order = torch.arange(plan.num_value_heads).view(-1, self.each).T.flatten()
+        self.out_order = order if plan.tiled and self.each > 1 else None
+        if self.out_order is not None and shard.world_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={shard.world_size} does not divide this checkpoint, whose"
+                f" {path}.out_proj has its inputs in another order than its heads: use 1"
+            )
+        self.gates_of, self.norm_of = self.gates, self.norm.forward
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
@@ -145,22 +218,10 @@ class GatedDeltaNet(StateLayer):
         self, qkvz: torch.Tensor, ba: torch.Tensor, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """What stands between the projections: [T, channels + H * V], [T, 2 H] -> [L, H * V]."""
-        plan = self.plan
-        qkv, z = qkvz.split((plan.channels, qkvz.shape[1] - plan.channels), dim=1)
+        qkv, z = qkvz.split((self.plan.channels, self.inner), dim=1)
         beta, decay = self.gates_of(ba)
-
-        def one_each(tokens: torch.Tensor | slice, wave: StateWave) -> torch.Tensor:
-            inputs = qkv[tokens], decay[tokens], beta[tokens]
-            return self.one_token_each(DeltaTokens(*inputs, self.rows, wave.reads, wave.writes))
-
-        def several_each(wave: StateWave, out: torch.Tensor) -> None:
-            self.several_tokens_each(DeltaSpans(qkv, decay, beta, self.rows, wave), out)
-
-        shape = (len(qkv), plan.num_value_heads, plan.value_dim)
-        empty = qkv.new_empty(shape, dtype=self.states.dtype)
-        out = self.over_waves(batch, empty, one_each, several_each)
-        gate = taken(z, rows).view(-1, plan.num_value_heads, plan.value_dim)
-        normed = self.norm_of(taken(out, rows), gate, self.eps)
+        out = taken(self.through(batch, qkv, decay, beta), rows)
+        normed = self.norm_of(out, taken(z, rows).view(out.shape), self.eps)
         return (normed if self.out_order is None else normed[:, self.out_order]).flatten(1)
 
     def gates(self, ba: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,42 +230,16 @@ class GatedDeltaNet(StateLayer):
         beta, a = ba.to(self.states.dtype).chunk(2, dim=1)
         return beta.sigmoid(), self.decay(a)
 
-    def steps(self, tokens: DeltaTokens) -> torch.Tensor:
-        """One token of each of several sequences -> [T, H, V]."""
-        qkv, decay, beta, _, reads, writes = tokens
-        mixed = self.conv1d.step(qkv, reads, writes)
-        return step(self._heads(mixed, decay, beta), self.states, reads, writes)
-
-    def scans(self, spans: DeltaSpans, out: torch.Tensor) -> None:
-        """Several tokens of each of a wave's sequences, one after the other, into `out` [T, H,
-        V]."""
-        qkv, decay, beta, _, wave = spans
-        for span in wave.spans:
-            tokens = slice(span.start, span.end)
-            mixed = self.conv1d.scan(qkv[tokens], span)
-            inputs = self._heads(mixed, decay[tokens], beta[tokens])
-            state, done, found = self.states[span.read], 0, []
-            for count, block in span.writes:
-                part = inputs.part(slice(done, count))
-                rows, state = scan(part, state, span.position + done)
-                self.states[block].copy_(state)
-                found.append(rows)
-                done = count
-            out[tokens] = torch.cat(found)
-
-    def _heads(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> DeltaInputs:
+    def inputs(self, mixed: torch.Tensor, *numbers: torch.Tensor) -> DeltaInputs:
         """Queries and keys of length 1, each for all value heads that its head serves."""
         plan, keys = self.plan, self.plan.num_key_heads * self.plan.key_dim
         mixed = F.silu(mixed.to(self.states.dtype))
         q, k, v = mixed.split((keys, keys, plan.channels - 2 * keys), dim=1)
         q, k = (x.view(len(x), plan.num_key_heads, plan.key_dim) for x in (q, k))
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        q, k = (
-            x.repeat_interleave(plan.num_value_heads // plan.num_key_heads, dim=1)
-            for x in (q * plan.key_dim**-0.5, k)
-        )
+        q, k = (x.repeat_interleave(self.each, dim=1) for x in (q * plan.key_dim**-0.5, k))
         v = v.view(len(v), plan.num_value_heads, plan.value_dim)
-        return DeltaInputs(q, k, v, decay, beta)
+        return DeltaInputs(q, k, v, *numbers)
 
 
 class ShortConv(StateLayer):
@@ -239,7 +274,7 @@ class ShortConv(StateLayer):
         self.conv.bind(states)
 
     def scans(self, x: torch.Tensor, wave: StateWave, out: torch.Tensor) -> None:
-        """As `GatedDeltaNet.scans`; x and `out` are [T, C]."""
+        """As `MatrixLayer.scans`; x and `out` are [T, C]."""
         for span in wave.spans:
             tokens = slice(span.start, span.end)
             out[tokens] = self.conv.scan(x[tokens], span)
@@ -250,12 +285,7 @@ class ShortConv(StateLayer):
         """All rows advance their states; those that `rows` names come out."""
         before, behind, value = self.in_proj(x).chunk(3, dim=1)
         gated = before * value
-        out = self.over_waves(
-            batch,
-            torch.empty_like(gated),
-            lambda tokens, wave: self.one_token_each(gated[tokens], wave.reads, wave.writes),
-            lambda wave, out: self.several_tokens_each(gated, wave, out),
-        )
+        out = self.over_waves(batch, (gated,), torch.empty_like(gated))
         return self.out_proj(taken(behind, rows) * taken(out, rows))
 
 

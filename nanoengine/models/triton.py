@@ -116,14 +116,14 @@ class TritonKernels(Kernels):
 
             for mixer in model.state_layers:
                 if isinstance(mixer, GatedDeltaNet):
-                    kernel = triton_states.TritonDelta(mixer.plan, mixer.conv1d)
+                    kernel = triton_states.TritonDelta(mixer)
                     decays = mixer.decay.a_log, mixer.decay.dt_bias
                     mixer.gates_of = functools.partial(triton_states.delta_gates, *decays)
                     mixer.norm_of = functools.partial(triton_states.gate_norm, mixer.norm.weight)
                 elif mixer.plan.kind == "mamba":
                     from nanoengine.layers.triton_mamba import TritonMamba
 
-                    kernel = TritonMamba(mixer.plan, mixer.conv1d, mixer.heads, mixer.norm)
+                    kernel = TritonMamba(mixer)
                     mixer.gates_of, mixer.gated_of = kernel.gates, kernel.gated
                 else:
                     kernel = triton_states.TritonConv(mixer.conv)

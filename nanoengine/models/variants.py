@@ -79,8 +79,7 @@ class VariantLM(CausalLM):
 
     @property
     def graph_safe(self) -> bool:
-        parts = [part for layer in self.model.layers for part in (layer.mixer, layer.mlp)]
-        return all(getattr(part, "graph_safe", True) for part in parts)
+        return all(getattr(part, "graph_safe", True) for part in self.model.modules())
 
 
 class CappedHead(OutputHead):
@@ -129,7 +128,7 @@ class VariantDecoder(Decoder):
         embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
         self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
-        self.rotary = Rotaries(kinds, config, context)
+        self.rotary = Rotaries([(rope, config) for rope in kinds], context)
         self.layers = nn.ModuleList(
             layer(index, kinds.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
@@ -162,19 +161,17 @@ class ScaledEmbedding(Embedding):
 
 
 class Rotaries(Layer):
-    """Kinds of rotation: positions [T] -> one of each."""
+    """Kinds of rotation, each with the config of its layers: positions [T] -> one of each."""
 
     def __init__(
-        self, kinds: list[RopeConfig | None], config: ModelConfig, context: ModelContext
+        self, kinds: list[tuple[RopeConfig | None, ModelConfig]], context: ModelContext
     ) -> None:
         super().__init__()
-        turning = RotaryEmbedding if config.plan.rotary_dim is None else variants.PartialRotary
-        if config.plan.latent is not None:
-            from nanoengine.models.latent import LatentRotary
-
-            turning = LatentRotary
+        plan = kinds[0][1].plan
+        turning = RotaryEmbedding if plan.rotary_dim is None else variants.PartialRotary
         self.each = nn.ModuleList(
-            (turning if rope else variants.NoRotary)(rope, config, context) for rope in kinds
+            (turning if rope else variants.NoRotary)(rope, config, context)
+            for rope, config in kinds
         )
 
     def forward(self, positions: torch.Tensor) -> list[Rotation]:
@@ -197,7 +194,7 @@ class VariantLayer(DecoderLayer):
         self.rotation, path = rotation, f"model.layers.{index}"
         mixer = make_mixer(path, index, config, context)
         setattr(self, mixer.name, mixer)  # as checkpoints call it
-        self.mixer, self.mlp = mixer, self.make_mlp(f"{path}.mlp", index, config, context)
+        self.mixer, self.mlp = mixer, make_mlp(f"{path}.mlp", index, config, context)
         norms, self.scale = config.plan.norms, config.plan.residual_scale
         self.is_parallel = norms in ("parallel", "parallel each")
         before, behind = norms != "behind", norms in ("behind", "both")
@@ -209,11 +206,6 @@ class VariantLayer(DecoderLayer):
         self.attention_output_norm = norm(behind)
         self.post_attention_layernorm = norm(before and norms != "parallel")
         self.mlp_output_norm = norm(behind)
-
-    @staticmethod
-    def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
-        """See the function `make_mlp`."""
-        return make_mlp(path, index, config, context)
 
     @property
     def needs_torch(self) -> bool:
@@ -273,7 +265,7 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
         from nanoengine.models.latent import LatentAttention
 
         return LatentAttention(f"{path}.{LatentAttention.name}", index, config, context)
-    needed = TorchAttention.is_needed(index, config, context)
+    needed = config.plan.output_gate or needs_torch(index, config, context)
     attention = TorchAttention if needed else VariantAttention
     return attention(f"{path}.{attention.name}", index, config, context)
 
@@ -281,7 +273,7 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
 def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
     """The MLP of layer `index`, whose full name is `path`: [T, hidden_size] -> the same."""
     plan = config.plan
-    gated = OneTensorMLP if plan.merged_gate else GatedMLP
+    gated = OneTensorMLP if plan.merged_gate else FactorMLP if plan.factors else GatedMLP
     if config.moe is not None and index in config.moe.layers:
         from nanoengine.models.moe import SparseMLP
 
@@ -296,6 +288,19 @@ class OneTensorMLP(GatedMLP):
     """A gated MLP whose gate and up are one tensor of the checkpoint."""
 
     linear = variants.OneTensor
+
+
+class FactorMLP(GatedMLP):
+    """A gated MLP with factors on the gate and on what comes out."""
+
+    def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(path, inner, config, context)
+        self.factors = config.plan.factors
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=1)
+        both = torch.cat((gate * self.factors.gate, up), dim=1)
+        return self.down_proj(self.kernels.gate(both, self.activation)) * self.factors.down
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -375,18 +380,17 @@ def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
     return context.parameter(num_heads, dtype=wide)
 
 
+def needs_torch(index: int, config: ModelConfig, context: ModelContext) -> bool:
+    """Whether the attention of layer `index` has what `TorchAttention` does, but for a gate."""
+    norm, rope = config.plan.head_norm, config.ropes[index]
+    split = norm == "width" and context.shard.world_size > 1
+    grows = rope is not None and rope.llama_4_scaling_beta != 0
+    return split or grows or norm == "rotated" or config.plan.clip is not None
+
+
 class TorchAttention(VariantAttention):
     """Attention with what no backend does: a gate on what heads have attended, queries that grow, a
     norm behind the rotation, or one over heads of several ranks, and heads that are clipped."""
-
-    @staticmethod
-    def is_needed(index: int, config: ModelConfig, context: ModelContext) -> bool:
-        """Whether layer `index` has any of these."""
-        plan, rope = config.plan, config.ropes[index]
-        split = plan.head_norm == "width" and context.shard.world_size > 1
-        grows = rope is not None and rope.llama_4_scaling_beta != 0
-        gated = bool(plan.output_gate) or plan.head_norm == "rotated"
-        return gated or split or grows or plan.clip is not None
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(path, index, config, context)
@@ -396,9 +400,7 @@ class TorchAttention(VariantAttention):
         self.norm_is_split = plan.head_norm == "width" and self.norm_weights is None
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
-        self.clip = plan.clip
-        self.needs_torch = self.norm_is_last or self.norm_is_split or self.growth != 0
-        self.needs_torch |= self.clip is not None
+        self.clip, self.needs_torch = plan.clip, needs_torch(index, config, context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None

@@ -37,14 +37,14 @@ from nanoengine.checkpoint.slots import WeightSlot, whole_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.linear import MergedLinear, RowParallelLinear
+from nanoengine.layers.linear import MergedLinear
 from nanoengine.layers.moe import Experts
-from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.layers.routers import ScaledRouter
-from nanoengine.layers.variants import OtherHeadNorm, make_norm
+from nanoengine.layers.variants import OtherHeadNorm, make_norm, whole_linear
 from nanoengine.models.decoder import taken
 from nanoengine.models.variants import (
     ACTIVATIONS,
+    Rotaries,
     ScaledEmbedding,
     VariantAttention,
     VariantDecoder,
@@ -62,13 +62,6 @@ def of_layer(config: ModelConfig, index: int) -> ModelConfig:
     first = config.num_hidden_layers - varied.num_shared
     inner = config.intermediate_size * (varied.shared_width if index >= first else 1)
     return replace(config, head_dim=head_dim, num_key_value_heads=kv_heads, intermediate_size=inner)
-
-
-def whole_linear(path: str, inputs: int, outputs: int, context: ModelContext) -> MergedLinear:
-    """A matrix that every rank holds whole."""
-    name = path.rpartition(".")[2]
-    shards = {name: context.shard.of_heads(1)}
-    return MergedLinear(path, inputs, {name: outputs}, context=context, shards=shards)
 
 
 class VariedLM(VariantLM):
@@ -90,24 +83,15 @@ class VariedLM(VariantLM):
         return VariedDecoder(config, context)
 
     @property
-    def graph_safe(self) -> bool:
-        experts = [layer.routed for layer in self.model.layers if layer.experts is not None]
-        return all(getattr(routed, "graph_safe", False) for routed in experts)
-
-    @property
     def attention_layers(self) -> list[SharedSlice]:
         """What the KV cache's slices are bound to, in the order of the first layer of each."""
-        varied, every = self.config.plan.varied, self.model.layers
+        varied = self.config.plan.varied
         assert varied is not None
-        layers = [layer.mixer.attention for layer in every]
+        layers = [layer.mixer.attention for layer in self.model.layers]
         slices = varied.slices(self.config.sliding_windows)
-        return [SharedSlice([layers[n] for n in numbers], self.widest) for numbers in slices]
-
-    @property
-    def widest(self) -> AttentionSpec:
-        """Of a layer that fills a slice alone."""
-        specs = [layer.mixer.attention.spec for layer in self.model.layers]
-        return max(specs, key=lambda spec: spec.num_kv_heads * spec.head_dim)
+        specs = [layer.spec for layer in layers]
+        widest = max(specs, key=lambda spec: spec.num_kv_heads * spec.head_dim)
+        return [SharedSlice([layers[n] for n in numbers], widest) for numbers in slices]
 
 
 class SharedSlice:
@@ -150,11 +134,8 @@ class VariedDecoder(VariantDecoder):
         )
         configs = [of_layer(config, index) for index in range(depth)]
         kinds = list(dict.fromkeys(config.sliding_windows))
-        self.rotary = Layer()
-        self.rotary.each = nn.ModuleList(
-            RotaryEmbedding(config.ropes[n], configs[n], context)
-            for n in map(config.sliding_windows.index, kinds)
-        )
+        firsts = map(config.sliding_windows.index, kinds)
+        self.rotary = Rotaries([(config.ropes[n], configs[n]) for n in firsts], context)
         self.input_size, size = varied.input_size, depth * varied.input_size
         if size:
             self.embed_tokens_per_layer = ScaledEmbedding(
@@ -173,7 +154,6 @@ class VariedDecoder(VariantDecoder):
             shared = last[window] if index >= self.first_shared else None
             layer = VariedLayer(index, kinds.index(window), configs[index], shared, context)
             self.layers.append(layer)
-            last.setdefault(window, layer.mixer)
             if shared is None:
                 last[window] = layer.mixer
         self.stack = list(self.layers)
@@ -182,8 +162,7 @@ class VariedDecoder(VariantDecoder):
     def forward(self, batch: Batch) -> torch.Tensor:
         x = self.embed_tokens(batch.token_ids)
         inputs = self._inputs(x, batch.token_ids) if self.input_size else None
-        rotations = [rotary(batch.positions) for rotary in self.rotary.each]
-        index = 0
+        rotations, index = self.rotary(batch.positions), 0
         for layer in self.stack:
             if index == self.first_shared and _has_others(batch):
                 kept = batch.logits_indices
@@ -191,7 +170,7 @@ class VariedDecoder(VariantDecoder):
                     return x[:0]
                 batch = ends_of(batch, self.backend)
                 x, inputs = x[kept], None if inputs is None else inputs[kept]
-                rotations = [rotary(batch.positions) for rotary in self.rotary.each]
+                rotations = self.rotary(batch.positions)
             index += layer.depth
             rows = batch.logits_indices if index == len(self.layers) else None
             x = layer(x, rotations, batch, rows, inputs)
@@ -287,6 +266,11 @@ class VariedLayer(VariantLayer):
     def needs_torch(self) -> bool:
         return self.experts is not None
 
+    @property
+    def graph_safe(self) -> bool:
+        """As that of `SparseMLP`, where there are experts."""
+        return self.experts is None or getattr(self.routed, "graph_safe", False)
+
     def forward(
         self,
         x: torch.Tensor,
@@ -344,35 +328,34 @@ class VariedAttention(VariantAttention):
         shared: VariedAttention | None,
         context: ModelContext,
     ) -> None:
-        Layer.__init__(self)
-        plan, varied, shard = config.plan, config.plan.varied, context.shard
+        varied = config.plan.varied
         assert varied is not None
-        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
-        rows = config.num_attention_heads * self.head_dim
-        kv = config.num_key_value_heads
-        self.is_shared = shared is not None
+        # Why before the base is made: it makes projections and norms by these.
+        self.is_shared, self.eps = shared is not None, config.rms_norm_eps
         self.keys_are_values = varied.keys_are_values and config.sliding_windows[index] is None
-        parts, shards = {"q_proj": rows}, {"q_proj": shard}
-        if not self.is_shared:
-            parts |= {"k_proj": kv * self.head_dim}
-            if not self.keys_are_values:
-                parts |= {"v_proj": kv * self.head_dim}
-            shards |= dict.fromkeys(("k_proj", "v_proj"), shard.of_heads(kv))
-        self.qkv_proj = MergedLinear(
-            f"{path}.qkv_proj", config.hidden_size, parts, bias=plan.qkv_bias, context=context,
-            shards=shards,
-        )  # fmt: skip
-        self.o_proj = RowParallelLinear(
-            f"{path}.o_proj", rows, config.hidden_size, bias=plan.output_bias, context=context
-        )
-        spec = self.make_spec(index, config, context)
+        super().__init__(path, index, config, context)
+        spec = self.attention.spec
         self.counts = spec.num_heads, spec.num_kv_heads
-        self.head_norm: OtherHeadNorm = QueryNorm(spec, config, context)
-        if not self.is_shared:
-            self.head_norm = OtherHeadNorm(spec, config, context)
-        self.attention = Attention(spec, context.kernels.attention)
         if shared is not None:
             self.attention = shared.attention
+
+    def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> MergedLinear:
+        shard, kv_heads = context.shard, config.num_key_value_heads
+        parts = {"q_proj": config.num_attention_heads * config.head_dim}
+        if not self.is_shared:
+            parts["k_proj"] = kv_heads * config.head_dim
+        if not self.is_shared and not self.keys_are_values:
+            parts["v_proj"] = kv_heads * config.head_dim
+        shards = dict.fromkeys(parts, shard.of_heads(kv_heads)) | {"q_proj": shard}
+        return MergedLinear(
+            path, config.hidden_size, parts, bias=config.plan.qkv_bias, context=context,
+            shards=shards,
+        )  # fmt: skip
+
+    def make_norm(
+        self, spec: AttentionSpec, config: ModelConfig, context: ModelContext
+    ) -> OtherHeadNorm:
+        return (QueryNorm if self.is_shared else OtherHeadNorm)(spec, config, context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None

@@ -232,16 +232,13 @@ class EngineConfig:
             raise ConfigError(
                 "long_prefill_threshold chunks prompts: it needs enable_chunked_prefill"
             )
-        bounds = (self.preempt_above, self.admit_below)
-        if bounds != (None, None) and self.admission != "hysteresis":
+        stop, start = self.preempt_above, self.admit_below
+        if (stop, start) != (None, None) and self.admission != "hysteresis":
             raise ConfigError(
                 f"preempt_above and admit_below belong to admission='hysteresis', got"
                 f" admission={self.admission!r}"
             )
-        stop, start = (
-            0.95 if bounds[0] is None else bounds[0],
-            0.8 if bounds[1] is None else bounds[1],
-        )
+        stop, start = 0.95 if stop is None else stop, 0.8 if start is None else start
         if not 0 < start <= stop <= 1:
             raise ConfigError(
                 f"0 < admit_below <= preempt_above <= 1 must hold, got admit_below={start},"

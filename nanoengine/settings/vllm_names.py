@@ -91,9 +91,9 @@ LLM_OPTIONS: Table = {
     ),
     "quantization": Values((("awq_marlin", "awq"), ("gptq_marlin", "gptq"))),
     "kv_cache_dtype": Values((("fp8_e4m3", "fp8"),)),
-    "enable_prefix_caching": Values(((None, DROP),)),
-    "enable_chunked_prefill": Values(((None, DROP),)),
-    "max_num_seqs": Values(((None, DROP),)),
+    **dict.fromkeys(
+        ("enable_prefix_caching", "enable_chunked_prefill", "max_num_seqs"), Values(((None, DROP),))
+    ),
     "load_format": Values((("safetensors", "auto"),), reported=True),
     "seed": Values(((None, DROP),), reported=True),
     # --- without effect
@@ -132,10 +132,7 @@ LLM_OPTIONS: Table = {
     "pipeline_parallel_size": Refused("set tensor_parallel_size: ranks share layers", (None, 1)),
     "data_parallel_size": Refused("an LLM is one replica", (None, 1)),
     "enable_expert_parallel": Refused("each rank holds a part of every expert"),
-    "enable_lora": Refused(LORA),
-    "max_loras": Refused(LORA),
-    "max_lora_rank": Refused(LORA),
-    "max_cpu_loras": Refused(LORA),
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"), Refused(LORA)),
     "speculative_config": Refused(DRAFTS),
     "reasoning_parser": Refused("answers are not parsed", (None, "")),
     "pooler_config": Refused(POOLING),

@@ -21,13 +21,11 @@ import enum
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import Any, NotRequired, TypedDict
 
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked, nearest
 from nanoengine.settings.params import SamplingParams
-
-T = TypeVar("T")
 
 CONTENT_KEYS = ("prompt", "prompt_token_ids", "messages")
 TEMPLATE_KEYS = (
@@ -250,39 +248,34 @@ def each_params(
     Raises:
         RequestError: a list of another length, naming both, or of other things.
     """
-    if params is None or isinstance(params, SamplingParams):
-        return [params or default()] * count
-    if not isinstance(params, Sequence):
-        raise RequestError(
-            f"sampling_params must be SamplingParams or a list of them, got {params!r}"
-        )
-    each = _one_each("sampling_params", params, count)
-    for i, one in enumerate(each):
-        if not isinstance(one, SamplingParams):
-            raise RequestError(f"sampling_params[{i}] must be SamplingParams, got {one!r}")
-    return each
+    params = default() if params is None else params
+    is_one = lambda one: isinstance(one, SamplingParams)  # noqa: E731
+    return _one_each("sampling_params", params, count, is_one, "SamplingParams")
 
 
 def each_priority(priority: int | Sequence[int] | None, count: int) -> list[int | None]:
     """One priority for each of `count` prompts; None means that of its SamplingParams."""
     if priority is None:
         return [None] * count
-    if isinstance(priority, Sequence) and not isinstance(priority, str):
-        each = _one_each("priority", priority, count)
-    else:
-        each = [priority] * count
-    if not all(map(_is_int, each)):
-        raise RequestError(f"priority must be an integer or a list of them, got {priority!r}")
-    return each
+    return _one_each("priority", priority, count, _is_int, "an integer")
 
 
-def _one_each(name: str, values: Sequence[T], count: int) -> list[T]:
-    if len(values) != count:
+def _one_each(
+    name: str, given: Any, count: int, is_one: Callable[[object], bool], kind: str
+) -> list[Any]:
+    if is_one(given):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise RequestError(f"{name} must be {kind} or a list of them, got {given!r}")
+    if len(given) != count:
         raise RequestError(
             f"{name} must be one for all prompts, or a list as long as the prompts: got"
-            f" {len(values)} for {count} prompts"
+            f" {len(given)} for {count} prompts"
         )
-    return list(values)
+    for i, one in enumerate(given):
+        if not is_one(one):
+            raise RequestError(f"{name}[{i}] must be {kind}, got {one!r}")
+    return list(given)
 
 
 def _token_ids(prompt: object) -> list[int]:

@@ -45,14 +45,10 @@ class Tokenizer:
         added = backend.added_tokens_decoder.items()
         special_ids = [token_id for token_id, token in added if token.special]
         self.special_ids = frozenset([*backend.all_special_ids, *special_ids])
-        ids = [backend.convert_tokens_to_ids(name) for name in BYTE_TOKENS]
-        found = zip(ids, BYTE_TOKENS, strict=True)
-        self.byte_ids = (
-            frozenset(  # Why the second look: a missing name gives None or the id of <unk>.
-                i
-                for i, name in found
-                if isinstance(i, int) and backend.convert_ids_to_tokens(i) == name
-            )
+        ids = [(backend.convert_tokens_to_ids(name), name) for name in BYTE_TOKENS]
+        # Why the second look: a missing name gives None or the id of <unk>.
+        self.byte_ids = frozenset(
+            i for i, name in ids if isinstance(i, int) and backend.convert_ids_to_tokens(i) == name
         )
         self.anchor = self._find_anchor()
         self._anchor_len = len(self._raw(self.anchor))

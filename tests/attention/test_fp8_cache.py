@@ -6,9 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.attention import make_backend
-from nanoengine.attention.fp8 import FP8, LARGEST, from_fp8, to_fp8
-from nanoengine.attention.int8 import from_int8, to_int8
 from nanoengine.attention.naive import NaiveBackend
+from nanoengine.attention.stored import FP8, LARGEST, from_fp8, from_int8, to_fp8, to_int8
 from nanoengine.attention.triton import TritonBackend
 from nanoengine.errors import ConfigError, WeightLoadError
 from nanoengine.settings.config import EngineConfig

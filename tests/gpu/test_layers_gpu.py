@@ -9,7 +9,7 @@ import torch
 
 from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionBackend, HeadNormWeights
-from nanoengine.attention.fp8 import FP8
+from nanoengine.attention.stored import FP8
 from nanoengine.layers.kernels import GATES, Kernels
 from nanoengine.models.triton import TritonKernels
 from tests.gpu.scores import engine_scores, mean_error, reference_scores

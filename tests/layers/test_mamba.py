@@ -32,39 +32,40 @@ def random_inputs(count: int) -> MambaInputs:
 
     x, b, c = normal(count, HEADS, VALUES), normal(count, GROUPS, KEYS), normal(count, GROUPS, KEYS)
     dt = torch.rand(count, HEADS, dtype=torch.float64)
-    return MambaInputs(x, b, c, dt, -dt * torch.rand(HEADS, dtype=torch.float64))
+    decay = -dt * torch.rand(HEADS, dtype=torch.float64)
+    return MambaInputs(x, b, c, dt, decay, torch.randn(HEADS).double().expand(count, -1))
 
 
 def test_one_token_by_the_formula():
-    x, b, c, dt, decay = inputs = random_inputs(1)
-    states, d = torch.randn(2, HEADS, KEYS, VALUES, dtype=torch.float64), torch.rand(HEADS).double()
+    x, b, c, dt, decay, d = inputs = random_inputs(1)
+    states = torch.randn(2, HEADS, KEYS, VALUES, dtype=torch.float64)
     before, one = states[1].clone(), torch.tensor([1])
-    out = step(inputs, d, states, one, one)[0]
+    out = step(inputs, states, one, one)[0]
     for h in range(HEADS):
         g = h // (HEADS // GROUPS)
         state = decay[0, h].exp() * before[h] + torch.outer(b[0, g], dt[0, h] * x[0, h])
         assert torch.allclose(states[1, h], state)
-        assert torch.allclose(out[h], c[0, g] @ state + d[h] * x[0, h])
+        assert torch.allclose(out[h], c[0, g] @ state + d[0, h] * x[0, h])
 
 
 @pytest.mark.parametrize("count", [1, 5, CHUNK, 2 * CHUNK + 9])
 @pytest.mark.parametrize("position", [0, 1, CHUNK - 1, CHUNK])
 def test_chunks_give_what_single_tokens_give(count, position):
-    inputs, d = random_inputs(count), torch.randn(HEADS, dtype=torch.float64)
+    inputs = random_inputs(count)
     states = torch.randn(2, HEADS, KEYS, VALUES, dtype=torch.float64)
     first, one = states[1].clone(), torch.tensor([1])
-    expected = [step(inputs.part(slice(t, t + 1)), d, states, one, one) for t in range(count)]
-    out, last = scan(inputs, d, first, position)
+    expected = [step(inputs.part(slice(t, t + 1)), states, one, one) for t in range(count)]
+    out, last = scan(inputs, first, position)
     assert torch.allclose(out, torch.cat(expected), rtol=1e-10, atol=1e-12)
     assert torch.allclose(last, states[1], rtol=1e-10, atol=1e-12)
 
 
 def test_a_prompt_cut_at_a_chunk_has_the_same_bits():
     inputs = MambaInputs(*(tensor.float() for tensor in random_inputs(3 * CHUNK)))
-    zero, d = torch.zeros(HEADS, KEYS, VALUES), torch.ones(HEADS)
-    whole, last = scan(inputs, d, zero, 0)
-    head, between = scan(inputs.part(slice(CHUNK)), d, zero, 0)
-    tail, end = scan(inputs.part(slice(CHUNK, None)), d, between, CHUNK)
+    zero = torch.zeros(HEADS, KEYS, VALUES)
+    whole, last = scan(inputs, zero, 0)
+    head, between = scan(inputs.part(slice(CHUNK)), zero, 0)
+    tail, end = scan(inputs.part(slice(CHUNK, None)), between, CHUNK)
     assert torch.equal(torch.cat((head, tail)), whole)
     assert torch.equal(end, last)
 

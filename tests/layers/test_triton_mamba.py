@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.layers.mamba2 import MambaSpans, MambaTokens
 from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.models.mamba import MambaMixer
 from tests.layers.test_triton_states import SPANS, wave_of
@@ -39,8 +38,7 @@ def pair(groups: int, dtype: torch.dtype = torch.float32, **changes) -> tuple:
         parameter.data.normal_()
     mixer = mixer.to(DEVICE)
     mixer.bind(torch.randn(9, plan.size, device=DEVICE))
-    kernel = TritonMamba(plan, mixer.conv1d, mixer.heads, mixer.norm)
-    return mixer, kernel
+    return mixer, TritonMamba(mixer)
 
 
 def steps_of(mixer: MambaMixer, count: int) -> list[torch.Tensor]:
@@ -54,10 +52,10 @@ def test_single_tokens_give_what_plain_steps_give(groups, key_dim):
     mixer, kernel = pair(groups, key_dim=key_dim)
     kept = mixer.rows.clone()
     reads, writes = (torch.tensor(slots).to(DEVICE) for slots in ([1, 0, 4], [2, 3, 4]))
-    tokens = MambaTokens(*steps_of(mixer, 3), mixer.rows, reads, writes)
-    expected, states = mixer.steps(tokens), mixer.rows
+    tokens = *steps_of(mixer, 3), reads, writes
+    expected, states = mixer.steps(*tokens), mixer.rows
     mixer.bind(kept)
-    torch.testing.assert_close(kernel.step(tokens._replace(states=kept)), expected, **CLOSE)
+    torch.testing.assert_close(kernel.step(*tokens), expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
 
@@ -67,11 +65,11 @@ def test_spans_give_what_each_gives_alone(groups, key_dim):
     mixer, kernel = pair(groups, key_dim=key_dim)
     kept, shape = mixer.rows.clone(), (86, HEADS, VALUE)
     expected, found = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
-    spans = MambaSpans(*steps_of(mixer, 86), mixer.rows, wave_of(SPANS))
-    mixer.scans(spans, expected)
+    spans = *steps_of(mixer, 86), wave_of(SPANS)
+    mixer.scans(*spans, expected)
     states = mixer.rows
     mixer.bind(kept)
-    kernel.scan(spans._replace(states=kept), found)
+    kernel.scan(*spans, found)
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
@@ -103,5 +101,5 @@ def test_padding_writes_nothing():
     mixer, kernel = pair(2)
     mixer.rows.zero_()
     slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    kernel.step(MambaTokens(*steps_of(mixer, 2), mixer.rows, slots, slots))
+    kernel.step(*steps_of(mixer, 2), slots, slots)
     assert not mixer.rows.any()

@@ -7,7 +7,6 @@ import torch
 
 from nanoengine.attention.batch import Pieces, Span, StateWave
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
 from nanoengine.layers.triton_states import TritonConv, TritonDelta, delta_gates, gate_norm
 from nanoengine.models.states import GateNorm
 from nanoengine.runner.states import pieces_of
@@ -61,11 +60,10 @@ def test_single_tokens_give_what_plain_steps_give(heads, sizes):
     decay, beta = -torch.rand(3, heads[1], device=DEVICE), torch.rand(3, heads[1], device=DEVICE)
     reads, writes = (torch.tensor(slots).to(DEVICE) for slots in ([1, 0, 4], [2, 3, 4]))
     kept = states.clone()
-    tokens = DeltaTokens(qkv, decay, beta, states, reads, writes)
-    expected = layer.steps(tokens)
+    tokens = qkv, decay, beta, reads, writes
+    expected = layer.steps(*tokens)
     layer.bind(kept)
-    steps = TritonDelta(plan, layer.conv1d).step
-    torch.testing.assert_close(steps(tokens._replace(states=kept)), expected, **CLOSE)
+    torch.testing.assert_close(TritonDelta(layer).step(*tokens), expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
 
@@ -123,10 +121,10 @@ def test_spans_give_what_each_gives_alone(heads):
     decay, beta = -torch.rand(86, heads[1], device=DEVICE), torch.rand(86, heads[1], device=DEVICE)
     kept, shape = states.clone(), (86, heads[1], 40)
     expected, found = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
-    spans = DeltaSpans(qkv, decay, beta, states, wave_of(SPANS))
-    layer.scans(spans, expected)
+    spans = qkv, decay, beta, wave_of(SPANS)
+    layer.scans(*spans, expected)
     layer.bind(kept)
-    TritonDelta(plan, layer.conv1d).scan(spans._replace(states=kept), found)
+    TritonDelta(layer).scan(*spans, found)
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
@@ -142,10 +140,10 @@ def test_keys_that_hardly_differ_are_told_apart():
     decay, beta = torch.full((128, 1), -1e-3).to(DEVICE), torch.full((128, 1), 0.99).to(DEVICE)
     kept = states.clone()
     expected, found = (torch.zeros(128, 1, 16, device=DEVICE) for _ in range(2))
-    spans = DeltaSpans(qkv, decay, beta, states, wave_of((Span(0, 128, 0, 0, ((128, 1),)),)))
-    layer.scans(spans, expected)
+    spans = qkv, decay, beta, wave_of((Span(0, 128, 0, 0, ((128, 1),)),))
+    layer.scans(*spans, expected)
     layer.bind(kept)
-    TritonDelta(plan, layer.conv1d).scan(spans._replace(states=kept), found)
+    TritonDelta(layer).scan(*spans, found)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-4)
 
@@ -171,5 +169,5 @@ def test_padding_writes_nothing():
     layer = delta_layer(plan, torch.float32, states).to(DEVICE)
     tokens = [torch.rand(2, size, device=DEVICE) for size in (plan.channels, 2, 2)]
     slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    TritonDelta(plan, layer.conv1d).step(DeltaTokens(*tokens, states, slots, slots))
+    TritonDelta(layer).step(*tokens, slots, slots)
     assert not states.any()

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.checkpoint import gguf_models
+from nanoengine.checkpoint import gguf_tensors
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.checkpoint.gguf import read_gguf
-from nanoengine.checkpoint.gguf_models import ARCHITECTURES
+from nanoengine.checkpoint.gguf_rows import ARCHITECTURES
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.cli.main import main
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightLoadError
@@ -427,7 +427,7 @@ def test_braces_in_a_name_are_no_number(
     file = read_gguf(tmp_path / "m.gguf")
     tensors = {name.replace("blk.1.", f"blk.{layer}."): it for name, it in file.tensors.items()}
     told = file._replace(tensors=tensors)
-    monkeypatch.setattr(gguf_models, "read_gguf", lambda path: told)
+    monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path: told)
     with pytest.raises(WeightLoadError, match=r"missing: model\.layers\.1\."):
         build(tmp_path / "m.gguf")
 
@@ -469,7 +469,7 @@ def test_keys_that_lie_are_refused(
     for key in keys:
         for lie in random.sample(LIES, 6):
             told = file._replace(metadata=file.metadata | {key: lie})
-            monkeypatch.setattr(gguf_models, "read_gguf", lambda path, told=told: told)
+            monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path, told=told: told)
             try:
                 load_model_config(tmp_path / "m.gguf")
             except ModelError:

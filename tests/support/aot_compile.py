@@ -52,8 +52,6 @@ from nanoengine.kernels.launch import early
 from nanoengine.kernels.triton_layers import Unnormed
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import DeltaSpans, DeltaTokens
-from nanoengine.layers.mamba2 import MambaSpans, MambaTokens
 from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
 from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
@@ -314,14 +312,15 @@ def run_states(dtype):
     )  # fmt: skip
     conv.bind(states[:, -3 * plan.channels :])
     slots, gates = torch.zeros(1, dtype=torch.int64), torch.zeros(100, 32)
-    qkv, delta = torch.zeros(100, plan.channels, dtype=dtype), TritonDelta(plan, conv)
-    delta.step(DeltaTokens(qkv[:1], gates[:1], gates[:1], states, slots, slots))
+    qkv = torch.zeros(100, plan.channels, dtype=dtype)
+    delta = TritonDelta(types.SimpleNamespace(plan=plan, conv1d=conv, rows=states))
+    delta.step(qkv[:1], gates[:1], gates[:1], slots, slots)
     delta_gates(gates[0], gates[0], torch.zeros(100, 64, dtype=dtype))
     heads = torch.zeros(100, 32, 128)
     gate_norm(torch.zeros(128, dtype=dtype), heads, heads.to(dtype), 1e-6)
     pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
-    delta.scan(DeltaSpans(qkv, gates, gates, states, wave), torch.zeros(100, 32, 128))
+    delta.scan(qkv, gates, gates, wave, torch.zeros(100, 32, 128))
 
 
 def run_mamba(dtype):
@@ -343,15 +342,16 @@ def run_mamba(dtype):
         conv.bind(states[:, -3 * plan.channels :])
         xbc, head = torch.zeros(100, plan.channels, dtype=dtype), gates[0]
         norm = types.SimpleNamespace(weight=torch.zeros(inner, dtype=dtype), eps=1e-6)
+        of_heads = types.SimpleNamespace(a_log=head, dt_bias=head, d=head)
         mamba = TritonMamba(
-            plan, conv, types.SimpleNamespace(a_log=head, dt_bias=head, d=head), norm
+            types.SimpleNamespace(plan=plan, conv1d=conv, heads=of_heads, norm=norm, rows=states)
         )
         mamba.gates(gates.to(dtype))
         mamba.gated(torch.zeros(100, inner), torch.zeros(100, inner, dtype=dtype))
-        mamba.step(MambaTokens(xbc[:1], gates[:1], gates[:1], states, slots, slots))
+        mamba.step(xbc[:1], gates[:1], gates[:1], slots, slots)
         pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
         wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
-        mamba.scan(MambaSpans(xbc, gates, gates, states, wave), torch.zeros(100, heads, value))
+        mamba.scan(xbc, gates, gates, wave, torch.zeros(100, heads, value))
 
 
 def bind(kernel, args, options, backend):

@@ -8,8 +8,8 @@ import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, HeadNormWeights, LayerCache
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.fp8 import FP8, from_fp8, to_fp8
 from nanoengine.attention.naive import NaiveBackend
+from nanoengine.attention.stored import FP8, from_fp8, to_fp8
 from tests.support.paged_batches import make_sinks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

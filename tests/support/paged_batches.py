@@ -9,7 +9,7 @@ import torch
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.int8 import SCALE_BYTES, to_int8
+from nanoengine.attention.stored import SCALE_BYTES, to_int8
 
 CPU = torch.device("cpu")
 

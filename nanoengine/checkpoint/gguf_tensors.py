@@ -1,0 +1,204 @@
+"""GGUFModel: a GGUF file's tensors by our names, and what their rows become when they are read.
+
+Rows of queries and keys that a file stores in another order are put back while they are read, so
+that models and kernels are those of the original checkpoint. Called by `files.py` and
+`gguf_models.py`; knows neither layers nor how blocks of numbers are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from nanoengine.checkpoint.gguf import FLOATS, GGUFTensor, StoredRows, read_gguf, read_rows
+from nanoengine.checkpoint.gguf_keys import Metadata
+from nanoengine.checkpoint.gguf_rows import ARCHITECTURES, NAMES, SPLIT
+from nanoengine.errors import UnsupportedModelError, WeightLoadError
+from nanoengine.settings.checks import shown
+
+ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are read with the config."""
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Entry(NamedTuple):
+    """One of our tensors in a file.
+
+    Attributes:
+        tensor: where it is; of a stack of experts, one expert's matrix.
+        shape: as layers have it.
+        changes: what its rows become when they are read, one after the other.
+    """
+
+    tensor: GGUFTensor
+    shape: tuple[int, ...]
+    changes: tuple[Change, ...] = ()
+
+
+class GGUFModel:
+    """One file, or set of files, of a known architecture.
+
+    Raises:
+        UnsupportedModelError: the architecture is unknown, or the file is no language model.
+        WeightLoadError: the file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.tensors, metadata = read_gguf(path)[::-1]
+        self.given = given = Metadata(path, metadata, self.tensors)
+        kind = given.read("general.type", str, "model")
+        if kind != "model" or given.architecture not in ARCHITECTURES:
+            what = {"architecture": given.architecture} if kind == "model" else {"type": kind}
+            ((key, value),) = what.items()
+            raise UnsupportedModelError(
+                f"{path} has general.{key}={shown(value)}; supported are models of"
+                f" {', '.join(ARCHITECTURES)}"
+            )
+        row = ARCHITECTURES[given.architecture]
+        self.row = replace(row, name=row.also(given) or row.name)
+
+    def entries(self) -> dict[str, Entry]:
+        """All tensors by our names. One that is nothing here keeps its part of the name, and is
+        told as unexpected."""
+        found, changes = dict[str, Entry](), self._changes()
+
+        def put(ours: str, tensor: GGUFTensor, shape: tuple[int, ...], *first: Change) -> None:
+            then = changes.get(ours.split(".", 3)[-1])
+            found[ours] = Entry(tensor, shape, (*first, *((then,) if then else ())))
+
+        for name, tensor in self.tensors.items():
+            if name in ROTATIONS:
+                continue
+            ours, shape, stem = self._our_name(name), tensor.shape, name.split(".")[-2:][0]
+            parts = ("gate", "up") if ours.count("{}") == 2 else ("",)
+            stacked = "{}" in ours and not {"{", "}"} & set(name)
+            if stacked and len(shape) == 3 and not shape[1] % len(parts):
+                one = tensor._replace(shape=(shape[1] // len(parts), shape[2]))
+                for n in range(shape[0] * len(parts)):
+                    place = tensor.offset + n * one.num_rows * one.row_bytes
+                    each = ours.format(n // len(parts), parts[n % len(parts)])
+                    put(each, one._replace(offset=place), one.shape)
+                continue
+            if stem in SPLIT and stem not in self.row.names:
+                groups, sizes = self._sizes(stem)
+                if (expected := groups * sum(sizes)) != shape[0]:
+                    raise WeightLoadError(
+                        f"{tensor.file}: {shown(name)} has {shape[0]} rows; by the sizes that the"
+                        f" file names it has {expected}"
+                    )
+                for part, wanted in SPLIT[stem].items():
+                    rows = groups * sum(sizes[n] for n in wanted)
+                    own = partial(_parts, groups=groups, sizes=sizes, wanted=wanted)
+                    put(ours.replace(stem, part), tensor, (rows, *shape[1:]), own)
+                continue
+            if ours.endswith("shared_expert_gate.weight"):
+                shape = (1, prod(shape))
+            elif ours.endswith(("conv.conv.weight", "conv1d.weight")):
+                shape = (shape[0], 1, prod(shape[1:]))
+            elif ours.endswith((".A_log", ".D", ".mamba.norm.weight")):
+                shape = (prod(shape),)
+            elif ours.endswith((".k_b_proj.weight", ".v_b_proj.weight")):
+                shape = (prod(shape[:-1]), shape[-1])
+                tensor = tensor._replace(shape=shape)
+            put(ours, tensor, shape)
+        return found
+
+    def _changes(self) -> dict[str, Change]:
+        """What our names have behind their layer -> what rows become when they are read."""
+        given, found = self.given, dict[str, Change]()
+        if self.row.pairs:
+            unpaired = partial(_unpaired, head_dim=given.head_dim)
+            found |= {
+                f"self_attn.{x}_proj.{end}": unpaired for x in "qk" for end in ("weight", "bias")
+            }
+        found |= dict.fromkeys(("linear_attn.A_log", "mamba.A_log"), lambda rows: (-rows).log())
+        key_heads, heads = (given.get(f"ssm.{n}", int) for n in ("group_count", "time_step_rank"))
+        if self.row.tiled and key_heads and heads:
+            grouped = partial(_grouped, key_heads=key_heads, each=max(1, heads // key_heads))
+            skipping = partial(grouped, skipped=2 * key_heads * given.get("ssm.state_size", int, 0))
+            names = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "dt_bias")
+            found |= {f"linear_attn.{name}": grouped for name in names}
+            skipped = ("in_proj_qkv.weight", "conv1d.weight")
+            found |= {f"linear_attn.{name}": skipping for name in skipped}
+            found["linear_attn.A_log"] = lambda rows: grouped(-rows).log()
+        return found
+
+    def _sizes(self, stem: str) -> tuple[int, tuple[int, ...]]:
+        """In how many groups the rows of a tensor of `SPLIT` lie, and how many rows of a group each
+        part has."""
+        given = self.given
+        if stem == "attn_qkv":
+            heads = given.one("attention.head_count", int, 0)
+            key_heads = given.one("attention.head_count_kv", int, heads)
+            return 1, tuple(given.head_dim * count for count in (heads, key_heads, key_heads))
+        groups = given.get("ssm.group_count", int) or 1
+        each, key, value = (
+            given.get(f"ssm.{name}", int, 0)
+            for name in ("time_step_rank", "state_size", "inner_size")
+        )
+        each, value = each // groups, value // groups
+        return groups, (each, each) if stem == "ssm_ba" else (key, key, value, value)
+
+    def _our_name(self, name: str) -> str:
+        begin, _, rest = name.partition(".")
+        layer, _, part = rest.partition(".") if begin == "blk" else ("", "", name)
+        stem, _, end = part.rpartition(".")
+        names = NAMES | self.row.names
+        ours = names.get(part) or f"{names.get(stem, stem)}.{end}"
+        return f"model.layers.{layer}.{ours}" if layer else ours
+
+
+def _unpaired(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of whole heads of which neighbours turn together, in the order in which the halves of a
+    head do."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _grouped(rows: torch.Tensor, key_heads: int, each: int, skipped: int = 0) -> torch.Tensor:
+    """Rows of value heads, in a file first the first of each key head, in the order of their key
+    heads; those that are skipped are of other heads."""
+    values = rows[skipped:].unflatten(0, (each, key_heads, -1)).transpose(0, 1).flatten(0, 2)
+    return torch.cat((rows[:skipped], values))
+
+
+def _parts(
+    rows: torch.Tensor, groups: int, sizes: tuple[int, ...], wanted: tuple[int, ...]
+) -> torch.Tensor:
+    """Of rows of so many groups, each of parts of these sizes: those of the wanted parts, one part
+    behind the other."""
+    parts = rows.unflatten(0, (groups, -1)).split(sizes, dim=1)
+    return torch.cat([parts[n].flatten(0, 1) for n in wanted])
+
+
+def read_entries(
+    path: Path, parts: Mapping[str, tuple[slice, ...]]
+) -> Iterator[tuple[str, torch.Tensor | StoredRows]]:
+    """See `read_tensors`. Rows of a quantized tensor come whole, as bytes that are read later."""
+    here = GGUFModel(path).entries()
+    for name, part in parts.items():
+        tensor, shape, changes = here[name]
+        first, last, columns = 0, tensor.num_rows, part
+        if part and shape == tensor.shape and len(shape) == 2:
+            (first, last, _), columns = part[0].indices(shape[0]), (slice(None), *part[1:])
+        if tensor.type not in FLOATS and not changes:
+            yield name, StoredRows(tensor, first, last)
+            continue
+        found = read_rows(tensor, first, last)
+        whole = tensor.type in FLOATS and len(found) == tensor.num_rows
+        found = found.view(tensor.shape) if whole else found
+        for change in changes:
+            found = change(found)
+        found = found.view(shape) if whole else found
+        yield name, found[columns] if tensor.type in FLOATS else found
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or all parts of its set."""
+    return sorted({tensor.file for tensor in read_gguf(path).tensors.values()})
