@@ -36,7 +36,6 @@ from nanoengine.text.prompts import CheckedPrompt, PromptReader
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.turns import Calls
 
-
 MOST_PENALTY = 30
 """Of lengths. Why: to its power a length is a float, however long a context is."""
 
