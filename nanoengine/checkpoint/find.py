@@ -25,8 +25,8 @@ def resolve_model(config: EngineConfig) -> Path:
     brought into the hub's cache. A folder without a config.json may hold one GGUF.
 
     Raises:
-        ConfigError: it is not there, or no repository that can be reached or is cached has it; or
-            several files may be meant, which the message lists.
+        ConfigError: it is not there, or no repository that can be reached or is cached has it; the
+            folder holds no model; or several files may be meant, which the message lists.
     """
     path = Path(config.model).expanduser()
     if path.is_dir():
@@ -34,7 +34,11 @@ def resolve_model(config: EngineConfig) -> Path:
             return path
         from nanoengine.checkpoint.gguf import find_gguf
 
-        return find_gguf(path) or path
+        if (found := find_gguf(path)) is None:
+            raise ConfigError(
+                f"model={config.model!r} is no checkpoint: it has no config.json, and no {GGUF}"
+            )
+        return found
     if path.exists():
         if path.suffix == GGUF:
             return path
@@ -49,9 +53,9 @@ def resolve_model(config: EngineConfig) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = None if quantization or name else _from_hub(config, repository, PATTERNS)
-        if found is not None and (found / "config.json").exists():
-            return found
+        folder = None if quantization or name else _from_hub(config, repository, PATTERNS)
+        if folder is not None and (folder / "config.json").exists():
+            return folder
         return _gguf_of_hub(config, repository, quantization, name)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(

@@ -34,6 +34,9 @@ from nanoengine.text.prompt_forms import Row, prompt_list
 from nanoengine.text.prompts import CheckedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 
+MOST_PENALTY = 30
+"""Of lengths. Why: to its power a length is a float, however long a context is."""
+
 
 @checked(RequestError, functools.partial(translate, table=BEAM_SEARCH_PARAMS, error=RequestError))
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,11 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         require_positive(self, RequestError, "beam_width", "max_tokens")
+        if abs(self.length_penalty) > MOST_PENALTY:
+            raise RequestError(
+                f"length_penalty must be from {-MOST_PENALTY} to {MOST_PENALTY}, got"
+                f" {self.length_penalty!r}"
+            )
         if self.temperature != 0:
             raise RequestError(
                 f"temperature must be 0, got {self.temperature!r}: a beam search draws no tokens;"

@@ -147,11 +147,14 @@ class Job:
         has_size = 0 < options.max_row_mib <= MOST_ROW_MIB
         is_stdout = options.output == STDOUT
         refused = {
-            f"--max-row-mib must be greater than 0 and at most {MOST_ROW_MIB:,}": not has_size,
+            f"--max-row-mib must be greater than 0 and at most {MOST_ROW_MIB:,}, got"
+            f" {options.max_row_mib}": not has_size,
             "--errors has lines of JSON: give a .jsonl file": (
                 (options.errors or "").endswith(".parquet")
             ),
-            "--max-errors must be at least 0": (options.max_errors or 0) < 0,
+            f"--max-errors must be at least 0, got {options.max_errors}": (
+                (options.max_errors or 0) < 0
+            ),
             "--strict reads all rows before any runs, and stdin comes once: give a file": (
                 options.strict and self._has_stdin
             ),

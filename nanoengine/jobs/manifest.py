@@ -73,8 +73,9 @@ def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
         "engine": {setting: getattr(config, setting) for setting in RESULT_SETTINGS},
         "random_numbers": "by a row's id, else its number",
     }
-    if config.tokenizer is not None and os.path.exists(config.tokenizer):
-        facts["tokenizer"] = _digests(Path(config.tokenizer))
+    tokenizer = os.path.expanduser(config.tokenizer or "")
+    if os.path.exists(tokenizer):
+        facts["tokenizer"] = _digests(Path(tokenizer))
     return facts
 
 

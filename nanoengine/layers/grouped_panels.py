@@ -70,7 +70,7 @@ def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
     if not fits:
         return None
     offset = ZEROS if weight.zeros is not None else NONE if weight.mins is None else MINS
-    table, halves = TABLES.index(weight.table), 2 if size == 16 else 1
+    table, halves = TABLES.index(weight.table), 2 if two_levels and size == 16 else 1
     centered = 0 if table else centered
     return PanelLayout(Form(bits, centered, table, halves, 1 + two_levels, offset), shift)
 

@@ -213,7 +213,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         try:
             self._file.write(_encode(line) + "\n")
             now = time.perf_counter()
-            if now - self._flushed_s > FLUSH_S:
+            if now - self._flushed_s > FLUSH_S or "end" in line:
                 self._file.flush()
                 self._flushed_s = now
         except OSError as error:

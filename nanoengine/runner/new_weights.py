@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig, load_model_config
-from nanoengine.checkpoint.files import Stored, listed, read_tensors, stored_tensors
+from nanoengine.checkpoint.files import GGUF, Stored, listed, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
 from nanoengine.checkpoint.weights import HARMLESS, drop_copy
 from nanoengine.errors import EngineDeadError, WeightLoadError
@@ -69,6 +69,14 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
         raise WeightLoadError(
             f"this model takes no new weights: {why}; make a new LLM of the new checkpoint"
         )
+    from_gguf = [
+        isinstance(p, Path) and p.suffix == GGUF for p in (source, runner.options.directory)
+    ]
+    if from_gguf[0] != from_gguf[1]:
+        raise WeightLoadError(
+            "new weights and this model's own must all be of GGUF files, or none: such a file may"
+            " store a norm plus 1 and rows in another order; make a new LLM of the new ones"
+        )
     if isinstance(source, Path):
         _require_same_model(config, source)
         stored = stored_tensors(source)
@@ -106,8 +114,9 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
 
 
 def _require_same_model(config: ModelConfig, folder: Path) -> None:
-    """Raises WeightLoadError if the folder says that its model computes something else."""
-    if not (folder / "config.json").is_file():
+    """Raises WeightLoadError if the folder, or GGUF file, says that its model computes something
+    else."""
+    if folder.suffix != GGUF and not (folder / "config.json").is_file():
         return
     other = load_model_config(folder)
     names = [one.name for one in fields(config) if one.name not in NOT_COMPARED]

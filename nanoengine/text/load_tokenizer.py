@@ -6,6 +6,7 @@ Called by `Tokenizer.load`.
 from __future__ import annotations
 
 import functools
+import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ def find_or_load(
         ConfigError: there is none, or it can't be read.
         ModelError: a GGUF file is damaged.
     """
+    name = os.path.expanduser(name)
     directory = Path(name)
     gguf = directory if directory.suffix == ".gguf" else None
     if directory.is_dir():

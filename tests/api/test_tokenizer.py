@@ -19,7 +19,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine import SamplingParams
+from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.jobs.manifest import describe_engine
+from nanoengine.settings.config import EngineConfig
 from nanoengine.text import rendering
 from nanoengine.text.stream import MAX_OPEN_TOKENS, TextStream
 from nanoengine.text.tokenizer import REPLACEMENT, Tokenizer
@@ -451,6 +454,17 @@ def test_a_damaged_tokenizer_file_is_a_clear_error(name: str, content: str, tmp_
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match="skip_tokenizer_init=True"):
         Tokenizer.load(str(tmp_path))
+
+
+def test_a_tokenizer_may_be_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    byte_level().backend.save_pretrained(tmp_path / "mine")
+    tokenizer = Tokenizer.load("~/mine")
+    assert raw_ids(tokenizer, "a cat") == raw_ids(byte_level(), "a cat")
+    config = EngineConfig(model=str(demo_model_path()), tokenizer="~/mine")
+    assert "tokenizer.json" in describe_engine(config, "demo")["tokenizer"]
 
 
 def test_a_missing_tokenizer_is_a_clear_error(tmp_path: object) -> None:

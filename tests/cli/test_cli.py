@@ -38,6 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_a_folder_without_a_model_is_named_and_its_tokenizer_is_not_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    told = f"error: model={str(tmp_path)!r} is no checkpoint: it has no config.json, and no .gguf\n"
+    assert capsys.readouterr().err == told
+
+
 def expected(model: Path, *prompts: object) -> list[str]:
     """What the library gives for greedy prompts of the tests."""
     with LLM(model, device="cpu", attention_backend="naive", num_kv_blocks=64) as llm:

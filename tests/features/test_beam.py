@@ -318,6 +318,8 @@ def test_a_search_too_large_for_the_pool_says_so():
         ({"beam_width": True}, "beam_width must be an integer"),
         ({"max_tokens": 1.5}, "max_tokens must be an integer"),
         ({"length_penalty": float("nan")}, "length_penalty must be a finite number"),
+        ({"length_penalty": 31.0}, "length_penalty must be from -30 to 30, got 31.0"),
+        ({"length_penalty": -1e3}, "length_penalty must be from -30 to 30, got -1000.0"),
         ({"early_stopping": 1}, "early_stopping must be True, False or 'never', got 1"),
         ({"temperature": 0.7}, "temperature must be 0, got 0.7"),
         ({"ignore_eos": None}, "ignore_eos must be True or False"),

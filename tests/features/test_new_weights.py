@@ -22,6 +22,7 @@ from nanoengine.runner import start
 from tests.support.checkpoints import make_checkpoint
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.engines import greedy, make_engine, random_prompts, run, tokens
+from tests.support.gguf_files import make_gguf
 from tests.support.late_device import make_graph_safe
 from tests.support.model_helpers import cpu_kernels
 from tests.support.quantized_checkpoints import gptq, write_quantized
@@ -312,6 +313,31 @@ def test_models_that_take_no_new_weights(pair, tmp_path):
         pytest.raises(WeightLoadError, match="stores them in int4, not as floats"),
     ):
         llm.load_weights(old)
+
+
+def test_a_gguf_takes_the_place_of_a_gguf_alone(tmp_path):
+    """Why: Gemma's norms are stored plus 1 in one, as they are in the other, under one name."""
+    old, new, other = (tmp_path / f"{name}.gguf" for name in ("old", "new", "other"))
+    for seed, path in enumerate((old, new)):
+        make_gguf(path, "gemma2", seed=seed, query_pre_attn_scalar=32)
+    make_gguf(other, "gemma2", query_pre_attn_scalar=32, rms_norm_eps=1e-3)
+    with LLM(new, **SMALL) as fresh:
+        expected = answers(fresh)
+    folder = old.with_suffix("")
+    for model, weights, why in (
+        (folder, new, "all be of GGUF files, or none"),
+        (old, folder, "all be of GGUF files, or none"),
+        (old, tensors_of(folder), "all be of GGUF files, or none"),
+        (old, other, "other rms_norm_eps"),
+    ):
+        with LLM(model, **SMALL) as llm:
+            before = answers(llm)
+            with pytest.raises(WeightLoadError, match=why):
+                llm.load_weights(weights)
+            assert answers(llm) == before
+    with LLM(old, **SMALL) as llm:
+        llm.load_weights(new)
+        assert answers(llm) == expected
 
 
 def test_a_file_that_breaks_off_ends_the_llm(pair):

@@ -70,9 +70,11 @@ def test_each_form_gives_what_the_plain_layer_gives(name):
     assert torch.equal(exact.apply(x[3:4], bias), exact.apply(x, bias)[3:4])
 
 
-@pytest.mark.parametrize(("name", "inputs"), [("Q8_0", 96), ("Q4_0", 896), ("Q4_0", 32)])
+@pytest.mark.parametrize(
+    ("name", "inputs"), [("Q8_0", 96), ("Q4_0", 896), ("Q4_0", 32), ("Q8_0", 16)]
+)
 def test_a_block_need_not_be_whole(name, inputs):
-    weight = make_weight(name, 32, inputs)
+    weight = make_weight(name, 32, inputs, size=min(inputs, 32))
     plain, fast = (loaded(kind, [weight]) for kind in (QuantizedLinear, CPUQuantizedLinear))
     x = inputs_of(9, inputs)
     assert_close(fast.apply(x, None), plain.apply(x, None))

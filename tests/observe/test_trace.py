@@ -317,15 +317,16 @@ def test_a_trace_begins_with_its_engine(tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
+@pytest.mark.parametrize("num_tokens", [4, 400])
 def test_a_disk_that_takes_no_more_ends_the_trace_and_not_the_run(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, num_tokens: int
 ) -> None:
     engine = make_engine(num_blocks=129)
     trace_engine(engine, "/dev/full")
-    request = engine.add_request("a", [1, 2, 3], greedy(400))
+    request = engine.add_request("a", [1, 2, 3], greedy(num_tokens))
     run(engine)
     engine.close()
-    assert len(request.sequences[0].output_token_ids) == 400
+    assert len(request.sequences[0].output_token_ids) == num_tokens
     assert "the trace /dev/full ends here" in caplog.text
     caplog.clear()
     Trace("/dev/full", make_scheduler(num_blocks=9, block_size=4), about={"a": "b" * 10_000})
