@@ -37,28 +37,101 @@ class EngineConfig:
     The arguments of vLLM's `LLM` in `vllm_names.LLM_OPTIONS` are accepted too, with the meaning
     given there.
 
+    Attributes:
+        model: Directory of a Hugging Face checkpoint, a GGUF file, or a hub id; of a GGUF on the
+            hub, that and its quantization, "owner/name:Q4_K_M", or its file,
+            "owner/name/file.gguf".
+        tokenizer: Directory or hub id of the tokenizer; None: the model's own.
+        skip_tokenizer_init: Do without a tokenizer: prompts are token ids, outputs have no text.
+        trust_remote_code: Let transformers run the tokenizer's own Python code from the checkpoint.
+        revision: Branch, tag or commit of the hub repository; None: its main branch.
+        load_format: dummy: seeded random weights, for benchmarks; the directory needs only
+            config.json.
+        dtype: auto: the checkpoint's on a GPU, and on a CPU that adds products of bfloat16 in one
+            instruction; float32 on others. On a CPU bfloat16 rounds what is multiplied and adds in
+            float32; float32 computes with 16-bit weights exactly.
+        quantization: int8, int4: quantize linear layers while loading, and their activations while
+            running; with _weight_only, and on a GPU, activations stay floats. None: as the
+            checkpoint stores them. gptq, awq, fp8, compressed-tensors, mxfp4, gguf: the same, but
+            refused if the checkpoint has another. gguf_weight_only: a GGUF file's quantized layers
+            with activations that stay floats.
+        device: auto: cuda if there is one, else cpu.
+        tensor_parallel_size: Ranks that share each layer: processes of this machine, each with a
+            GPU of its own, or with its part of the CPU's threads.
+        seed: Seeds requests that bring no seed of their own, and dummy weights.
+        max_model_len: Most tokens of prompt and output together; None: the model's context, or what
+            the KV cache can hold if that is less.
+        max_num_seqs: Most sequences that run at once, a true cap; each holds a row of the
+            persistent buffers.
+        max_num_batched_tokens: Token budget of one step, shared by prompts and decodes; bounds the
+            activations' memory. None: 8192 on a GPU, 1024 on a CPU, where the activations of more
+            would leave the caches.
+        enable_chunked_prefill: False: a prompt runs in one step or waits, so the budget must hold
+            the longest prompt.
+        long_prefill_threshold: Most prompt tokens that one sequence computes in a step; 0: only the
+            budget bounds it.
+        block_size: Tokens a KV block, a power of two from 8; None: the attention backend's measured
+            default.
+        num_kv_blocks: Blocks of the pool, the null block included; None: sized by `kv_cache_gib` or
+            `memory_fraction`.
+        kv_cache_gib: Memory of the KV cache in GiB; None: sized by `memory_fraction`.
+        memory_fraction: Share of device memory for weights, activations and KV together; None: 0.9
+            on a GPU. On a CPU it is the KV cache's share of free memory, and None is 0.3, at most 4
+            GiB.
+        gpu_memory_utilization: vLLM's name of `memory_fraction`, on a GPU. On a CPU it has no
+            effect, and a warning says so, because 0.9 of a card is usual, and 0.9 of the memory
+            that all programs share is not.
+        enable_prefix_caching: Reuse the KV of equal prompt prefixes.
+        watermark_frac: Share of blocks that admission leaves free while something runs, so that
+            decodes don't preempt at once.
+        admission: predictive: admit while the blocks of all running sequences will fit at their
+            predicted peak; watermark: whoever fits now; hysteresis: between `admit_below` and
+            `preempt_above`.
+        preempt_above: Hysteresis: share of blocks in use at which admission stops; None: 0.95.
+        admit_below: Hysteresis: share of blocks in use under which it starts again; None: 0.80.
+        kv_tiers: Where evicted KV blocks are kept: a HostTier, or one and a DiskTier below it.
+        kv_cache_dtype: auto: the model's dtype. bfloat16: beside float32, half of its memory and
+            traffic, at 7 bits of mantissa (backends cpu and naive). int8: a scale for each token
+            and KV head; about half the memory and traffic of 16 bits (backends cpu and naive). fp8:
+            e4m3 with a scale a layer, from the checkpoint or 1; half the memory and traffic of 16
+            bits, at 3 bits of mantissa (backends triton and naive).
+        speculative: Drafts that each step verifies: "ngram", from prompt and output themselves,
+            with options as in "ngram:max=4,min=2,k=8"; or the path of a draft model, as in
+            "path:k=4". The tokens are the same; drafts are made where they are measured to pay.
+            None: none.
+        logits_processors: Edit the logits of every request, in this order: functions as
+            `SamplingParams` takes them, or stages with `admit` and `apply`
+            (docs/structured_output.md).
+        debug_checks: Check every invariant of the block pool after each step; slow, for tests and
+            hunting bugs.
+        trace: Write what comes into the run to this file, compressed where it ends in .gz;
+            docs/trace.md says what it holds, `nanoengine explain` what the steps did.
+        trace_steps: End the trace before step B and show it from step A: A:B, either of which may
+            be left out.
+        deterministic: The same bits for the same tokens, whatever runs beside them and however
+            prompts are chunked or found in the cache; slower. On a GPU with the triton backend;
+            refused elsewhere.
+        attention_backend: naive (plain torch for the whole model), cpu, triton, flash_attn, or a
+            name that was added to `attention.BACKENDS`; auto: cpu on a CPU, triton on a GPU.
+        cpu_isa: The instruction set that the CPU's kernels are written for, as `nanoengine info`
+            names it; one of those that this CPU has, for tests and comparisons. None: the best of
+            them. All engines of a process share one.
+        enforce_eager: Do without CUDA graphs; has no effect on a CPU, which has none.
+        overlap: Plan and launch a step while the one before runs; None: on a GPU. A CPU gains
+            nothing by it, because planning and computing share its cores. The tokens are the same.
+
     Raises:
         ConfigError: a name is unknown, a value is of another type or out of range, or two settings
             contradict each other; before anything is loaded.
     """
 
     model: str
-    """Directory of a Hugging Face checkpoint, a GGUF file, or a hub id; of a GGUF on the hub, that
-    and its quantization, "owner/name:Q4_K_M", or its file, "owner/name/file.gguf"."""
     tokenizer: str | None = None
-    """Directory or hub id of the tokenizer; None: the model's own."""
     skip_tokenizer_init: bool = False
-    """Do without a tokenizer: prompts are token ids, outputs have no text."""
     trust_remote_code: bool = False
-    """Let transformers run the tokenizer's own Python code from the checkpoint."""
     revision: str | None = None
-    """Branch, tag or commit of the hub repository; None: its main branch."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """dummy: seeded random weights, for benchmarks; the directory needs only config.json."""
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
-    """auto: the checkpoint's on a GPU, and on a CPU that adds products of bfloat16 in one
-    instruction; float32 on others. On a CPU bfloat16 rounds what is multiplied and adds in float32;
-    float32 computes with 16-bit weights exactly."""
     quantization: (
         Literal[
             "int8", "int4", "int8_weight_only", "int4_weight_only",
@@ -66,93 +139,39 @@ class EngineConfig:
         ]
         | None
     ) = None  # fmt: skip
-    """int8, int4: quantize linear layers while loading, and their activations while running; with
-    _weight_only, and on a GPU, activations stay floats. None: as the checkpoint stores them. gptq,
-    awq, fp8, compressed-tensors, mxfp4, gguf: the same, but refused if the checkpoint has another.
-    gguf_weight_only: a GGUF file's quantized layers with activations that stay floats."""
     device: str = "auto"
-    """auto: cuda if there is one, else cpu."""
     tensor_parallel_size: int = 1
-    """Ranks that share each layer: processes of this machine, each with a GPU of its own, or with
-    its part of the CPU's threads."""
     seed: int = 0
-    """Seeds requests that bring no seed of their own, and dummy weights."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; None: the model's context, or what the KV cache
-    can hold if that is less."""
     max_num_seqs: int = 256
-    """Most sequences that run at once, a true cap; each holds a row of the persistent buffers."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step, shared by prompts and decodes; bounds the activations' memory.
-    None: 8192 on a GPU, 1024 on a CPU, where the activations of more would leave the caches."""
     enable_chunked_prefill: bool = True
-    """False: a prompt runs in one step or waits, so the budget must hold the longest prompt."""
     long_prefill_threshold: int = 0
-    """Most prompt tokens that one sequence computes in a step; 0: only the budget bounds it."""
 
     block_size: int | None = None
-    """Tokens a KV block, a power of two from 8; None: the attention backend's measured default."""
     num_kv_blocks: int | None = None
-    """Blocks of the pool, the null block included; None: sized by the two settings below."""
     kv_cache_gib: float | None = None
-    """Memory of the KV cache in GiB; None: sized by `memory_fraction`."""
     memory_fraction: float | None = None
-    """Share of device memory for weights, activations and KV together; None: 0.9 on a GPU. On a CPU
-    it is the KV cache's share of free memory, and None is 0.3, at most 4 GiB."""
     gpu_memory_utilization: float | None = None
-    """vLLM's name of `memory_fraction`, on a GPU. On a CPU it has no effect, and a warning says so,
-    because 0.9 of a card is usual, and 0.9 of the memory that all programs share is not."""
     enable_prefix_caching: bool = True
-    """Reuse the KV of equal prompt prefixes."""
     watermark_frac: float = 0.01
-    """Share of blocks that admission leaves free while something runs, so that decodes don't
-    preempt at once."""
     admission: Literal["predictive", "watermark", "hysteresis"] = "predictive"
-    """predictive: admit while the blocks of all running sequences will fit at their predicted peak;
-    watermark: whoever fits now; hysteresis: between the two pressures below."""
     preempt_above: float | None = None
-    """Hysteresis: share of blocks in use at which admission stops; None: 0.95."""
     admit_below: float | None = None
-    """Hysteresis: share of blocks in use under which it starts again; None: 0.80."""
     kv_tiers: tuple[Tier, ...] = ()
-    """Where evicted KV blocks are kept: a HostTier, or one and a DiskTier below it."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
-    """auto: the model's dtype. bfloat16: beside float32, half of its memory and traffic, at 7 bits
-    of mantissa (backends cpu and naive). int8: a scale for each token and KV head; about half the
-    memory and traffic of 16 bits (backends cpu and naive). fp8: e4m3 with a scale a layer, from the
-    checkpoint or 1; half the memory and traffic of 16 bits, at 3 bits of mantissa (backends triton
-    and naive)."""
     speculative: str | None = None
-    """Drafts that each step verifies: "ngram", from prompt and output themselves, with options as
-    in "ngram:max=4,min=2,k=8"; or the path of a draft model, as in "path:k=4". The tokens are the
-    same; drafts are made where they are measured to pay. None: none."""
     logits_processors: tuple[Callable[..., Any] | LogitsStage, ...] = ()
-    """Edit the logits of every request, in this order: functions as `SamplingParams` takes them, or
-    stages with `admit` and `apply` (docs/structured_output.md)."""
     debug_checks: bool = False
-    """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
     trace: str | None = None
-    """Write what comes into the run to this file, compressed where it ends in .gz; docs/trace.md
-    says what it holds, `nanoengine explain` what the steps did."""
     trace_steps: str | None = None
-    """End the trace before step B and show it from step A: A:B, either of which may be left out."""
 
     deterministic: bool = False
-    """The same bits for the same tokens, whatever runs beside them and however prompts are chunked
-    or found in the cache; slower. On a GPU with the triton backend; refused elsewhere."""
     attention_backend: str = "auto"
-    """naive (plain torch for the whole model), cpu, triton, flash_attn, or a name that was added to
-    `attention.BACKENDS`; auto: cpu on a CPU, triton on a GPU."""
     cpu_isa: str | None = None
-    """The instruction set that the CPU's kernels are written for, as `nanoengine info` names it;
-    one of those that this CPU has, for tests and comparisons. None: the best of them. All engines
-    of a process share one."""
     enforce_eager: bool = False
-    """Do without CUDA graphs; has no effect on a CPU, which has none."""
     overlap: bool | None = None
-    """Plan and launch a step while the one before runs; None: on a GPU. A CPU gains nothing by it,
-    because planning and computing share its cores. The tokens are the same."""
 
     def step_budget(self, device_type: str) -> int:
         """Most tokens of one step on this kind of device."""

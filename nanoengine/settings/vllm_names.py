@@ -44,11 +44,13 @@ class Values(NamedTuple):
     """A field of that name here: pairs of a value of vLLM's, or how it prints, and ours.
 
     DROP: our default.
+
+    Attributes:
+        reported: the value asks for something that has no effect here.
     """
 
     pairs: tuple[tuple[Any, Any], ...]
     reported: bool = False
-    """The value asks for something that has no effect here."""
 
 
 Table = Mapping[str, Alias | Idle | Refused | Values]
