@@ -47,7 +47,7 @@ class BeamSearchParams:
         beam_width: beams kept in each step, and sequences returned.
         max_tokens: most tokens of a sequence.
         length_penalty: a score is the log-probability over length ** length_penalty; above 0 it
-            favours long sequences, 0 compares plain log-probabilities.
+            favours long sequences, 0 compares plain log-probabilities. From -30 to 30.
         early_stopping: when to end once there are beam_width hypotheses. False: when the best beam,
             at its present length, scores no better than the worst of them; True: at once; "never":
             when no beam can catch up any more, whatever its length.
