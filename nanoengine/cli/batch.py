@@ -50,7 +50,6 @@ class BatchArgs(JobOptions, EngineArgs):
       cat prompts.jsonl | nanoengine batch demo - --output - --max-tokens 64 | head
 
     Attributes:
-        fail_fast: Stop, with exit code 3, at the first row that fails.
         grace: Time that running rows get after the first Ctrl-C or SIGTERM [s].
         replicas: Run this many engines, a process each: on a GPU each, or on a share of the cores
             each.
@@ -68,7 +67,6 @@ class BatchArgs(JobOptions, EngineArgs):
 
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
-    fail_fast: bool = False
     grace: float = 10.0
     replicas: int | None = None
     threads: int | None = None
@@ -79,8 +77,6 @@ class BatchArgs(JobOptions, EngineArgs):
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        if self.fail_fast and self.max_errors is not None:
-            raise ConfigError("--fail-fast is --max-errors 0: give one of them")
         if not 0 <= self.grace <= MOST_GRACE_S:
             raise ConfigError(f"--grace must be from 0 to {MOST_GRACE_S:,}, got {self.grace}")
         require_positive(self, ConfigError, "replicas", "verify")
@@ -104,10 +100,9 @@ def main(args: BatchArgs) -> int:
     with warnings.catch_warnings():
         # Why: a warning is for who runs the job, who asks for no place in the code.
         warnings.showwarning = lambda told, *place, **more: print("warning:", told, file=sys.stderr)
-        options, asked = engine_options(args), shared(JobOptions, args)
+        options, sampling = engine_options(args), sampling_fields(args.sampling)
         config = EngineConfig.from_kwargs(**options)
-        asked |= {"max_errors": 0} if args.fail_fast else {}
-        of_job = JobOptions(**asked | {"sampling": sampling_fields(args.sampling)})
+        of_job = JobOptions(**shared(JobOptions, args) | {"sampling": sampling})
         if args.dry_run:
             from nanoengine.jobs.dry_run import dry_run
 

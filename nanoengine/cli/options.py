@@ -19,12 +19,12 @@ from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 DEMO = "demo"
 OBJECTS = ("structured_outputs", "logits_processors", "extra_args", "kv_tiers")
 """Settings that are no options: objects are for rows and programs."""
+# Why not the class's own words: there None has a meaning, and here it means that none is given.
 MAX_TOKENS = (
     "most tokens to generate. Without it: what the row says, else the model's own default, else"
     " 256. In OpenAI's form these are 16 in a completion and all of the context in a chat, in"
     " `nanoengine chat` all of the context."
 )
-"""Why not the class's own words: there None has a meaning, and here it means that none is given."""
 
 ModelName = Annotated[Positional[str], arg(metavar="MODEL")]
 TraceFile = Annotated[Positional[Path], arg(metavar="TRACE")]

@@ -7,28 +7,27 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from nanoengine.cli.options import TraceFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceArgs:
-    """Converts a trace: to the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+    """Converts a trace to the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    It has steps with their parts, a track a row, requests as flows, and counters.
 
     examples:
-      nanoengine trace run.trace.gz --to chrome --output run.json
-      nanoengine trace run.trace.gz --to chrome > run.json
-      nanoengine trace run.trace.gz --to chrome --output /dev/stdout | gzip > run.json.gz
+      nanoengine trace run.trace.gz --output run.json
+      nanoengine trace run.trace.gz > run.json
+      nanoengine trace run.trace.gz --output /dev/stdout | gzip > run.json.gz
 
     Attributes:
         recording: File of --trace.
-        to: chrome: steps with their parts, a track a row, requests as flows, counters.
         output: Where to write; without it standard output.
     """
 
     recording: TraceFile
-    to: Literal["chrome"] = "chrome"
     output: Path | None = None
 
 

@@ -535,7 +535,7 @@ def test_too_many_errors_stop_the_run(batch: Batch) -> None:
     assert batch.run(source, "--max-errors", "3", "--keep-input-order") == 3
     assert "4 rows failed, and --max-errors 3 are allowed" in batch.told
     assert sum(record["error"] is not None for record in batch.records()) == 4
-    assert batch.run(source, "--fail-fast", "--restart") == 3
+    assert batch.run(source, "--max-errors", "0", "--restart") == 3
     assert batch.run(source) == 1
     assert len(batch.by_row()) == 30
 
@@ -567,7 +567,6 @@ REFUSED: list[tuple[list[str], str]] = [
     (["in.jsonl", "--template", "a", "--prompt-column", "b"], "both make the prompt"),
     (["in.jsonl", "--system", "b"], "--system needs --chat"),
     (["in.jsonl", "--max-errors", "-1"], "--max-errors must be at least 0, got -1"),
-    (["in.jsonl", "--fail-fast", "--max-errors", "1"], "--fail-fast is --max-errors 0"),
     (["in.jsonl", "--max-row-mib", "0"], "greater than 0 and at most 1,024, got 0.0"),
     (["in.jsonl", "--output", "-", "--in-order"], "need an --output that can be read again"),
     (["-", "--strict"], "--strict reads all rows before any runs"),

@@ -237,7 +237,7 @@ def test_an_id_that_the_terminal_has_no_letters_for_is_told(
 
 def test_the_slices_of_a_track_nest_and_requests_are_flows(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    assert cli.main(["trace", str(SAMPLE), "--to", "chrome", "--output", str(path)]) == 0
+    assert cli.main(["trace", str(SAMPLE), "--output", str(path)]) == 0
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     recording = read_trace(SAMPLE)
     plans = [plan for plan, _ in recording.replay().steps()]
