@@ -495,23 +495,23 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
             at += width // 2
 
 
-@intrinsic
-def _raise_maxima(typing, scores, maximum, factors, row):
-    """maximum[r] grows to the largest of KV_TILE scores of each of ROWS rows from `row` on.
+@intrinsic(prefer_literal=True)
+def _raise_maxima(typing, scores, maximum, factors, row, rows):
+    """maximum[r] grows to the largest of KV_TILE scores of each of `rows` rows from `row` on.
 
     By factors[r] what was summed with the maximum before shrinks. With a NaN among the scores the
     maximum is anything.
     """
-    signature = types.void(scores, maximum, factors, row)
+    signature, count = types.void(scores, maximum, factors, row, rows), rows.literal_value
 
     def codegen(context, builder, sig, args):
         emit = CacheTile(context, builder, scores)
-        few = CacheTile(context, builder, scores, ROWS * scores.dtype.bitwidth)
+        few = CacheTile(context, builder, scores, count * scores.dtype.bitwidth)
         word = args[3].type
         at = builder.mul(args[3], word(KV_TILE))
         highest_at = emit.pointer(maximum, args[1], args[3])
         peaks = []
-        for line in emit.rows(emit.pointer(scores, args[0], at), word(KV_TILE), ROWS):
+        for line in emit.rows(emit.pointer(scores, args[0], at), word(KV_TILE), count):
             values = [emit.load(emit.at(line, word(i))) for i in range(0, KV_TILE, emit.width)]
             peaks.append(emit.halved(values, emit.maximum))
         old = few.load(highest_at)
@@ -524,16 +524,16 @@ def _raise_maxima(typing, scores, maximum, factors, row):
 
 
 class Weights:
-    """Writes how scores of ROWS rows become weights; see `_weigh`, whose arguments these are.
+    """Writes how scores of `rows` rows become weights; see `_weigh`, whose arguments these are.
 
     Args:
         scales: a pointer to what weights are multiplied with before they are multiplied with
             values; not so their sum.
     """
 
-    def __init__(self, context, builder, kinds, args, scales=None):
+    def __init__(self, context, builder, kinds, args, scales, rows=ROWS):
         self.emit = emit = CacheTile(context, builder, kinds[0])
-        self.few = CacheTile(context, builder, kinds[0], ROWS * kinds[0].dtype.bitwidth)
+        self.few = CacheTile(context, builder, kinds[0], rows * kinds[0].dtype.bitwidth)
         self.row, self.word = args[5], args[5].type
         self.paired = kinds[1].dtype == types.uint32
         first = builder.mul(self.row, self.word(KV_TILE))
@@ -546,52 +546,61 @@ class Weights:
             emit.pointer(kind, array, self.row)
             for kind, array in zip(kinds[2:5], args[2:5], strict=True)
         )
-        self.vectors, self.scales = ROWS * KV_TILE // emit.width, scales
+        self.a_row, self.scales = KV_TILE // emit.width, scales
+        self.vectors = rows * self.a_row
 
     def write(self, i):
-        """Makes vector i of the scores weights."""
+        """Makes vector i of the scores weights; returns these, before any scales."""
         emit, build, word = self.emit, self.emit.builder, self.word
-        row = build.udiv(i, word(KV_TILE // emit.width))
+        highest = emit.broadcast(emit.at(self.maximum, build.udiv(i, word(self.a_row))))
         line = emit.at(self.scores, build.mul(i, word(emit.width)))
-        highest = emit.broadcast(emit.at(self.maximum, row))
-        power = emit.exp2(build.fsub(emit.load(line), highest))
-        emit.store(power, line)
+        power = weight = emit.exp2(build.fsub(emit.load(line), highest))
         if self.scales is not None:
-            column = build.urem(i, word(KV_TILE // emit.width))
-            scale = emit.floats(emit.at(self.scales, build.mul(column, word(emit.width))))
-            power = build.fmul(power, scale)
+            column = build.mul(build.urem(i, word(self.a_row)), word(emit.width))
+            weight = build.fmul(power, emit.floats(emit.at(self.scales, column)))
         if self.paired:
             pairs = build.mul(i, word(emit.width // 2))
-            emit.store(emit.pairs(power), emit.at(self.weights, pairs))
-        elif self.scales is not None:
-            emit.store(power, emit.at(self.weights, build.mul(i, word(emit.width))))
+            emit.store(emit.pairs(weight), emit.at(self.weights, pairs))
+        else:
+            emit.store(weight, emit.at(self.weights, build.mul(i, word(emit.width))))
+        return power
 
-    def add(self):
-        """total = total * factors + the sums of all weights of a row."""
+    def keep(self, i):
+        """`write`, where `kept` finds what is summed."""
+        power = self.write(i)
+        if self.paired or self.scales is not None:
+            to = self.emit.builder.mul(i, self.word(self.emit.width))
+            self.emit.store(power, self.emit.at(self.scores, to))
+
+    def kept(self, i):
+        """Vector i of the weights that are summed."""
+        return self.emit.load(self.emit.at(self.scores, self.word(i * self.emit.width)))
+
+    def add(self, power):
+        """total = total * factors + the sums of a row's weights, of which `power(i)` is vector i."""
         emit, few, build = self.emit, self.few, self.emit.builder
         sums = []
-        for line in emit.rows(self.scores, self.word(KV_TILE), ROWS):
-            powers = [emit.load(emit.at(line, self.word(i))) for i in range(0, KV_TILE, emit.width)]
-            sums.append(emit.halved(powers, build.fadd))
+        for i in range(0, self.vectors, self.a_row):
+            sums.append(emit.halved([*map(power, range(i, i + self.a_row))], build.fadd))
         added = emit.across_rows(sums, build.fadd)
         few.store(few.fma(few.load(self.total), few.load(self.factors), added), self.total)
 
 
-@intrinsic
-def _weigh(typing, scores, weights, maximum, total, factors, row, scales):
-    """Turns KV_TILE scores of each of ROWS rows from `row` on into weights, once their maxima are
+@intrinsic(prefer_literal=True)
+def _weigh(typing, scores, weights, maximum, total, factors, row, rows, scales):
+    """Turns KV_TILE scores of each of `rows` rows from `row` on into weights, once their maxima are
     raised.
 
-    Weights are 2 ** (score - maximum[r]), in the scores' own place. Where they are multiplied as
-    pairs of bfloat16, `weights` gets these; times `scales`, where these are an array. total[r]
+    Weights are 2 ** (score - maximum[r]). `weights`, which may be the scores, gets them as they are
+    multiplied: as pairs of bfloat16 or not, and times `scales`, where these are an array. total[r]
     becomes total[r] * factors[r] + the sum of the weights; NaN with a NaN among the scores.
     """
-    signature = types.void(scores, weights, maximum, total, factors, row, scales)
+    signature = types.void(scores, weights, maximum, total, factors, row, rows, scales)
 
     def codegen(context, builder, sig, args):
-        rows = Weights(context, builder, sig.args, args, _scales(context, builder, sig, args, 6))
-        rows.emit.loop(args[5].type(rows.vectors), rows.write, unroll=4)
-        rows.add()
+        scales = _scales(context, builder, sig, args, 7)
+        made = Weights(context, builder, sig.args, args, scales, rows.literal_value)
+        made.add(lambda i: made.write(made.word(i)))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -599,12 +608,16 @@ def _weigh(typing, scores, weights, maximum, total, factors, row, scales):
 
 @compiled(fastmath=FASTMATH)
 def softmax_step(scores, first_row, rows, maximum, total, factors, weights, scales):
-    """Turns the scores of each row into weights, in their own place, and as pairs or times `scales`
-    in `weights`; by factors[r] the row's sums so far shrink."""
+    """Turns the scores of each row into `weights`, of which `place_of_weights` says where they are;
+    by factors[r] the row's sums so far shrink."""
     lines, flat = scores.reshape(-1), weights.reshape(-1)
     for r in range(first_row, rows, ROWS):
-        _raise_maxima(lines, maximum, factors, r)
-        _weigh(lines, flat, maximum, total, factors, r, scales)
+        if rows - r > 2:
+            _raise_maxima(lines, maximum, factors, r, ROWS)
+            _weigh(lines, flat, maximum, total, factors, r, ROWS, scales)
+        else:
+            _raise_maxima(lines, maximum, factors, r, 2)
+            _weigh(lines, flat, maximum, total, factors, r, 2, scales)
 
 
 @intrinsic
@@ -644,11 +657,11 @@ def _add_and_weigh(
             for j in range(turns):
                 turn = builder.add(builder.mul(i, word(turns)), word(j))
                 tile.turn(a_rows, turn, emit.moved(line, args[9]))
-            after.write(i)
+            after.keep(i)
 
         emit.loop(word(after.vectors), step)
         tile.keep()
-        after.add()
+        after.add(after.kept)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -672,8 +685,8 @@ def weigh_and_add(scores, rows, maximum, total, factors, weights, scales, b, b_a
     lanes, stride = VECTORS * VECTOR_BYTES // scores.itemsize, weights.shape[1]
     lines, flat, to = scores.reshape(-1), weights.reshape(-1), sums.reshape(-1)
     for r in range(0, rows, ROWS):
-        _raise_maxima(lines, maximum, factors, r)
-    _weigh(lines, flat, maximum, total, factors, 0, scales)
+        _raise_maxima(lines, maximum, factors, r, ROWS)
+    _weigh(lines, flat, maximum, total, factors, 0, ROWS, scales)
     for r in range(0, rows, ROWS):
         done = 0
         if r + ROWS < rows:
