@@ -236,10 +236,17 @@ def scale_numbers(array):
 
 @by_types()
 def scales_of_tile(cache, table, head, first, end, sizes, scales):
-    """`scales` [KV_TILE], with those of the tokens from `first` on in their place; 0 where there
-    are none."""
+    """Those of a tile's tokens from `first` on, each in its place: where they are if they lie in one
+    run, else in `scales` [KV_TILE]; 0 where there are none."""
     if cache.dtype != types.int8:
         return lambda cache, table, head, first, end, sizes, scales: 0
+
+
+@by_types()
+def ask_for_scales(cache, at, sizes):
+    """Asks for the scales of the run that begins at a place, where a cache has any."""
+    if cache.dtype != types.int8:
+        return lambda cache, at, sizes: None
 
 
 @by_types()
@@ -265,6 +272,18 @@ def ask_to_write(typing, array, at):
     def codegen(context, builder, sig, args):
         emit = Emit(context, builder)
         emit.prefetch(emit.pointer(array, args[0], args[1]), write=True)
+        return context.get_dummy_value()
+
+    return types.void(array, at), codegen
+
+
+@intrinsic
+def ask_to_read(typing, array, at):
+    """Prefetches the line of a place of a flat array."""
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder)
+        emit.prefetch(emit.pointer(array, args[0], args[1]))
         return context.get_dummy_value()
 
     return types.void(array, at), codegen

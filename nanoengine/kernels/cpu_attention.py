@@ -52,6 +52,7 @@ from nanoengine.kernels.attention_tiles import (
     KV_TILE,
     ROWS,
     adds_beside,
+    ask_for_scales,
     ask_to_write,
     few_rows,
     numbers_a_word,
@@ -166,6 +167,7 @@ def _run_task(
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
+            ask_for_scales(k, next_at, sizes)
             run, at, next_at = run_of(k, at, head_dim, lanes, next_at, room)
             scales, scales_at = scales_of(k, table, head, begin, sizes)
             for r in range(first_row, rows, ROWS):
@@ -197,6 +199,7 @@ def _run_task(
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
+            ask_for_scales(v, next_at, sizes)
             run, at, next_at = run_of(v, at, lanes, head_dim, next_at, room)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size

@@ -22,6 +22,8 @@ from numba.extending import overload
 from nanoengine.kernels.attention_tiles import (
     FASTMATH,
     KV_TILE,
+    ask_for_scales,
+    ask_to_read,
     scale_numbers,
     scales_of,
     scales_of_tile,
@@ -86,12 +88,29 @@ def places_of_scales(cache, table, head, begin, sizes):
     return scales if cache.dtype == types.int8 else None
 
 
+@overload(ask_for_scales, jit_options=OPTIONS)
+def asked_scales(cache, at, sizes):
+    """`attention_tiles.ask_for_scales`."""
+
+    def asked(cache, at, sizes):
+        of_head = sizes[3] * (sizes[2] + 4)
+        first = at // of_head * of_head
+        begin = first + sizes[3] * sizes[2] + (at - first) // sizes[2] * 4
+        for line in range(begin, begin + 4 * min(sizes[3], KV_TILE), 64):
+            ask_to_read(cache, line)
+
+    return asked if cache.dtype == types.int8 else None
+
+
 @overload(scales_of_tile, jit_options=OPTIONS)
 def gathered_scales(cache, table, head, first, end, sizes, scales):
     """`attention_tiles.scales_of_tile`."""
 
     def gathered(cache, table, head, first, end, sizes, scales):
         lanes = min(sizes[3], KV_TILE)
+        of_run, at = scales_of(cache, table, head, first, sizes)
+        if lanes == KV_TILE:
+            return of_run[at : at + KV_TILE]
         for begin in range(first, end, lanes):
             of_run, at = scales_of(cache, table, head, begin, sizes)
             run, of_tokens = of_run[at : at + lanes], scales[begin % KV_TILE :]
