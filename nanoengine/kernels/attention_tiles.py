@@ -52,24 +52,38 @@ class CacheTile(Emit):
     """Writes what tiles do with lines of the cache: floats, int8, or words of two bfloat16
     numbers."""
 
-    def line(self, pointer, *, paired, dots, mask):
-        """The vectors that a row's numbers are multiplied with, one after the other."""
-        if pointer.type.pointee == I8:
-            codes = self.get(ir.VectorType(I8, self.width), pointer)
-            return [self.builder.sitofp(codes, self.vector)]
-        if not paired:
+    def line(self, pointer, *, paired, dots, mask, below=None):
+        """The vectors that a row's numbers are multiplied with, one after the other.
+
+        Where rows hold pairs and lines are int8, a line is two, the second `below` further on.
+        """
+        if below is not None:
+            pairs = self.joined(*(self.codes(self.at(pointer, by)) for by in (below.type(0), below)))
+        elif pointer.type.pointee == I8:
+            return [self.codes(pointer)]
+        elif paired:
+            pairs = self.get(self.words, pointer)
+        else:
             return [self.load(pointer)]
-        pairs = self.get(self.words, pointer)
         if mask is not None:
             pairs = self.builder.and_(pairs, self.every(mask))
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
+
+    def codes(self, pointer):
+        """A vector of the tile's numbers from int8."""
+        return self.builder.sitofp(self.get(ir.VectorType(I8, self.width), pointer), self.vector)
+
+    def joined(self, high, low):
+        """Words of pairs from two vectors of bfloat16 numbers in float32."""
+        high, low = (self.builder.bitcast(each, self.words) for each in (high, low))
+        return self.builder.or_(high, self.builder.lshr(low, self.every(16)))
 
     def floats(self, pointer):
         """A vector of the tile's numbers from float32."""
         found = self.get(ir.VectorType(ir.FloatType(), self.width), pointer)
         return found if found.type == self.vector else self.builder.fpext(found, self.vector)
 
-    def numbers(self, pointer, turn, *, paired, dots, mask):
+    def numbers(self, pointer, turn, *, paired, dots, mask, below=None):
         """A row's numbers of a turn, each in all lanes."""
         if dots:
             word = self.builder.load(self.at(pointer, turn))
@@ -298,8 +312,8 @@ def bfloat16(x):
 @by_types()
 def room_of_few(cache, room):
     """What `run_of` gets as its room where rows are few: one that widens nothing, unless rows are
-    pairs."""
-    if room.dtype == types.uint32:
+    pairs that must be taken apart."""
+    if room.dtype == types.uint32 and not HAS_DOTS:
         return lambda cache, room: room
     return lambda cache, room: cache
 
@@ -324,9 +338,7 @@ def _widen(typing, cache, at, width, room, place, asked, lanes):
                 begin = emit.at(source, lane, line)
                 numbers += emit.line(begin, paired=not is_bytes, dots=False, mask=None)
             if in_pairs:
-                high, low = (builder.bitcast(each, emit.words) for each in numbers)
-                pairs = builder.or_(high, builder.lshr(low, emit.every(16)))
-                emit.store(pairs, emit.at(target, lane))
+                emit.store(emit.joined(*numbers), emit.at(target, lane))
             else:
                 emit.store(numbers[0], emit.at(target, lane))
                 emit.store(numbers[1], emit.at(target, lane, args[2]))
@@ -379,11 +391,12 @@ class Sums:
     Args:
         factors: a pointer to what each row of c is multiplied with before; None: c starts from 0.
         paired: whether lines of the cache hold pairs of bfloat16; dots: and rows as well.
+        below: how far apart two lines are that become one of pairs.
     """
 
-    def __init__(self, emit, c_rows, lanes, factors, *, paired, dots):
+    def __init__(self, emit, c_rows, lanes, factors, *, paired, dots, below=None):
         self.emit, self.c_rows, self.lanes = emit, c_rows, lanes
-        self.dots, self.paired = dots, paired
+        self.kind = {"paired": paired, "dots": dots, "below": below}
         self.cells = []
         for r, line in enumerate(c_rows):
             starts = [emit.constant(0.0) for _ in lanes]
@@ -396,7 +409,7 @@ class Sums:
 
     def turn(self, a_rows, i, line, mask=None):
         """Adds number i of each row, or pair i, times a line of the cache."""
-        emit, kind = self.emit, {"paired": self.paired, "dots": self.dots, "mask": mask}
+        emit, kind = self.emit, self.kind | {"mask": mask}
         of_lanes = [emit.line(emit.at(line, lane), **kind) for lane in self.lanes]
         for row, cells in zip(a_rows, self.cells, strict=True):
             for j, number in enumerate(emit.numbers(row, i, **kind)):
@@ -424,14 +437,16 @@ def line_tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_st
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
     With 0 as factors c is not read; where `scales` are an array, c[r, lanes] is multiplied with
     them at the end. b may hold pairs of bfloat16 numbers i and i + 1, which become float32 in
-    registers; if a holds such pairs as well, one instruction adds both products.
+    registers; if a holds such pairs as well, one instruction adds both products. Beside such an a,
+    two lines of int8 become one of pairs.
     With each line of b it prefetches as many from `asked` on, `asked_stride` further each time.
     """
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
     signature = types.void(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                            factors, factors_at, asked, asked_stride, rows, vectors, scales,
                            scales_at)  # fmt: skip
-    paired, dots = b.dtype == types.uint32, a.dtype == types.uint32
+    paired, dots = types.uint32 in (a.dtype, b.dtype), a.dtype == types.uint32
+    in_two = dots and b.dtype == types.int8
     fresh, size = not isinstance(factors, types.Array), b.dtype.bitwidth // 8
 
     def codegen(context, builder, sig, args):
@@ -444,16 +459,17 @@ def line_tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_st
         c_rows = emit.rows(emit.pointer(c, *args[7:9]), args[9], num_rows)
         b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[12]))
         shrink = None if fresh else emit.pointer(factors, *args[10:12])
-        sums = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots)
+        below = args[5] if in_two else None
+        sums = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots, below=below)
 
         def step(i, mask=None):
-            line, asks = (
-                emit.at(pointer, builder.mul(i, stride))
-                for pointer, stride in ((b_lines, args[5]), (ahead, args[13]))
-            )
-            for lane in lanes:
-                if lane.constant * size % LINE == 0:
-                    emit.prefetch(emit.at(asks, lane))
+            first = builder.mul(i, i.type(2)) if in_two else i
+            line = emit.at(b_lines, builder.mul(first, args[5]))
+            for number in range(1 + in_two):
+                asks = emit.at(ahead, builder.mul(builder.add(first, i.type(number)), args[13]))
+                for lane in lanes:
+                    if lane.constant * size % LINE == 0:
+                        emit.prefetch(emit.at(asks, lane))
             sums.turn(a_rows, i, line, mask)
 
         turns = builder.lshr(args[6], word(1)) if paired else args[6]

@@ -75,7 +75,7 @@ from nanoengine.kernels.tiles import LINE
 
 MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
 LN2 = math.log(2)
-WIDENED_ROWS = 16  # from which on a run is widened once, not for every four rows
+WIDENED_ROWS = 16  # from which on a run is widened once, not for every four rows; half for pairs
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -264,7 +264,7 @@ def _attend_tasks(
         task, following = tasks[i], tasks[min(i + 1, len(tasks) - 1)]
         rows = task[NUM_QUERIES] * group_size
         what = task, tables[task[SEQ]], following, tables[following[SEQ]]
-        if rows < WIDENED_ROWS:
+        if rows * per < WIDENED_ROWS:
             _run_task(*what, room_of_few(k, wide), *others)
         else:
             _run_task(*what, wide, *others)
