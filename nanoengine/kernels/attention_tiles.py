@@ -58,7 +58,7 @@ class CacheTile(Emit):
         Where rows hold pairs and lines are int8, a line is two, the second `below` further on.
         """
         if below is not None:
-            pairs = self.joined(*(self.codes(self.at(pointer, by)) for by in (below.type(0), below)))
+            pairs = self.joined(self.codes(pointer), self.codes(self.at(pointer, below)))
         elif pointer.type.pointee == I8:
             return [self.codes(pointer)]
         elif paired:
@@ -250,8 +250,8 @@ def scale_numbers(array):
 
 @by_types()
 def scales_of_tile(cache, table, head, first, end, sizes, scales):
-    """Those of a tile's tokens from `first` on, each in its place: where they are if they lie in one
-    run, else in `scales` [KV_TILE]; 0 where there are none."""
+    """Those of a tile's tokens from `first` on, each in its place: as the cache holds them if they
+    are of one run, else in `scales` [KV_TILE]; 0 where there are none."""
     if cache.dtype != types.int8:
         return lambda cache, table, head, first, end, sizes, scales: 0
 
@@ -279,28 +279,16 @@ def stored(x, cache):
     return lambda x, cache: np.uint16(bfloat16(x))
 
 
-@intrinsic
-def ask_to_write(typing, array, at):
-    """Prefetches the line of a place of a flat array, which will be written."""
+@intrinsic(prefer_literal=True)
+def ask_for(typing, array, at, to_write):
+    """Prefetches the line of a place of a flat array, which will be read (0) or written (1)."""
 
     def codegen(context, builder, sig, args):
         emit = Emit(context, builder)
-        emit.prefetch(emit.pointer(array, args[0], args[1]), write=True)
+        emit.prefetch(emit.pointer(array, args[0], args[1]), write=to_write.literal_value)
         return context.get_dummy_value()
 
-    return types.void(array, at), codegen
-
-
-@intrinsic
-def ask_to_read(typing, array, at):
-    """Prefetches the line of a place of a flat array."""
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder)
-        emit.prefetch(emit.pointer(array, args[0], args[1]))
-        return context.get_dummy_value()
-
-    return types.void(array, at), codegen
+    return types.void(array, at, to_write), codegen
 
 
 @compiled(fastmath=(), part=True)
@@ -612,7 +600,7 @@ class Weights:
         return self.emit.load(self.emit.at(self.scores, self.word(i * self.emit.width)))
 
     def add(self, power):
-        """total = total * factors + the sums of a row's weights, of which `power(i)` is vector i."""
+        """total = total * factors + the sums of each row's weights; `power(i)` is vector i."""
         emit, few, build = self.emit, self.few, self.emit.builder
         sums = []
         for i in range(0, self.vectors, self.a_row):

@@ -52,8 +52,8 @@ from nanoengine.kernels.attention_tiles import (
     KV_TILE,
     ROWS,
     adds_beside,
+    ask_for,
     ask_for_scales,
-    ask_to_write,
     few_rows,
     numbers_a_word,
     place_of_weights,
@@ -399,6 +399,6 @@ def ask_for_slots(slots, k_blocks, v_blocks, sizes):
         for head in range(num_kv_heads):
             k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
             for d in range(0, head_dim, per):
-                ask_to_write(k_cache, k_at + d * lanes)
+                ask_for(k_cache, k_at + d * lanes, 1)
             for d in range(0, head_dim, LINE // k_cache.itemsize // per):
-                ask_to_write(v_cache, v_at + d * per)
+                ask_for(v_cache, v_at + d * per, 1)

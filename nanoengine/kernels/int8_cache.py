@@ -5,8 +5,8 @@
 
 A row is rounded when it is stored (`store_rows`). Its numbers are widened in registers, or once for
 many rows (`attention_tiles.run_of`), and the scales are multiplied with scores and weights. Where
-queries and weights are pairs of bfloat16 numbers, a run becomes lines of pairs: a whole number of 8
-bits is one of bfloat16.
+queries and weights are pairs of bfloat16 numbers, two lines become one of pairs: a whole number of
+8 bits is one of bfloat16.
 
 Functions of the plain way that follow from the types of their arguments have one more form for
 int8, once this file is imported: by `CPUBackend`, for a cache of int8. `attention/int8.py` is the
@@ -22,14 +22,15 @@ from numba.extending import overload
 from nanoengine.kernels.attention_tiles import (
     FASTMATH,
     KV_TILE,
+    ask_for,
     ask_for_scales,
-    ask_to_read,
     scale_numbers,
     scales_of,
     scales_of_tile,
 )
 from nanoengine.kernels.cpu_attention import lines_of, store_head
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.tiles import LINE
 
 LEAST = np.float32(2.0**-100)  # see `attention/int8.py`
 OPTIONS = {"fastmath": set(FASTMATH)}
@@ -96,8 +97,8 @@ def asked_scales(cache, at, sizes):
         of_head = sizes[3] * (sizes[2] + 4)
         first = at // of_head * of_head
         begin = first + sizes[3] * sizes[2] + (at - first) // sizes[2] * 4
-        for line in range(begin, begin + 4 * min(sizes[3], KV_TILE), 64):
-            ask_to_read(cache, line)
+        for line in range(begin, begin + 4 * min(sizes[3], KV_TILE), LINE):
+            ask_for(cache, line, 0)
 
     return asked if cache.dtype == types.int8 else None
 
