@@ -13,7 +13,8 @@ of the texts, numbered as they come: about as long as those of a large vocabular
 
 The first round fills the prefix cache, so that the others time decodes. It also teaches the engine
 what its steps cost; `--cold` makes it forget that, and what became of earlier drafts, before each
-round. Three texts of 80 tokens take one stream of `qwen3-0.6b` a minute or so a kind.
+round. Without drafts each round is run twice: how far the two are apart is the machine's noise.
+Three texts of 80 tokens take one stream of `qwen3-0.6b` two minutes or so a kind.
 
 `--rows` measures instead what a step of 1 to 8 rows costs, all drafts being wrong.
 """
@@ -171,6 +172,7 @@ def comparisons(llm: LLM, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 ways = {
                     "drafts": lambda run=run: run(proposer()),
                     "none": lambda run=run: run(None),
+                    "none again": lambda run=run: run(None),
                 }
                 found = compare(f"{kind}, {streams} at once", ways, args.rounds)
                 ratio = found["wall"]["ratio"]["none"]

@@ -52,24 +52,38 @@ class CacheTile(Emit):
     """Writes what tiles do with lines of the cache: floats, int8, or words of two bfloat16
     numbers."""
 
-    def line(self, pointer, *, paired, dots, mask):
-        """The vectors that a row's numbers are multiplied with, one after the other."""
-        if pointer.type.pointee == I8:
-            codes = self.get(ir.VectorType(I8, self.width), pointer)
-            return [self.builder.sitofp(codes, self.vector)]
-        if not paired:
+    def line(self, pointer, *, paired, dots, mask, below=None):
+        """The vectors that a row's numbers are multiplied with, one after the other.
+
+        Where rows hold pairs and lines are int8, a line is two, the second `below` further on.
+        """
+        if below is not None:
+            pairs = self.joined(self.codes(pointer), self.codes(self.at(pointer, below)))
+        elif pointer.type.pointee == I8:
+            return [self.codes(pointer)]
+        elif paired:
+            pairs = self.get(self.words, pointer)
+        else:
             return [self.load(pointer)]
-        pairs = self.get(self.words, pointer)
         if mask is not None:
             pairs = self.builder.and_(pairs, self.every(mask))
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
+
+    def codes(self, pointer):
+        """A vector of the tile's numbers from int8."""
+        return self.builder.sitofp(self.get(ir.VectorType(I8, self.width), pointer), self.vector)
+
+    def joined(self, high, low):
+        """Words of pairs from two vectors of bfloat16 numbers in float32."""
+        high, low = (self.builder.bitcast(each, self.words) for each in (high, low))
+        return self.builder.or_(high, self.builder.lshr(low, self.every(16)))
 
     def floats(self, pointer):
         """A vector of the tile's numbers from float32."""
         found = self.get(ir.VectorType(ir.FloatType(), self.width), pointer)
         return found if found.type == self.vector else self.builder.fpext(found, self.vector)
 
-    def numbers(self, pointer, turn, *, paired, dots, mask):
+    def numbers(self, pointer, turn, *, paired, dots, mask, below=None):
         """A row's numbers of a turn, each in all lanes."""
         if dots:
             word = self.builder.load(self.at(pointer, turn))
@@ -236,10 +250,17 @@ def scale_numbers(array):
 
 @by_types()
 def scales_of_tile(cache, table, head, first, end, sizes, scales):
-    """`scales` [KV_TILE], with those of the tokens from `first` on in their place; 0 where there
-    are none."""
+    """Those of a tile's tokens from `first` on, each in its place: as the cache holds them if they
+    are of one run, else in `scales` [KV_TILE]; 0 where there are none."""
     if cache.dtype != types.int8:
         return lambda cache, table, head, first, end, sizes, scales: 0
+
+
+@by_types()
+def ask_for_scales(cache, at, sizes):
+    """Asks for the scales of the run that begins at a place, where a cache has any."""
+    if cache.dtype != types.int8:
+        return lambda cache, at, sizes: None
 
 
 @by_types()
@@ -258,16 +279,16 @@ def stored(x, cache):
     return lambda x, cache: np.uint16(bfloat16(x))
 
 
-@intrinsic
-def ask_to_write(typing, array, at):
-    """Prefetches the line of a place of a flat array, which will be written."""
+@intrinsic(prefer_literal=True)
+def ask_for(typing, array, at, to_write):
+    """Prefetches the line of a place of a flat array, which will be read (0) or written (1)."""
 
     def codegen(context, builder, sig, args):
         emit = Emit(context, builder)
-        emit.prefetch(emit.pointer(array, args[0], args[1]), write=True)
+        emit.prefetch(emit.pointer(array, args[0], args[1]), write=to_write.literal_value)
         return context.get_dummy_value()
 
-    return types.void(array, at), codegen
+    return types.void(array, at, to_write), codegen
 
 
 @compiled(fastmath=(), part=True)
@@ -279,8 +300,8 @@ def bfloat16(x):
 @by_types()
 def room_of_few(cache, room):
     """What `run_of` gets as its room where rows are few: one that widens nothing, unless rows are
-    pairs."""
-    if room.dtype == types.uint32:
+    pairs that must be taken apart."""
+    if room.dtype == types.uint32 and not HAS_DOTS:
         return lambda cache, room: room
     return lambda cache, room: cache
 
@@ -305,9 +326,7 @@ def _widen(typing, cache, at, width, room, place, asked, lanes):
                 begin = emit.at(source, lane, line)
                 numbers += emit.line(begin, paired=not is_bytes, dots=False, mask=None)
             if in_pairs:
-                high, low = (builder.bitcast(each, emit.words) for each in numbers)
-                pairs = builder.or_(high, builder.lshr(low, emit.every(16)))
-                emit.store(pairs, emit.at(target, lane))
+                emit.store(emit.joined(*numbers), emit.at(target, lane))
             else:
                 emit.store(numbers[0], emit.at(target, lane))
                 emit.store(numbers[1], emit.at(target, lane, args[2]))
@@ -360,11 +379,12 @@ class Sums:
     Args:
         factors: a pointer to what each row of c is multiplied with before; None: c starts from 0.
         paired: whether lines of the cache hold pairs of bfloat16; dots: and rows as well.
+        below: how far apart two lines are that become one of pairs.
     """
 
-    def __init__(self, emit, c_rows, lanes, factors, *, paired, dots):
+    def __init__(self, emit, c_rows, lanes, factors, *, paired, dots, below=None):
         self.emit, self.c_rows, self.lanes = emit, c_rows, lanes
-        self.dots, self.paired = dots, paired
+        self.kind = {"paired": paired, "dots": dots, "below": below}
         self.cells = []
         for r, line in enumerate(c_rows):
             starts = [emit.constant(0.0) for _ in lanes]
@@ -377,7 +397,7 @@ class Sums:
 
     def turn(self, a_rows, i, line, mask=None):
         """Adds number i of each row, or pair i, times a line of the cache."""
-        emit, kind = self.emit, {"paired": self.paired, "dots": self.dots, "mask": mask}
+        emit, kind = self.emit, self.kind | {"mask": mask}
         of_lanes = [emit.line(emit.at(line, lane), **kind) for lane in self.lanes]
         for row, cells in zip(a_rows, self.cells, strict=True):
             for j, number in enumerate(emit.numbers(row, i, **kind)):
@@ -405,14 +425,16 @@ def line_tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_st
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
     With 0 as factors c is not read; where `scales` are an array, c[r, lanes] is multiplied with
     them at the end. b may hold pairs of bfloat16 numbers i and i + 1, which become float32 in
-    registers; if a holds such pairs as well, one instruction adds both products.
+    registers; if a holds such pairs as well, one instruction adds both products. Beside such an a,
+    two lines of int8 become one of pairs.
     With each line of b it prefetches as many from `asked` on, `asked_stride` further each time.
     """
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
     signature = types.void(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
                            factors, factors_at, asked, asked_stride, rows, vectors, scales,
                            scales_at)  # fmt: skip
-    paired, dots = b.dtype == types.uint32, a.dtype == types.uint32
+    paired, dots = types.uint32 in (a.dtype, b.dtype), a.dtype == types.uint32
+    in_two = dots and b.dtype == types.int8
     fresh, size = not isinstance(factors, types.Array), b.dtype.bitwidth // 8
 
     def codegen(context, builder, sig, args):
@@ -425,16 +447,17 @@ def line_tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_st
         c_rows = emit.rows(emit.pointer(c, *args[7:9]), args[9], num_rows)
         b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[12]))
         shrink = None if fresh else emit.pointer(factors, *args[10:12])
-        sums = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots)
+        below = args[5] if in_two else None
+        sums = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots, below=below)
 
         def step(i, mask=None):
-            line, asks = (
-                emit.at(pointer, builder.mul(i, stride))
-                for pointer, stride in ((b_lines, args[5]), (ahead, args[13]))
-            )
-            for lane in lanes:
-                if lane.constant * size % LINE == 0:
-                    emit.prefetch(emit.at(asks, lane))
+            first = builder.mul(i, i.type(2)) if in_two else i
+            line = emit.at(b_lines, builder.mul(first, args[5]))
+            for number in range(1 + in_two):
+                asks = emit.at(ahead, builder.mul(builder.add(first, i.type(number)), args[13]))
+                for lane in lanes:
+                    if lane.constant * size % LINE == 0:
+                        emit.prefetch(emit.at(asks, lane))
             sums.turn(a_rows, i, line, mask)
 
         turns = builder.lshr(args[6], word(1)) if paired else args[6]
@@ -495,23 +518,23 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
             at += width // 2
 
 
-@intrinsic
-def _raise_maxima(typing, scores, maximum, factors, row):
-    """maximum[r] grows to the largest of KV_TILE scores of each of ROWS rows from `row` on.
+@intrinsic(prefer_literal=True)
+def _raise_maxima(typing, scores, maximum, factors, row, rows):
+    """maximum[r] grows to the largest of KV_TILE scores of each of `rows` rows from `row` on.
 
     By factors[r] what was summed with the maximum before shrinks. With a NaN among the scores the
     maximum is anything.
     """
-    signature = types.void(scores, maximum, factors, row)
+    signature, count = types.void(scores, maximum, factors, row, rows), rows.literal_value
 
     def codegen(context, builder, sig, args):
         emit = CacheTile(context, builder, scores)
-        few = CacheTile(context, builder, scores, ROWS * scores.dtype.bitwidth)
+        few = CacheTile(context, builder, scores, count * scores.dtype.bitwidth)
         word = args[3].type
         at = builder.mul(args[3], word(KV_TILE))
         highest_at = emit.pointer(maximum, args[1], args[3])
         peaks = []
-        for line in emit.rows(emit.pointer(scores, args[0], at), word(KV_TILE), ROWS):
+        for line in emit.rows(emit.pointer(scores, args[0], at), word(KV_TILE), count):
             values = [emit.load(emit.at(line, word(i))) for i in range(0, KV_TILE, emit.width)]
             peaks.append(emit.halved(values, emit.maximum))
         old = few.load(highest_at)
@@ -524,16 +547,16 @@ def _raise_maxima(typing, scores, maximum, factors, row):
 
 
 class Weights:
-    """Writes how scores of ROWS rows become weights; see `_weigh`, whose arguments these are.
+    """Writes how scores of `rows` rows become weights; see `_weigh`, whose arguments these are.
 
     Args:
         scales: a pointer to what weights are multiplied with before they are multiplied with
             values; not so their sum.
     """
 
-    def __init__(self, context, builder, kinds, args, scales=None):
+    def __init__(self, context, builder, kinds, args, scales, rows=ROWS):
         self.emit = emit = CacheTile(context, builder, kinds[0])
-        self.few = CacheTile(context, builder, kinds[0], ROWS * kinds[0].dtype.bitwidth)
+        self.few = CacheTile(context, builder, kinds[0], rows * kinds[0].dtype.bitwidth)
         self.row, self.word = args[5], args[5].type
         self.paired = kinds[1].dtype == types.uint32
         first = builder.mul(self.row, self.word(KV_TILE))
@@ -546,52 +569,61 @@ class Weights:
             emit.pointer(kind, array, self.row)
             for kind, array in zip(kinds[2:5], args[2:5], strict=True)
         )
-        self.vectors, self.scales = ROWS * KV_TILE // emit.width, scales
+        self.a_row, self.scales = KV_TILE // emit.width, scales
+        self.vectors = rows * self.a_row
 
     def write(self, i):
-        """Makes vector i of the scores weights."""
+        """Makes vector i of the scores weights; returns these, before any scales."""
         emit, build, word = self.emit, self.emit.builder, self.word
-        row = build.udiv(i, word(KV_TILE // emit.width))
+        highest = emit.broadcast(emit.at(self.maximum, build.udiv(i, word(self.a_row))))
         line = emit.at(self.scores, build.mul(i, word(emit.width)))
-        highest = emit.broadcast(emit.at(self.maximum, row))
-        power = emit.exp2(build.fsub(emit.load(line), highest))
-        emit.store(power, line)
+        power = weight = emit.exp2(build.fsub(emit.load(line), highest))
         if self.scales is not None:
-            column = build.urem(i, word(KV_TILE // emit.width))
-            scale = emit.floats(emit.at(self.scales, build.mul(column, word(emit.width))))
-            power = build.fmul(power, scale)
+            column = build.mul(build.urem(i, word(self.a_row)), word(emit.width))
+            weight = build.fmul(power, emit.floats(emit.at(self.scales, column)))
         if self.paired:
             pairs = build.mul(i, word(emit.width // 2))
-            emit.store(emit.pairs(power), emit.at(self.weights, pairs))
-        elif self.scales is not None:
-            emit.store(power, emit.at(self.weights, build.mul(i, word(emit.width))))
+            emit.store(emit.pairs(weight), emit.at(self.weights, pairs))
+        else:
+            emit.store(weight, emit.at(self.weights, build.mul(i, word(emit.width))))
+        return power
 
-    def add(self):
-        """total = total * factors + the sums of all weights of a row."""
+    def keep(self, i):
+        """`write`, where `kept` finds what is summed."""
+        power = self.write(i)
+        if self.paired or self.scales is not None:
+            to = self.emit.builder.mul(i, self.word(self.emit.width))
+            self.emit.store(power, self.emit.at(self.scores, to))
+
+    def kept(self, i):
+        """Vector i of the weights that are summed."""
+        return self.emit.load(self.emit.at(self.scores, self.word(i * self.emit.width)))
+
+    def add(self, power):
+        """total = total * factors + the sums of each row's weights; `power(i)` is vector i."""
         emit, few, build = self.emit, self.few, self.emit.builder
         sums = []
-        for line in emit.rows(self.scores, self.word(KV_TILE), ROWS):
-            powers = [emit.load(emit.at(line, self.word(i))) for i in range(0, KV_TILE, emit.width)]
-            sums.append(emit.halved(powers, build.fadd))
+        for i in range(0, self.vectors, self.a_row):
+            sums.append(emit.halved([*map(power, range(i, i + self.a_row))], build.fadd))
         added = emit.across_rows(sums, build.fadd)
         few.store(few.fma(few.load(self.total), few.load(self.factors), added), self.total)
 
 
-@intrinsic
-def _weigh(typing, scores, weights, maximum, total, factors, row, scales):
-    """Turns KV_TILE scores of each of ROWS rows from `row` on into weights, once their maxima are
+@intrinsic(prefer_literal=True)
+def _weigh(typing, scores, weights, maximum, total, factors, row, rows, scales):
+    """Turns KV_TILE scores of each of `rows` rows from `row` on into weights, once their maxima are
     raised.
 
-    Weights are 2 ** (score - maximum[r]), in the scores' own place. Where they are multiplied as
-    pairs of bfloat16, `weights` gets these; times `scales`, where these are an array. total[r]
+    Weights are 2 ** (score - maximum[r]). `weights`, which may be the scores, gets them as they are
+    multiplied: as pairs of bfloat16 or not, and times `scales`, where these are an array. total[r]
     becomes total[r] * factors[r] + the sum of the weights; NaN with a NaN among the scores.
     """
-    signature = types.void(scores, weights, maximum, total, factors, row, scales)
+    signature = types.void(scores, weights, maximum, total, factors, row, rows, scales)
 
     def codegen(context, builder, sig, args):
-        rows = Weights(context, builder, sig.args, args, _scales(context, builder, sig, args, 6))
-        rows.emit.loop(args[5].type(rows.vectors), rows.write, unroll=4)
-        rows.add()
+        scales = _scales(context, builder, sig, args, 7)
+        made = Weights(context, builder, sig.args, args, scales, rows.literal_value)
+        made.add(lambda i: made.write(made.word(i)))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -599,12 +631,16 @@ def _weigh(typing, scores, weights, maximum, total, factors, row, scales):
 
 @compiled(fastmath=FASTMATH)
 def softmax_step(scores, first_row, rows, maximum, total, factors, weights, scales):
-    """Turns the scores of each row into weights, in their own place, and as pairs or times `scales`
-    in `weights`; by factors[r] the row's sums so far shrink."""
+    """Turns the scores of each row into `weights`, of which `place_of_weights` says where they are;
+    by factors[r] the row's sums so far shrink."""
     lines, flat = scores.reshape(-1), weights.reshape(-1)
     for r in range(first_row, rows, ROWS):
-        _raise_maxima(lines, maximum, factors, r)
-        _weigh(lines, flat, maximum, total, factors, r, scales)
+        if rows - r > 2:
+            _raise_maxima(lines, maximum, factors, r, ROWS)
+            _weigh(lines, flat, maximum, total, factors, r, ROWS, scales)
+        else:
+            _raise_maxima(lines, maximum, factors, r, 2)
+            _weigh(lines, flat, maximum, total, factors, r, 2, scales)
 
 
 @intrinsic
@@ -644,11 +680,11 @@ def _add_and_weigh(
             for j in range(turns):
                 turn = builder.add(builder.mul(i, word(turns)), word(j))
                 tile.turn(a_rows, turn, emit.moved(line, args[9]))
-            after.write(i)
+            after.keep(i)
 
         emit.loop(word(after.vectors), step)
         tile.keep()
-        after.add()
+        after.add(after.kept)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -672,8 +708,8 @@ def weigh_and_add(scores, rows, maximum, total, factors, weights, scales, b, b_a
     lanes, stride = VECTORS * VECTOR_BYTES // scores.itemsize, weights.shape[1]
     lines, flat, to = scores.reshape(-1), weights.reshape(-1), sums.reshape(-1)
     for r in range(0, rows, ROWS):
-        _raise_maxima(lines, maximum, factors, r)
-    _weigh(lines, flat, maximum, total, factors, 0, scales)
+        _raise_maxima(lines, maximum, factors, r, ROWS)
+    _weigh(lines, flat, maximum, total, factors, 0, ROWS, scales)
     for r in range(0, rows, ROWS):
         done = 0
         if r + ROWS < rows:

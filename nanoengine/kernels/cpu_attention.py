@@ -52,7 +52,8 @@ from nanoengine.kernels.attention_tiles import (
     KV_TILE,
     ROWS,
     adds_beside,
-    ask_to_write,
+    ask_for,
+    ask_for_scales,
     few_rows,
     numbers_a_word,
     place_of_weights,
@@ -74,7 +75,7 @@ from nanoengine.kernels.tiles import LINE
 
 MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
 LN2 = math.log(2)
-WIDENED_ROWS = 16  # from which on a run is widened once, not for every four rows
+WIDENED_ROWS = 16  # from which on a run is widened once, not for every four rows; half for pairs
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -166,6 +167,7 @@ def _run_task(
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
+            ask_for_scales(k, next_at, sizes)
             run, at, next_at = run_of(k, at, head_dim, lanes, next_at, room)
             scales, scales_at = scales_of(k, table, head, begin, sizes)
             for r in range(first_row, rows, ROWS):
@@ -197,6 +199,7 @@ def _run_task(
         for begin in range(first, end, lanes):
             at = _place(k, table, head, begin, sizes)
             next_at = _next_place(k, begin, lanes, task, table, following, next_table, sizes)
+            ask_for_scales(v, next_at, sizes)
             run, at, next_at = run_of(v, at, lanes, head_dim, next_at, room)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
@@ -261,7 +264,7 @@ def _attend_tasks(
         task, following = tasks[i], tasks[min(i + 1, len(tasks) - 1)]
         rows = task[NUM_QUERIES] * group_size
         what = task, tables[task[SEQ]], following, tables[following[SEQ]]
-        if rows < WIDENED_ROWS:
+        if rows * per < WIDENED_ROWS:
             _run_task(*what, room_of_few(k, wide), *others)
         else:
             _run_task(*what, wide, *others)
@@ -396,6 +399,6 @@ def ask_for_slots(slots, k_blocks, v_blocks, sizes):
         for head in range(num_kv_heads):
             k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
             for d in range(0, head_dim, per):
-                ask_to_write(k_cache, k_at + d * lanes)
+                ask_for(k_cache, k_at + d * lanes, 1)
             for d in range(0, head_dim, LINE // k_cache.itemsize // per):
-                ask_to_write(v_cache, v_at + d * per)
+                ask_for(v_cache, v_at + d * per, 1)

@@ -5,8 +5,8 @@
 
 A row is rounded when it is stored (`store_rows`). Its numbers are widened in registers, or once for
 many rows (`attention_tiles.run_of`), and the scales are multiplied with scores and weights. Where
-queries and weights are pairs of bfloat16 numbers, a run becomes lines of pairs: a whole number of 8
-bits is one of bfloat16.
+queries and weights are pairs of bfloat16 numbers, two lines become one of pairs: a whole number of
+8 bits is one of bfloat16.
 
 Functions of the plain way that follow from the types of their arguments have one more form for
 int8, once this file is imported: by `CPUBackend`, for a cache of int8. `attention/stored.py` is the
@@ -22,12 +22,15 @@ from numba.extending import overload
 from nanoengine.kernels.attention_tiles import (
     FASTMATH,
     KV_TILE,
+    ask_for,
+    ask_for_scales,
     scale_numbers,
     scales_of,
     scales_of_tile,
 )
 from nanoengine.kernels.cpu_attention import lines_of, store_head
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.tiles import LINE
 
 LEAST = np.float32(2.0**-100)  # see `attention/stored.py`
 OPTIONS = {"fastmath": set(FASTMATH)}
@@ -86,12 +89,29 @@ def places_of_scales(cache, table, head, begin, sizes):
     return scales if cache.dtype == types.int8 else None
 
 
+@overload(ask_for_scales, jit_options=OPTIONS)
+def asked_scales(cache, at, sizes):
+    """`attention_tiles.ask_for_scales`."""
+
+    def asked(cache, at, sizes):
+        of_head = sizes[3] * (sizes[2] + 4)
+        first = at // of_head * of_head
+        begin = first + sizes[3] * sizes[2] + (at - first) // sizes[2] * 4
+        for line in range(begin, begin + 4 * min(sizes[3], KV_TILE), LINE):
+            ask_for(cache, line, 0)
+
+    return asked if cache.dtype == types.int8 else None
+
+
 @overload(scales_of_tile, jit_options=OPTIONS)
 def gathered_scales(cache, table, head, first, end, sizes, scales):
     """`attention_tiles.scales_of_tile`."""
 
     def gathered(cache, table, head, first, end, sizes, scales):
         lanes = min(sizes[3], KV_TILE)
+        of_run, at = scales_of(cache, table, head, first, sizes)
+        if lanes == KV_TILE:
+            return of_run[at : at + KV_TILE]
         for begin in range(first, end, lanes):
             of_run, at = scales_of(cache, table, head, begin, sizes)
             run, of_tokens = of_run[at : at + lanes], scales[begin % KV_TILE :]
