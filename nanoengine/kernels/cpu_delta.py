@@ -35,6 +35,7 @@ from nanoengine.kernels.tiles import I64, tile_function
 VECTORS = 2  # of a strip
 STRIP = VECTORS * CURRENT.vector_bits // 32  # columns of a matrix
 TOKENS = 64  # that a strip stays in the cache for
+AHEAD = 16  # rows of a strip
 
 
 @tile_function(
@@ -43,7 +44,10 @@ TOKENS = 64  # that a strip stays in the cache for
 )
 def delta_tile(builder, isa: ISA, of):
     """target = kept * source + key ⊗ change, two strips [E, STRIP] with so many numbers from row to
-    row; read = query target, recalled = following target. Each sum is one chain over the keys."""
+    row; read = query target, recalled = following target. Each sum is one chain over the keys.
+
+    Rows of the source are asked for `AHEAD` rows before, since no CPU foresees pieces of rows.
+    """
     tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
     lanes = [I64(v * tile.width) for v in range(VECTORS)]
     kept = tile.broadcast(of.kept)
@@ -53,6 +57,8 @@ def delta_tile(builder, isa: ISA, of):
 
     def step(e):
         row, to = (tile.moved(place, size) for place, size in places)
+        for lane in lanes:
+            tile.prefetch(tile.at(row, builder.mul(of.step, I64(AHEAD)), lane))
         key, *asked = (tile.broadcast(tile.at(x, e)) for x in (of.key, of.query, of.following))
         for lane, change, *sums in zip(lanes, changes, reads, recalls, strict=True):
             new = tile.fma(key, change, builder.fmul(tile.load(tile.at(row, lane)), kept))
@@ -186,9 +192,10 @@ def _move_part(state, values, strip, size, out):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _walk(source, step, strip, mixed, v, first, size, count, gates, keys, found):
-    """Takes a strip, which is in the source, through some tokens of a head, to `strip`: what their
-    queries read goes to found [count, ...]. It is `size` columns of the values, from `first` on."""
+def _walk(source, step, strip, target, to, mixed, v, first, size, count, gates, keys, found):
+    """Takes a strip through some tokens of a head, from the source by way of `strip` to the target,
+    whose rows are `step` and `to` numbers apart: what their queries read goes to found [count, ...].
+    It is `size` columns of the values, from `first` on."""
     change, recalled = zeros((STRIP,), np.float32), empty((STRIP,), np.float32)
     key, query = mixed[0, keys : 2 * keys], mixed[0, :keys]
     advance_strip(
@@ -199,10 +206,11 @@ def _walk(source, step, strip, mixed, v, first, size, count, gates, keys, found)
         for i in range(size):
             change[i] = (mixed[t, v + first + i] - recalled[i] * kept) * beta
         key, query = mixed[t, keys : 2 * keys], mixed[t, :keys]
-        following = mixed[min(t + 1, count - 1), keys : 2 * keys]
+        is_last = t == count - 1
+        following = mixed[t if is_last else t + 1, keys : 2 * keys]
         advance_strip(
-            strip, STRIP, strip, STRIP, key, query, following, keys, gates[t, 1:], change,
-            found[t, first:], recalled,
+            strip, STRIP, target if is_last else strip, to if is_last else STRIP, key, query,
+            following, keys, gates[t, 1:], change, found[t, first:], recalled,
         )  # fmt: skip
 
 
@@ -227,7 +235,7 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
     taps, channels = len(conv) - 1, conv.shape[1]
     base, width = key_heads * heads * keys * values, 2 * keys + heads * values
     strips, size = -(-values // STRIP), keys * STRIP
-    one, no_bias, nothing = np.float32(1), zeros((0,), conv.dtype), zeros((STRIP,), conv.dtype)
+    one, no_bias = np.float32(1), zeros((0,), conv.dtype)
     weight, gates = empty((taps + 1, width), conv.dtype), empty((TOKENS + 1, 2), conv.dtype)
     gates[TOKENS, 0] = gates[TOKENS, 1] = one
     for task in range(lo, hi):
@@ -237,13 +245,16 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
         window = empty((taps + most, width), conv.dtype)
         mixed = empty((most, width), conv.dtype)
         found = empty((most, strips * STRIP), conv.dtype)
-        matrices = empty((heads * strips, size), conv.dtype)
+        # Why one where it will do: it stays in the L1 cache.
+        are_kept = most == TOKENS or values % STRIP > 0
+        matrices = empty((heads * strips if are_kept else 1, size), conv.dtype)
         before = states[pieces[first, 2]]
         _move_columns(before, base, window, taps, g, shape, False)
         for tap in range(taps + 1):
             _move_row(conv[tap], weight[tap], g, shape, False)
         for piece in range(first, last):
             start, end = pieces[piece, 0], pieces[piece, 1]
+            behind = states[pieces[piece, 3]]
             for t in range(start, end, TOKENS):
                 count = min(TOKENS, end - t)
                 for i in range(count):
@@ -261,37 +272,32 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
                         a = row[key_heads * heads + h]
                         gates[i, 0], gates[i, 1] = _gates(row[h], a, a_log[h], dt_bias[h])
                     for s in range(strips):
-                        strip, columns = matrices[r * strips + s], min(STRIP, values - s * STRIP)
-                        source, step = strip, STRIP
-                        if t == pieces[first, 0]:
-                            matrix = before[h * keys * values + s * STRIP :]
-                            if columns == STRIP:
-                                source, step = matrix, values
-                            else:
-                                _move_part(matrix, values, strip, columns, False)
+                        strip = matrices[r * strips + s if are_kept else 0]
+                        columns = min(STRIP, values - s * STRIP)
+                        source, step, target, to = strip, STRIP, strip, STRIP
+                        at = h * keys * values + s * STRIP
+                        if columns < STRIP:
+                            if t == pieces[first, 0]:
+                                _move_part(before[at:], values, strip, columns, False)
+                        else:
+                            if t == start:
+                                source, step = before[at:], values
+                            if t + count == end:
+                                target, to = behind[at:], values
                         _walk(
-                            source, step, strip, mixed, v, s * STRIP, columns, count, gates, keys,
-                            found,
+                            source, step, strip, target, to, mixed, v, s * STRIP, columns, count,
+                            gates, keys, found,
                         )  # fmt: skip
-                    to, z = places[h] * values, channels + h * values
+                        if columns < STRIP and t + count == end:
+                            _move_part(behind[at:], values, strip, columns, True)
+                    at, z = places[h] * values, channels + h * values
                     for i in range(count):
                         _leave(
                             found[i], qkvz[t + i, z : z + values], norm, eps,
-                            out[t + i, to : to + values],
+                            out[t + i, at : at + values],
                         )  # fmt: skip
-            behind = states[pieces[piece, 3]]
             _move_columns(behind, base, window, taps, g, shape, True)
-            for part in range(heads * strips):
-                h, s = g * heads + part // strips, part % strips
-                matrix, columns = behind[h * keys * values + s * STRIP :], values - s * STRIP
-                if columns < STRIP:
-                    _move_part(matrix, values, matrices[part], columns, True)
-                else:
-                    key = mixed[0]
-                    advance_strip(
-                        matrices[part], STRIP, matrix, values, key, key, key, keys, gates[TOKENS],
-                        nothing, found[0], found[0],
-                    )  # fmt: skip
+            before = behind
 
 
 @compiled(fastmath=FASTMATH)
