@@ -35,7 +35,6 @@ from nanoengine.kernels.tiles import I64, tile_function
 VECTORS = 2  # of a strip
 STRIP = VECTORS * CURRENT.vector_bits // 32  # columns of a matrix
 TOKENS = 64  # that a strip stays in the cache for
-AHEAD = 16  # rows of a strip
 
 
 @tile_function(
@@ -44,10 +43,7 @@ AHEAD = 16  # rows of a strip
 )
 def delta_tile(builder, isa: ISA, of):
     """target = kept * source + key ⊗ change, two strips [E, STRIP] with so many numbers from row to
-    row; read = query target, recalled = following target. Each sum is one chain over the keys.
-
-    Rows of the source are asked for `AHEAD` rows before, since no CPU foresees pieces of rows.
-    """
+    row; read = query target, recalled = following target. Each sum is one chain over the keys."""
     tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
     lanes = [I64(v * tile.width) for v in range(VECTORS)]
     kept = tile.broadcast(of.kept)
@@ -57,8 +53,6 @@ def delta_tile(builder, isa: ISA, of):
 
     def step(e):
         row, to = (tile.moved(place, size) for place, size in places)
-        for lane in lanes:
-            tile.prefetch(tile.at(row, builder.mul(of.step, I64(AHEAD)), lane))
         key, *asked = (tile.broadcast(tile.at(x, e)) for x in (of.key, of.query, of.following))
         for lane, change, *sums in zip(lanes, changes, reads, recalls, strict=True):
             new = tile.fma(key, change, builder.fmul(tile.load(tile.at(row, lane)), kept))
@@ -72,6 +66,43 @@ def delta_tile(builder, isa: ISA, of):
             tile.store(builder.load(cell), tile.at(out, lane))
 
 
+@tile_function("float* source, step, float* target, float* key, keys, float* recalled, ahead")
+def recall_tile(builder, isa: ISA, of):
+    """target = source, two strips [E, STRIP], the latter with `step` numbers from row to row;
+    recalled = key target. What is `ahead` of each row is asked for: no CPU foresees the pieces of
+    rows that the next strip is."""
+    tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
+    lanes = [I64(v * tile.width) for v in range(VECTORS)]
+    source, target = tile.variable(of.source), tile.variable(of.target)
+    sums = [tile.variable(tile.constant(0.0)) for _ in lanes]
+
+    def step(e):
+        row, to = tile.moved(source, of.step), tile.moved(target, I64(STRIP))
+        key = tile.broadcast(tile.at(of.key, e))
+        for lane, cell in zip(lanes, sums, strict=True):
+            tile.prefetch(tile.at(row, of.ahead, lane))
+            number = tile.load(tile.at(row, lane))
+            tile.store(number, tile.at(to, lane))
+            tile.store(tile.fma(number, key, tile.load(cell)), cell)
+
+    tile.loop(of.keys, step, unroll=2)
+    for cell, lane in zip(sums, lanes, strict=True):
+        tile.store(tile.load(cell), tile.at(of.recalled, lane))
+
+
+def _of_arrays(tile, given):
+    def codegen(context, builder, signature, args):
+        emit = Emit(context, builder)
+        operands = [
+            emit.pointer(kind, arg, I64(0)) if isinstance(kind, types.Array) else arg
+            for kind, arg in zip(signature.args, args, strict=True)
+        ]
+        builder.call(tile(builder.module, CURRENT), operands)
+        return context.get_dummy_value()
+
+    return types.void(*given), codegen
+
+
 @intrinsic
 def advance_strip(
     typing, source, step, target, target_step, key, query, following, keys, kept, change, read,
@@ -81,17 +112,13 @@ def advance_strip(
     given = (
         source, step, target, target_step, key, query, following, keys, kept, change, read, recalled
     )  # fmt: skip
+    return _of_arrays(delta_tile, given)
 
-    def codegen(context, builder, signature, args):
-        emit = Emit(context, builder)
-        operands = [
-            emit.pointer(kind, arg, I64(0)) if isinstance(kind, types.Array) else arg
-            for kind, arg in zip(signature.args, args, strict=True)
-        ]
-        builder.call(delta_tile(builder.module, CURRENT), operands)
-        return context.get_dummy_value()
 
-    return types.void(*given), codegen
+@intrinsic
+def recall_strip(typing, source, step, target, key, keys, recalled, ahead):
+    """`recall_tile`, of arrays."""
+    return _of_arrays(recall_tile, (source, step, target, key, keys, recalled, ahead))
 
 
 # Why no "contract": the bits are those of `CausalConv`, which rounds each product.
@@ -192,15 +219,14 @@ def _move_part(state, values, strip, size, out):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _walk(source, step, strip, target, to, mixed, v, first, size, count, gates, keys, found):
+def _walk(
+    source, step, ahead, strip, target, to, mixed, v, first, size, count, gates, keys, found
+):  # fmt: skip
     """Takes a strip through some tokens of a head, from the source by way of `strip` to the target,
     whose rows are `step` and `to` numbers apart: what their queries read goes to found [count, ...].
     It is `size` columns of the values, from `first` on."""
     change, recalled = zeros((STRIP,), np.float32), empty((STRIP,), np.float32)
-    key, query = mixed[0, keys : 2 * keys], mixed[0, :keys]
-    advance_strip(
-        source, step, strip, STRIP, key, query, key, keys, gates[TOKENS], change, change, recalled
-    )
+    recall_strip(source, step, strip, mixed[0, keys : 2 * keys], keys, recalled, ahead)
     for t in range(count):
         beta, kept = gates[t, 0], gates[t, 1]
         for i in range(size):
@@ -236,8 +262,7 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
     base, width = key_heads * heads * keys * values, 2 * keys + heads * values
     strips, size = -(-values // STRIP), keys * STRIP
     one, no_bias = np.float32(1), zeros((0,), conv.dtype)
-    weight, gates = empty((taps + 1, width), conv.dtype), empty((TOKENS + 1, 2), conv.dtype)
-    gates[TOKENS, 0] = gates[TOKENS, 1] = one
+    weight, gates = empty((taps + 1, width), conv.dtype), empty((TOKENS, 2), conv.dtype)
     for task in range(lo, hi):
         span, g = begin + task // key_heads, task % key_heads
         first, last = firsts[span], firsts[span + 1]
@@ -274,19 +299,21 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
                     for s in range(strips):
                         strip = matrices[r * strips + s if are_kept else 0]
                         columns = min(STRIP, values - s * STRIP)
-                        source, step, target, to = strip, STRIP, strip, STRIP
+                        source, step, target, to, ahead = strip, STRIP, strip, STRIP, 0
                         at = h * keys * values + s * STRIP
                         if columns < STRIP:
                             if t == pieces[first, 0]:
                                 _move_part(before[at:], values, strip, columns, False)
                         else:
                             if t == start:
-                                source, step = before[at:], values
+                                source, step, ahead = before[at:], values, STRIP
+                                if s == strips - 1:  # the first of the next matrix
+                                    ahead = keys * values - s * STRIP
                             if t + count == end:
                                 target, to = behind[at:], values
                         _walk(
-                            source, step, strip, target, to, mixed, v, s * STRIP, columns, count,
-                            gates, keys, found,
+                            source, step, ahead, strip, target, to, mixed, v, s * STRIP, columns,
+                            count, gates, keys, found,
                         )  # fmt: skip
                         if columns < STRIP and t + count == end:
                             _move_part(behind[at:], values, strip, columns, True)
