@@ -222,8 +222,8 @@ def _move_part(state, values, strip, size, out):
 def _walk(
     source, step, ahead, strip, target, to, mixed, v, first, size, count, gates, keys, found
 ):  # fmt: skip
-    """Takes a strip through some tokens of a head, from the source by way of `strip` to the target,
-    whose rows are `step` and `to` numbers apart: what their queries read goes to found [count, ...].
+    """Takes a strip through some tokens of a head, from the source by way of `strip` to a target;
+    rows are `step` and `to` numbers apart. What their queries read goes to found [count, ...].
     It is `size` columns of the values, from `first` on."""
     change, recalled = zeros((STRIP,), np.float32), empty((STRIP,), np.float32)
     recall_strip(source, step, strip, mixed[0, keys : 2 * keys], keys, recalled, ahead)
