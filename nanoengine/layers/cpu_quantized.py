@@ -34,8 +34,10 @@ from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs
 
 def kind_for(quantization: Quantization) -> type[QuantizedLinear]:
     """The method whose kernels multiply activations as this says."""
-    is_gguf = quantization.stored is not None and quantization.stored.format == "gguf"
-    floats_alone = quantization.activations == "float" and not is_gguf
+    stored = quantization.stored
+    # What panels of groups hold exactly: scales of float16, as blocks have and `short` makes them.
+    fits = quantization.bits == 4 if stored is None else stored.format == "gguf"
+    floats_alone = quantization.activations == "float" and not fits
     return CPUWeightOnlyLinear if floats_alone else CPUQuantizedLinear
 
 
