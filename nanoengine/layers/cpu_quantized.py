@@ -7,6 +7,7 @@ What they compute is `QuantizedLinear`, which packs and multiplies in plain torc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,13 +33,19 @@ from nanoengine.layers.quantized_formats import GGUF
 from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs
 
 
-def kind_for(quantization: Quantization) -> type[QuantizedLinear]:
+def kind_for(quantization: Quantization) -> Callable[..., QuantizedLinear]:
     """The method whose kernels multiply activations as this says."""
     stored = quantization.stored
-    # What panels of groups hold exactly: scales of float16, as blocks have and `short` makes them.
-    fits = quantization.bits == 4 if stored is None else stored.format == "gguf"
-    floats_alone = quantization.activations == "float" and not fits
-    return CPUWeightOnlyLinear if floats_alone else CPUQuantizedLinear
+    if quantization.activations == "int8" or (stored is not None and stored.format == "gguf"):
+        return CPUQuantizedLinear
+    return CPUWeightOnlyLinear if stored is not None else _made_at_load
+
+
+def _made_at_load(name: str, *, bits: int, **numbers: Any) -> QuantizedLinear:
+    """Weight-only numbers that `quantize` makes: panels of groups hold those of 4 bits exactly, as
+    their scales are `short`, and one row multiplies them sooner."""
+    kind = CPUQuantizedLinear if bits == 4 else CPUWeightOnlyLinear
+    return kind(name, bits=bits, **numbers)
 
 
 def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) -> Any:
