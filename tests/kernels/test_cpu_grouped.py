@@ -93,7 +93,8 @@ def test_int4_made_at_load_has_the_bits_of_other_weight_only_numbers(rows):
     kind = kind_for(Quantization(bits=4, activations="float"))
     weight = quantize(torch.randn(50, 96, generator=torch.Generator().manual_seed(2)), 4, 32)
     there, elsewhere = (loaded(it, [weight], "float") for it in (kind, CPUWeightOnlyLinear))
-    assert type(kind("lm_head", bits=8, group_size=None, activations="float")) is CPUWeightOnlyLinear
+    head = kind("lm_head", bits=8, group_size=None, activations="float")
+    assert type(head) is CPUWeightOnlyLinear
     assert parts_of(there) == 1
     x = inputs_of(9, 96)[-rows:]
     assert torch.equal(there.apply(x, None), elsewhere.apply(x, None))
