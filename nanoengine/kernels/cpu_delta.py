@@ -66,6 +66,43 @@ def delta_tile(builder, isa: ISA, of):
             tile.store(builder.load(cell), tile.at(out, lane))
 
 
+@tile_function("float* source, step, float* target, float* key, keys, float* recalled, ahead")
+def recall_tile(builder, isa: ISA, of):
+    """target = source, two strips [E, STRIP], the latter with `step` numbers from row to row;
+    recalled = key target. What is `ahead` of each row is asked for: no CPU foresees the pieces of
+    rows that the next strip is."""
+    tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
+    lanes = [I64(v * tile.width) for v in range(VECTORS)]
+    source, target = tile.variable(of.source), tile.variable(of.target)
+    sums = [tile.variable(tile.constant(0.0)) for _ in lanes]
+
+    def step(e):
+        row, to = tile.moved(source, of.step), tile.moved(target, I64(STRIP))
+        key = tile.broadcast(tile.at(of.key, e))
+        for lane, cell in zip(lanes, sums, strict=True):
+            tile.prefetch(tile.at(row, of.ahead, lane))
+            number = tile.load(tile.at(row, lane))
+            tile.store(number, tile.at(to, lane))
+            tile.store(tile.fma(number, key, tile.load(cell)), cell)
+
+    tile.loop(of.keys, step, unroll=2)
+    for cell, lane in zip(sums, lanes, strict=True):
+        tile.store(tile.load(cell), tile.at(of.recalled, lane))
+
+
+def _of_arrays(tile, given):
+    def codegen(context, builder, signature, args):
+        emit = Emit(context, builder)
+        operands = [
+            emit.pointer(kind, arg, I64(0)) if isinstance(kind, types.Array) else arg
+            for kind, arg in zip(signature.args, args, strict=True)
+        ]
+        builder.call(tile(builder.module, CURRENT), operands)
+        return context.get_dummy_value()
+
+    return types.void(*given), codegen
+
+
 @intrinsic
 def advance_strip(
     typing, source, step, target, target_step, key, query, following, keys, kept, change, read,
@@ -75,17 +112,13 @@ def advance_strip(
     given = (
         source, step, target, target_step, key, query, following, keys, kept, change, read, recalled
     )  # fmt: skip
+    return _of_arrays(delta_tile, given)
 
-    def codegen(context, builder, signature, args):
-        emit = Emit(context, builder)
-        operands = [
-            emit.pointer(kind, arg, I64(0)) if isinstance(kind, types.Array) else arg
-            for kind, arg in zip(signature.args, args, strict=True)
-        ]
-        builder.call(delta_tile(builder.module, CURRENT), operands)
-        return context.get_dummy_value()
 
-    return types.void(*given), codegen
+@intrinsic
+def recall_strip(typing, source, step, target, key, keys, recalled, ahead):
+    """`recall_tile`, of arrays."""
+    return _of_arrays(recall_tile, (source, step, target, key, keys, recalled, ahead))
 
 
 # Why no "contract": the bits are those of `CausalConv`, which rounds each product.
@@ -186,23 +219,24 @@ def _move_part(state, values, strip, size, out):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _walk(source, step, strip, mixed, v, first, size, count, gates, keys, found):
-    """Takes a strip, which is in the source, through some tokens of a head, to `strip`: what their
-    queries read goes to found [count, ...]. It is `size` columns of the values, from `first` on."""
+def _walk(
+    source, step, ahead, strip, target, to, mixed, v, first, size, count, gates, keys, found
+):  # fmt: skip
+    """Takes a strip through some tokens of a head, from the source by way of `strip` to a target;
+    rows are `step` and `to` numbers apart. What their queries read goes to found [count, ...].
+    It is `size` columns of the values, from `first` on."""
     change, recalled = zeros((STRIP,), np.float32), empty((STRIP,), np.float32)
-    key, query = mixed[0, keys : 2 * keys], mixed[0, :keys]
-    advance_strip(
-        source, step, strip, STRIP, key, query, key, keys, gates[TOKENS], change, change, recalled
-    )
+    recall_strip(source, step, strip, mixed[0, keys : 2 * keys], keys, recalled, ahead)
     for t in range(count):
         beta, kept = gates[t, 0], gates[t, 1]
         for i in range(size):
             change[i] = (mixed[t, v + first + i] - recalled[i] * kept) * beta
         key, query = mixed[t, keys : 2 * keys], mixed[t, :keys]
-        following = mixed[min(t + 1, count - 1), keys : 2 * keys]
+        is_last = t == count - 1
+        following = mixed[t if is_last else t + 1, keys : 2 * keys]
         advance_strip(
-            strip, STRIP, strip, STRIP, key, query, following, keys, gates[t, 1:], change,
-            found[t, first:], recalled,
+            strip, STRIP, target if is_last else strip, to if is_last else STRIP, key, query,
+            following, keys, gates[t, 1:], change, found[t, first:], recalled,
         )  # fmt: skip
 
 
@@ -227,9 +261,8 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
     taps, channels = len(conv) - 1, conv.shape[1]
     base, width = key_heads * heads * keys * values, 2 * keys + heads * values
     strips, size = -(-values // STRIP), keys * STRIP
-    one, no_bias, nothing = np.float32(1), zeros((0,), conv.dtype), zeros((STRIP,), conv.dtype)
-    weight, gates = empty((taps + 1, width), conv.dtype), empty((TOKENS + 1, 2), conv.dtype)
-    gates[TOKENS, 0] = gates[TOKENS, 1] = one
+    one, no_bias = np.float32(1), zeros((0,), conv.dtype)
+    weight, gates = empty((taps + 1, width), conv.dtype), empty((TOKENS, 2), conv.dtype)
     for task in range(lo, hi):
         span, g = begin + task // key_heads, task % key_heads
         first, last = firsts[span], firsts[span + 1]
@@ -237,13 +270,16 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
         window = empty((taps + most, width), conv.dtype)
         mixed = empty((most, width), conv.dtype)
         found = empty((most, strips * STRIP), conv.dtype)
-        matrices = empty((heads * strips, size), conv.dtype)
+        # Why one where it will do: it stays in the L1 cache.
+        are_kept = most == TOKENS or values % STRIP > 0
+        matrices = empty((heads * strips if are_kept else 1, size), conv.dtype)
         before = states[pieces[first, 2]]
         _move_columns(before, base, window, taps, g, shape, False)
         for tap in range(taps + 1):
             _move_row(conv[tap], weight[tap], g, shape, False)
         for piece in range(first, last):
             start, end = pieces[piece, 0], pieces[piece, 1]
+            behind = states[pieces[piece, 3]]
             for t in range(start, end, TOKENS):
                 count = min(TOKENS, end - t)
                 for i in range(count):
@@ -261,37 +297,34 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
                         a = row[key_heads * heads + h]
                         gates[i, 0], gates[i, 1] = _gates(row[h], a, a_log[h], dt_bias[h])
                     for s in range(strips):
-                        strip, columns = matrices[r * strips + s], min(STRIP, values - s * STRIP)
-                        source, step = strip, STRIP
-                        if t == pieces[first, 0]:
-                            matrix = before[h * keys * values + s * STRIP :]
-                            if columns == STRIP:
-                                source, step = matrix, values
-                            else:
-                                _move_part(matrix, values, strip, columns, False)
+                        strip = matrices[r * strips + s if are_kept else 0]
+                        columns = min(STRIP, values - s * STRIP)
+                        source, step, target, to, ahead = strip, STRIP, strip, STRIP, 0
+                        at = h * keys * values + s * STRIP
+                        if columns < STRIP:
+                            if t == pieces[first, 0]:
+                                _move_part(before[at:], values, strip, columns, False)
+                        else:
+                            if t == start:
+                                source, step, ahead = before[at:], values, STRIP
+                                if s == strips - 1:  # the first of the next matrix
+                                    ahead = keys * values - s * STRIP
+                            if t + count == end:
+                                target, to = behind[at:], values
                         _walk(
-                            source, step, strip, mixed, v, s * STRIP, columns, count, gates, keys,
-                            found,
+                            source, step, ahead, strip, target, to, mixed, v, s * STRIP, columns,
+                            count, gates, keys, found,
                         )  # fmt: skip
-                    to, z = places[h] * values, channels + h * values
+                        if columns < STRIP and t + count == end:
+                            _move_part(behind[at:], values, strip, columns, True)
+                    at, z = places[h] * values, channels + h * values
                     for i in range(count):
                         _leave(
                             found[i], qkvz[t + i, z : z + values], norm, eps,
-                            out[t + i, to : to + values],
+                            out[t + i, at : at + values],
                         )  # fmt: skip
-            behind = states[pieces[piece, 3]]
             _move_columns(behind, base, window, taps, g, shape, True)
-            for part in range(heads * strips):
-                h, s = g * heads + part // strips, part % strips
-                matrix, columns = behind[h * keys * values + s * STRIP :], values - s * STRIP
-                if columns < STRIP:
-                    _move_part(matrix, values, matrices[part], columns, True)
-                else:
-                    key = mixed[0]
-                    advance_strip(
-                        matrices[part], STRIP, matrix, values, key, key, key, keys, gates[TOKENS],
-                        nothing, found[0], found[0],
-                    )  # fmt: skip
+            before = behind
 
 
 @compiled(fastmath=FASTMATH)

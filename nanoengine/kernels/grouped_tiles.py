@@ -465,12 +465,14 @@ def of_floats(builder, isa: ISA, numbers) -> GroupedTile:
     return GroupedTile(builder, replace(isa, byte_bits=isa.vector_bits), Form(*numbers))
 
 
-@tile_function("byte* w, units, shift, header, float* out")
+@tile_function("byte* w, before, units, shift, header, float* out")
 def grouped_floats(builder, isa: ISA, of, *numbers: int):
-    """The weights of a panel: out[k, j] = (w[k, j] - zero[j]) * scale[j] - min[j], each step
-    rounded; the factor of the output is in the scale and the minimum."""
+    """The weights of some blocks of a panel, the first of them `before` bytes behind the panel's
+    first: out[k, j] = (w[k, j] - zero[j]) * scale[j] - min[j], each step rounded; the factor of the
+    output is in the scale and the minimum."""
     tile = of_floats(builder, isa, numbers)
     factors = tile.factors(of.w)
+    of.w = tile.at(of.w, of.before)
 
     def write(panels, groups, unit):
         its_groups = tile.of_outputs(factors, groups[0])
@@ -519,7 +521,7 @@ def float_row_tile(builder, isa: ISA, of, *numbers: int):
         tile.store(tile.load(cell), tile.at(of.out, place))
 
 
-@tile_function("byte* w, units, shift, header, byte* out")
+@tile_function("byte* w, none_before, units, shift, header, byte* out")
 def spread_panel(builder, isa: ISA, of, *numbers: int):
     """Spreads a panel out for tiles of many rows, which would each take codes and scales apart.
 
@@ -657,7 +659,7 @@ def multiply_floats(typing, address, x, x_at, w, w_at, w_step, units, shift, hea
 
 
 @intrinsic
-def panel_made(typing, address, w, w_at, units, shift, header, out, out_at):
+def panel_made(typing, address, w, w_at, before, units, shift, header, out, out_at):
     """The `grouped_floats` or `spread_panel` at this address."""
-    given = address, w, w_at, units, shift, header, out, out_at
+    given = address, w, w_at, before, units, shift, header, out, out_at
     return types.void(*given), _calls(grouped_floats.kinds)

@@ -7,6 +7,7 @@ What they compute is `QuantizedLinear`, which packs and multiplies in plain torc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from nanoengine.kernels import cpu_grouped as grouped
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_weight_only as weight_only
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
+from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.widen import E2M1, E4M3
 from nanoengine.layers.gguf_blocks import read_scales, stored_codes
@@ -32,11 +34,20 @@ from nanoengine.layers.quantized_formats import GGUF
 from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs
 
 
-def kind_for(quantization: Quantization) -> type[QuantizedLinear]:
+def kind_for(quantization: Quantization) -> Callable[..., QuantizedLinear]:
     """The method whose kernels multiply activations as this says."""
-    is_gguf = quantization.stored is not None and quantization.stored.format == "gguf"
-    floats_alone = quantization.activations == "float" and not is_gguf
-    return CPUWeightOnlyLinear if floats_alone else CPUQuantizedLinear
+    stored = quantization.stored
+    if quantization.activations == "int8" or (stored is not None and stored.format == "gguf"):
+        return CPUQuantizedLinear
+    return CPUWeightOnlyLinear if stored is not None else _made_at_load
+
+
+def _made_at_load(name: str, *, bits: int, **numbers: Any) -> QuantizedLinear:
+    """Weight-only numbers that `quantize` makes: panels of groups hold those of 4 bits exactly, as
+    their scales are `short`, and by vectors of 512 bits one row multiplies them sooner."""
+    sooner = bits == 4 and CURRENT.vector_bits == 512
+    kind = CPUQuantizedLinear if sooner else CPUWeightOnlyLinear
+    return kind(name, bits=bits, **numbers)
 
 
 def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) -> Any:

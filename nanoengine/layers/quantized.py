@@ -46,7 +46,7 @@ head of 150,000 rows would be the peak of the whole start."""
 def quantized_linears(
     quantization: Quantization,
     exact: Callable[[str], LinearMethod],
-    kind: type[QuantizedLinear] | None = None,
+    kind: Callable[..., QuantizedLinear] | None = None,
 ) -> Callable[[str], LinearMethod]:
     """What makes the method of a linear layer, given its full name: `exact` does for layers that
     are not to be rounded, or that the checkpoint stores as floats. `kind`: `QuantizedLinear` or a

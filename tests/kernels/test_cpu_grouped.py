@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.kernels.cpu_grouped import PARTS
-from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
+from nanoengine.kernels.isa import CURRENT
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, kind_for
 from nanoengine.layers.grouped_panels import layout_of
 from nanoengine.layers.quantized import QuantizedLinear
-from nanoengine.layers.quantized_weight import QuantizedWeight
+from nanoengine.layers.quantized_weight import QuantizedWeight, quantize
 from tests.support.grouped_weights import FORMS, make_weight
 
 CPU = torch.device("cpu")
@@ -78,6 +80,34 @@ def test_a_block_need_not_be_whole(name, inputs):
     plain, fast = (loaded(kind, [weight]) for kind in (QuantizedLinear, CPUQuantizedLinear))
     x = inputs_of(9, inputs)
     assert_close(fast.apply(x, None), plain.apply(x, None))
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("Q8_0", 2144), ("Q6_K", 2304), ("Q5_1", 1056)])
+def test_long_rows_become_floats_in_pieces(name, inputs):
+    weight = make_weight(name, 50, inputs)
+    exact, x = loaded(CPUQuantizedLinear, [weight], "float"), inputs_of(9, inputs)
+    whole = exact.apply(x, torch.ones(50))
+    assert_close(whole, F.linear(x, weight.dequantized(), torch.ones(50)))
+    assert torch.equal(exact.apply(x[3:4], torch.ones(50)), whole[3:4])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_int4_made_at_load_has_the_bits_of_other_weight_only_numbers(rows):
+    weight = quantize(torch.randn(50, 96, generator=torch.Generator().manual_seed(2)), 4, 32)
+    kinds = CPUQuantizedLinear, CPUWeightOnlyLinear
+    there, elsewhere = (loaded(kind, [weight], "float") for kind in kinds)
+    assert parts_of(there) == 1
+    x = inputs_of(9, 96)[-rows:]
+    assert torch.equal(there.apply(x, None), elsewhere.apply(x, None))
+
+
+def test_int4_made_at_load_lies_where_one_row_is_soonest():
+    kind = kind_for(Quantization(bits=4, activations="float"))
+    made = {
+        bits: type(kind("layer", bits=bits, group_size=32, activations="float")) for bits in (4, 8)
+    }
+    soonest = CPUQuantizedLinear if CURRENT.vector_bits == 512 else CPUWeightOnlyLinear
+    assert made == {4: soonest, 8: CPUWeightOnlyLinear}
 
 
 @pytest.mark.parametrize("order", [1, -1])
