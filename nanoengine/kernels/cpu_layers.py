@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_tiles import strips
 from nanoengine.kernels.cpu_attention import store_head
 from nanoengine.kernels.emit import Emit
@@ -167,7 +168,7 @@ def _turn(typing, x, at, table, table_at, weight, weight_at, scale, normed, half
 @compiled(fastmath=FASTMATH)
 def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi):
     num_heads, num_kv_heads, head_dim, _ = sizes
-    scale, row = q.dtype.type(1), heads.reshape(-1)
+    key, scale, row = empty((head_dim,), q.dtype), q.dtype.type(1), heads.reshape(-1)
     angles, weights, queries = table.reshape(-1), weight.reshape(-1), q.reshape(-1)
     for t in range(lo, hi):
         for h in range(num_heads + num_kv_heads):
@@ -175,14 +176,13 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
             if normed == EACH_HEAD or (normed == TOGETHER and h in (0, num_heads)):
                 count = 1 if normed == EACH_HEAD else num_kv_heads if h else num_heads
                 scale = _scale_of_row(row[at : at + count * head_dim], eps)
-            out, place = (queries, (t * num_heads + h) * head_dim) if h < num_heads else (row, at)
+            out, place = (queries, (t * num_heads + h) * head_dim) if h < num_heads else (key, 0)
             _turn(
                 row, at, angles, t * head_dim, weights, h * head_dim, scale, normed != NO_NORM,
                 head_dim // 2, out, place,
             )  # fmt: skip
             if h >= num_heads:
-                value = at + num_kv_heads * head_dim
-                key, value = row[at : at + head_dim], row[value : value + head_dim]
+                value = row[at + num_kv_heads * head_dim :][:head_dim]
                 store_head(key, value, slots[t], h - num_heads, k_cache, v_cache, sizes)
 
 
@@ -191,8 +191,6 @@ def rotate_and_store(
     heads, table, weight, eps, normed, slots, k_blocks, v_blocks, q, sizes, workers
 ):
     """Norms and rotates query and key heads; queries go to q, keys and values to their slots.
-
-    Keys are turned in their own place.
 
     Args:
         heads: [T, H + 2 K, D], query, key and value heads.
