@@ -235,7 +235,7 @@ def _attend_tasks(
     lo, hi = bounds[first], bounds[last]
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
-    q, q_stride = queries.reshape(-1), num_heads * head_dim
+    q, q_stride, result = queries.reshape(-1), num_heads * head_dim, out_rows.reshape(-1)
     k, v = words_of(k_cache.reshape(-1)), words_of(v_cache.reshape(-1))
     room, most = max(ROW_TILE, group_size), 1
     for i in range(lo, hi):
@@ -248,6 +248,7 @@ def _attend_tasks(
     wide = empty((KV_TILE * head_dim // per,), operand.dtype)
     of_tokens = zeros((KV_TILE,), np.float32)
     out = empty((space, head_dim), q.dtype)
+    sums, parts, one = out.reshape(-1), partial_out.reshape(-1), q.dtype.type(1)
     maximum = empty((space,), q.dtype)
     total = empty((space,), q.dtype)
     factors = empty((space,), q.dtype)
@@ -256,19 +257,6 @@ def _attend_tasks(
         q, q_stride, k, v, sizes, scale, softcap, window,
         tile, scores, weights, of_tokens, out, maximum, total, factors,
     )  # fmt: skip
-    results = out_rows.reshape(-1), partial_out.reshape(-1), partial_stats
-    _run_tasks(tables, tasks, lo, hi, sinks, wide, *results, room, others)
-
-
-@compiled(fastmath=FASTMATH)
-def _run_tasks(
-    tables, tasks, lo, hi, sinks, wide, result, parts, partial_stats, room, others
-):  # fmt: skip
-    """Tasks lo ... hi - 1 with the scratch of `_attend_tasks`, in `others`. Why a kernel: it
-    borrows the scratch, and references to what it has made would be counted for each task."""
-    _, _, k, _, sizes, _, _, _, _, _, _, _, out, maximum, total, _ = others
-    num_heads, num_kv_heads, head_dim, _ = sizes
-    group_size, sums, one = num_heads // num_kv_heads, out.reshape(-1), out.dtype.type(1)
     for i in range(lo, hi):
         task, following = tasks[i], tasks[min(i + 1, len(tasks) - 1)]
         rows = task[NUM_QUERIES] * group_size
