@@ -39,16 +39,22 @@ from nanoengine.kernels.cpu_layers import (
 from nanoengine.kernels.cpu_linear import (
     ROW_BLOCK,
     as_read,
+    cut,
     linear_panels,
     rounded_rows,
-    row_parts,
+    rows_of_block,
+    share_of_cut,
 )
 from nanoengine.kernels.cpu_quantized import linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for, share_of
+from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL, PANELS
+
+# Panels whose gates are made at once: more would need much memory. Not a power of two: rows would
+# share a few sets of the cache.
+GATED = 120
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -123,23 +129,30 @@ def keep_gated(gates, ups, activation, row, out, at):
 
 
 @compiled(fastmath=FASTMATH)
-def _activate_panels(inputs, weight, activation, out, parts, lo, hi):
-    """`activate` for the outputs of tiles lo ... hi - 1, or parts of these."""
-    inner, step = out.shape[1] * numbers_a_word(out) // PANEL, hi - lo if parts == 1 else 1
-    row = empty((step * PANELS * PANEL,), np.float32)
+def _keep_rows(both, activation, row, out, at):
+    """`keep_gated` for each row of out. Why a kernel: it borrows what `_activate_panels` has made,
+    and each row would count references to it."""
+    for t in range(len(out)):
+        keep_gated(both[0, t], both[1, t], activation, row, out[t], at)
+
+
+@compiled(fastmath=FASTMATH)
+def _activate_panels(inputs, weight, activation, out, tiles, parts, lo, hi):
+    """`activate` for things lo ... hi - 1 of a `cut` by tiles of gates."""
+    inner, step = out.shape[1] * numbers_a_word(out) // PANEL, hi - lo if parts <= 1 else 1
+    row = empty((GATED * PANEL,), np.float32)
     for item in range(lo, hi, step):
-        start, stop = share_of(len(out), item % parts, parts)
-        panel = item // parts * PANELS
-        count = min(step * PANELS, inner - panel)
-        both = empty((2, min(ROW_BLOCK, stop - start), count * PANEL), np.float32)
-        for first in range(start, stop, ROW_BLOCK):
-            last = min(first + ROW_BLOCK, stop)
-            for i in range(2):
-                some_panels(inputs, first, last, weight, i * inner + panel, count,
-                            both[i][: last - first])  # fmt: skip
-            for t in range(first, last):
-                gates, ups = both[0, t - first], both[1, t - first]
-                keep_gated(gates, ups, activation, row[: len(gates)], out[t], panel * PANEL)
+        start, behind, tile, stop = share_of_cut(item, step, len(out), tiles, parts)
+        blocks, end = -(-(behind - start) // ROW_BLOCK), min(stop * PANELS, inner)
+        for block in range(blocks):
+            first, last = rows_of_block(behind - start, block, blocks)
+            first, last = start + first, start + last
+            for panel in range(tile * PANELS, end, GATED):
+                count = min(GATED, end - panel)
+                both = empty((2, last - first, count * PANEL), np.float32)
+                for i in range(2):
+                    some_panels(inputs, first, last, weight, i * inner + panel, count, both[i])
+                _keep_rows(both, activation, row[: count * PANEL], out[first:last], panel * PANEL)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -152,9 +165,9 @@ def _multiply_and_gate(x, weight, activation, out, workers):
 @compiled(fastmath=FASTMATH, part=True)
 def _in_panels(x, weight, activation, out, workers):
     tiles = -(-out.shape[1] * numbers_a_word(out) // (PANELS * PANEL))
-    parts = row_parts(len(x), tiles, workers)
-    operands = as_multiplied(x, weight, workers), weight, activation, out, parts
-    parallel_for(_activate_panels, tiles * parts, workers, operands)
+    count, parts = cut(len(x), tiles, workers)
+    operands = as_multiplied(x, weight, workers), weight, activation, out, tiles, parts
+    parallel_for(_activate_panels, count, workers, operands)
 
 
 @by_types(FASTMATH)

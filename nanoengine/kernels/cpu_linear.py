@@ -85,6 +85,13 @@ def last_outputs(rows, x, w, bias, out, num_inputs, num_outputs):
             out[r * num_outputs + first + j] = total
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def rows_of_block(rows, block, blocks):
+    """(first, behind the last) of a block of rows that are cut into blocks of whole tiles."""
+    first, behind = share_of(-(-rows // ROWS), block, blocks)
+    return first * ROWS, min(behind * ROWS, rows)
+
+
 @compiled(fastmath=FASTMATH)
 def linear_panels(x, w, bias, out, lo, hi):
     """`linear` for the outputs of panels lo ... hi - 1: what one worker does."""
@@ -95,8 +102,10 @@ def linear_panels(x, w, bias, out, lo, hi):
     few = num_rows <= MOST_FEW
     at_once = PANELS_OF_FEW[num_rows] if few else PANELS
     cut = num_inputs if few else INPUTS
-    for row in range(0, num_rows, ROW_BLOCK):
-        rows = min(ROW_BLOCK, num_rows - row)
+    blocks = -(-num_rows // ROW_BLOCK)
+    for block in range(blocks):
+        row, behind = rows_of_block(num_rows, block, blocks)
+        rows = behind - row
         for first in range(0, num_inputs, cut):
             size, a, p = min(cut, num_inputs - first), row * num_inputs + first, lo
             while p < hi:
@@ -122,16 +131,39 @@ def row_parts(rows, tiles, workers):
     return parts
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def cut(rows, tiles, workers):
+    """Into how many things to do a product is cut, and into how many parts its rows; of 0 parts,
+    each is all tiles of a few rows.
+
+    Why rows where they are many: the worker that has made a row is then the one that reads it next,
+    from a cache of its own, while each reads all weights.
+    """
+    if rows >= ROW_BLOCK * PIECES * workers:
+        return -(-rows // ROWS), 0
+    parts = row_parts(rows, tiles, workers)
+    return tiles * parts, parts
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def share_of_cut(i, count, rows, tiles, parts):
+    """Of things i ... i + count - 1 the first row and the one behind the last; the same of tiles.
+    With several parts the count is 1."""
+    if parts == 0:
+        return i * ROWS, min((i + count) * ROWS, rows), 0, tiles
+    first, last = share_of(rows, i % parts, parts)
+    return first, last, i // parts, i // parts + count
+
+
 @compiled(fastmath=FASTMATH)
-def _linear(x, w, bias, out, parts, lo, hi):
+def _linear(x, w, bias, out, tiles, parts, lo, hi):
     """`linear_panels` by PANELS, and the outputs behind the last whole panel if among them."""
-    whole, step = out.shape[1] // PANEL, hi - lo if parts == 1 else 1
+    whole, step = out.shape[1] // PANEL, hi - lo if parts <= 1 else 1
     for i in range(lo, hi, step):
-        first, last = share_of(len(x), i % parts, parts)
-        rows, results, tile = x[first:last], out[first:last], i // parts
-        stop = (tile + step) * PANELS
-        linear_panels(rows, w, bias, results, tile * PANELS, min(stop, whole))
-        if stop > whole:
+        first, last, tile, stop = share_of_cut(i, step, len(x), tiles, parts)
+        rows, results = x[first:last], out[first:last]
+        linear_panels(rows, w, bias, results, tile * PANELS, min(stop * PANELS, whole))
+        if stop * PANELS > whole:
             size = x.shape[1] * inputs_in(x)
             last_outputs(
                 len(rows), rows.reshape(-1), w, bias, results.reshape(-1), size, out.shape[1]
@@ -146,8 +178,8 @@ def linear(x, w, bias, out, num_workers):
     bfloat16 as `rounded_rows` makes them.
     """
     tiles = -(-out.shape[1] // (PANELS * PANEL))
-    parts = row_parts(len(x), tiles, num_workers)
-    parallel_for(_linear, tiles * parts, num_workers, (x, w, bias, out, parts))
+    count, parts = cut(len(x), tiles, num_workers)
+    parallel_for(_linear, count, num_workers, (x, w, bias, out, tiles, parts))
 
 
 @by_types()
