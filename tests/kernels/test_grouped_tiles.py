@@ -61,7 +61,7 @@ def paired() -> np.ndarray:
 def spread_results(isa: ISA, form: Form, rows: int, data: np.ndarray, place: tuple[int, int, int]):
     """Of the tile for this many rows, from the panel spread out."""
     room = np.zeros(64 + place[0] * unit_bytes(form), np.uint8)
-    Compiled(lambda module: spread_panel(module, isa, *form))(data, *place, room)
+    Compiled(lambda module: spread_panel(module, isa, *form))(data, 0, *place, room)
     inputs = paired() if form.is_signed else X
     out, units = np.zeros((rows, PANEL), np.float32), place[0]
     tile = Compiled(lambda module: grouped_tile(module, isa, *form, rows, 1))
@@ -118,7 +118,7 @@ def test_every_instruction_set_gives_the_same_bits(form):
             continue
         floats = Compiled(lambda module, isa=isa: grouped_floats(module, isa, *layout.form))
         found = np.zeros((INPUTS, PANEL), np.float32)
-        floats(data.numpy(), *place, found)
+        floats(data.numpy(), 0, *place, found)
         np.testing.assert_array_equal(found.T, weight.dequantized().numpy())
         for rows in {1, most_grouped(isa)}:
             tile = Compiled(
