@@ -35,7 +35,7 @@ LINES = (
 def run(model: Path, **form: Any) -> None:
     """One stream and a batch, greedy and sampled."""
     with LLM(model, skip_tokenizer_init=True, num_kv_blocks=64, **form) as llm:
-        for prompts, params in ((1, GREEDY), (1, SAMPLED), (8, GREEDY), (8, SAMPLED)):
+        for prompts, params in ((1, GREEDY), (1, SAMPLED), (9, GREEDY), (9, SAMPLED)):
             llm.generate([PROMPT] * prompts, params, use_tqdm=False)
 
 

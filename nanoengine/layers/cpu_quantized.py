@@ -96,7 +96,11 @@ class PanelLinear(QuantizedLinear):
         bits = NO_MASKS if masks is None else masks()
         if softcap is not None or bits is None:
             return None
-        return largest_of_all(self.apply(x, None), bits)
+        return largest_of_all(self, x, bits, self.searched())
+
+    def searched(self) -> tuple[Any, ...] | None:
+        """What `largest_of_products` reads of this weight; None: it can't."""
+        return None
 
 
 class CPUQuantizedLinear(PanelLinear):
@@ -192,6 +196,10 @@ class CPUQuantizedLinear(PanelLinear):
             return self.values.numpy(), self.scales.numpy()
         # Why the sign: it tells those who choose a kernel by types what activations are.
         return (self.values.numpy().view(np.uint8 if self.activations == "int8" else np.int8),)
+
+    def searched(self) -> tuple[Any, ...] | None:
+        whole_rows = self.form == "rows" and self.out_features % PANEL == 0
+        return self.operands(None) if whole_rows and self.has_kernel else None
 
     @property
     def is_whole(self) -> bool:

@@ -182,7 +182,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     except OSError as error:
         raise MemoryError(f"no room for {num_bytes / GIB:,.1f} GiB of KV blocks") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # Why: a cache is touched block by block, once a run. Perf: the first touch runs at 1.4 GB/s
+        # Why: it is touched block by block, row by row. Perf: the first touch runs at 1.4 GB/s
         # in pieces of 4 KiB, at 0.3 in those of 2 MiB, which a virtual machine has to fetch from
         # its host.
         memory.madvise(mmap.MADV_NOHUGEPAGE)

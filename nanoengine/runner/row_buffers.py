@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from nanoengine.attention.batch import Batch, StateWave
 from nanoengine.core.plan import StepPlan
+from nanoengine.runner.kv_cache import zeros
 from nanoengine.runner.transfers import ship
 
 Ints = NDArray[np.int64]
@@ -80,10 +81,12 @@ class RowBuffers:
     ) -> None:
         self.block_size, self.first_state, self._device = block_size, first_state, device
         self.num_kv_groups, self.in_a_slice = num_groups - (first_state is not None), in_a_slice
-        # Why zeros, not empty: the system gives memory only where it is first written.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        # Why not numpy's: of a large array it would have memory in pieces of 2 MiB, see `zeros`.
+        host, tokens = torch.device("cpu"), (max_num_seqs, max_model_len + 1)
+        self.token_ids = zeros(tokens, torch.int32, host).numpy()
         max_blocks = -(-max_model_len // block_size) + 1
-        self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
+        tables = num_groups, max_num_seqs, max_blocks
+        self.block_tables = zeros(tables, torch.int32, host).numpy()
         self.pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.pool_positions, self.seq_ids = np.full((2, max_num_seqs), -1)
 

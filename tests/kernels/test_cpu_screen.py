@@ -14,7 +14,7 @@ from nanoengine.kernels.cpu_linear import DOTS, PANEL
 from nanoengine.kernels.cpu_screen import LEAST_SLACK, MOST_SUM, SMALLEST, largest_of
 from nanoengine.layers import packed
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
-from nanoengine.layers.packed import MOST_OF_PAIRS, MOST_ROWS, PackedLinear, ScreenedHead
+from nanoengine.layers.packed import FEW_ROWS, MOST_ROWS, PackedLinear, ScreenedHead
 from nanoengine.layers.placement import place_buffers
 from nanoengine.runner.sampling_ops import argmax
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -74,9 +74,19 @@ def test_more_rows_are_searched_among_all_outputs(rounds: bool, monkeypatch) -> 
     method.load(normal(4096, 64).bfloat16())
     screened = []
     monkeypatch.setattr(packed.cpu_screen, "largest_outputs", lambda *given: screened.append(given))
-    most = MOST_OF_PAIRS if rounds and DOTS else MOST_ROWS
+    most = FEW_ROWS if rounds and DOTS else MOST_ROWS
     assert method.argmax(normal(most, 64)) is None and len(screened) == 1
-    assert check(method, normal(most + 1, 64)) and len(screened) == 1
+    x = normal(most + 99, 64)  # of several blocks
+    x[7, 7] = torch.nan
+    x[8] = 0  # all outputs are equal
+    assert check(method, x) and check(method, x[: most + 1]) and len(screened) == 1
+    allowed = np.random.default_rng(1).random((len(x), 4096)) < 0.1
+    allowed[0] = False
+    bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    ids, largest = method.argmax(x[:300], masks=lambda: bits[:300])
+    wanted = method.apply(x, None).masked_fill(torch.from_numpy(~allowed), -torch.inf)[:300]
+    assert torch.equal(largest.nan_to_num(), argmax(wanted)[1].nan_to_num())
+    assert torch.equal(ids[1:], argmax(wanted)[0][1:])
     assert method.argmax(normal(most + 1, 64), 30.0) is None, "which may make two outputs equal"
 
 
@@ -164,9 +174,12 @@ def quantized_head(outputs: int, inputs: int, bits: int = 8) -> CPUQuantizedLine
     return method
 
 
+@pytest.mark.parametrize("rows", [5, 105])
 @pytest.mark.parametrize(("outputs", "bits"), [(4096, 8), (1003, 4), (15, 8)])
-def test_a_quantized_head_gives_the_largest_of_all_its_outputs(outputs: int, bits: int) -> None:
-    method, x = quantized_head(outputs, 64, bits), normal(5, 64, seed=1)
+def test_a_quantized_head_gives_the_largest_of_all_its_outputs(
+    outputs: int, bits: int, rows: int
+) -> None:
+    method, x = quantized_head(outputs, 64, bits), normal(rows, 64, seed=1)
     x[3, 7] = torch.nan
     x[4] = 0  # all outputs are equal
     everything = method.apply(x, None)
@@ -174,14 +187,15 @@ def test_a_quantized_head_gives_the_largest_of_all_its_outputs(outputs: int, bit
     found = method.argmax(x)
     assert torch.equal(found[0], ids)
     assert torch.equal(found[1].nan_to_num(), largest.nan_to_num())
-    assert found[1].isnan().tolist() == [False, False, False, True, False]
-    allowed = np.random.default_rng(outputs).random((5, outputs)) < 0.1
+    assert found[1].isnan().nonzero().tolist() == [[3]]
+    allowed = np.random.default_rng(outputs).random((rows, outputs)) < 0.1
     allowed[0] = False
-    bits_of = np.zeros((5, -(-outputs // 32) * 4), np.uint8)
+    bits_of = np.zeros((rows, -(-outputs // 32) * 4), np.uint8)
     packed_bits = np.packbits(allowed, axis=1, bitorder="little")
     bits_of[:, : packed_bits.shape[1]] = packed_bits
-    found = method.argmax(x[:3], masks=lambda: bits_of[:3].view(np.int32))
-    ids, largest = argmax(everything.masked_fill(torch.from_numpy(~allowed), -torch.inf)[:3])
+    kept = [0, 1, 2, *range(5, rows)]
+    found = method.argmax(x[kept], masks=lambda: bits_of[kept].view(np.int32))
+    ids, largest = argmax(everything.masked_fill(torch.from_numpy(~allowed), -torch.inf)[kept])
     assert torch.equal(found[1], largest)
     assert torch.equal(found[0][1:], ids[1:])
     assert method.argmax(x, masks=lambda: None) is None
