@@ -76,7 +76,7 @@ KEYS: dict[str, Key] = {
     "rms_norm_eps": Key(float, 0, 1, 1e-6),
     **_each("layer_norm_eps norm_eps norm_epsilon", Key(float, 0, 1, 1e-5)),
     **_each("qk_layernorm use_qk_norm use_parallel_residual", _MATHS_FLAG),
-    "use_post_norm": Key(bool, default=True),
+    **_each("use_post_norm use_sandwich_norm", Key(bool, default=True)),
     # attention
     **_each("num_attention_heads num_key_value_heads", Key(int, 1, 2**16)),
     "head_dim": Key(int, 2, 2**16),
@@ -84,6 +84,7 @@ KEYS: dict[str, Key] = {
     **_each("attention_chunk_size dual_chunk_attention_config", _REFUSED),
     "is_causal": Key(bool, default=True, unread="refused"),
     **_each("use_mla attn_output_gate attention_k_eq_v", _MATHS_FLAG),
+    "use_attention_gate": Key(bool, default=True),
     **_each(
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
         Key(int, 1, 2**15, None, "refused"),

@@ -66,15 +66,15 @@ LLAMA_3_ROPE = {
 LFM2_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
 NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
 NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-LFM2_NAMES = {
+LFM_NAMES = {
     "model.norm": "model.embedding_norm",
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
-    "q_norm": "q_layernorm",
-    "k_norm": "k_layernorm",
-    "o_proj": "out_proj",
     "mlp": "feed_forward",
     **NUMBERED,
+}
+LFM2_NAMES = {
+    "q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj", **LFM_NAMES,
 }
 SHARED_NAMES = {"shared_experts": "shared_expert"}
 DRAFTS = r"mtp\."
@@ -491,6 +491,32 @@ MORE_FAMILIES: dict[str, Family] = {
         names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
         eps="norm_eps",
     ),
+    "Lfm3ForCausalLM": Family(
+        "lfm3", more_readers.lfm3_layers,
+        plan=plan(
+            only={"attention_bias": (False,)}, head_norm="head",
+            norms=key("use_sandwich_norm", lambda asked: "both" if asked else "before"),
+            output_gate=key("use_attention_gate", lambda asked: "heads" if asked else False),
+        ),
+        states=more_readers.conv_states, windows=windows(readers.no_layer),
+        bases=("rope_theta", "rope_local_base_freq"),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 256, "conv_L_cache": 7,
+            "tie_word_embeddings": True,
+        },
+        rope={
+            "sliding_attention": {"rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+            },
+        },
+        names={
+            "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
+            # Why: a name alone, that of the MLP's gate is another.
+            "self_attn.gate_proj": "self_attn.gate_proj", **LFM_NAMES,
+        },
+        eps="norm_eps",
+    ),
     "MellumForCausalLM": Family(
         "mellum", plan=QWEN3, windows=windows(readers.no_layer),
         bases=("rope_theta", "rope_local_base_freq"),
@@ -691,6 +717,8 @@ MORE_FAMILIES: dict[str, Family] = {
 
 OTHER_NAMES = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 """Architecture as published checkpoints name it -> as transformers does."""

@@ -155,6 +155,14 @@ def conv_states(keys: Keys) -> StatePlan:
     )
 
 
+def lfm3_layers(raw: Json) -> Json:
+    """LFM3's config, with what its layers are where it doesn't say."""
+    layers = raw.get("num_hidden_layers")
+    if raw.get("layer_types") is not None or not isinstance(layers, int):
+        return raw
+    return {**raw, "layer_types": [CONV, *([CONV, FULL, CONV, SLIDING] * layers)[: layers - 1]]}
+
+
 def limited(name: str) -> Reader[int]:
     """DeepSeek-V2: what this key says, in the large one; the others have no groups of experts."""
     return lambda keys: (

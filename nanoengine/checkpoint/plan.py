@@ -80,7 +80,8 @@ class LayerPlan:
             or each behind the rotation ("rotated"); None: not at all.
         qkv_bias, output_bias, mlp_bias: which projections have biases.
         output_gate: a sigmoid of this weighs what a query head has attended; in the checkpoint it
-            stands "behind" the head's query, or "beside" that projection in one of its own.
+            stands "behind" the head's query, or "beside" that projection in one of its own;
+            "heads": so too, but each head has one number.
         gated: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
         activation: a key of `layers.kernels.GATES`, of an MLP without a gate one of
             `models.variants.ACTIVATIONS`; that of experts too.
@@ -116,7 +117,7 @@ class LayerPlan:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    output_gate: Literal[False, "behind", "beside"] = False
+    output_gate: Literal[False, "behind", "beside", "heads"] = False
     gated: bool = True
     activation: str = "silu"
     merged: Literal[False, "parts", "heads"] = False

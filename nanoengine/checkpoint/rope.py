@@ -18,6 +18,7 @@ from nanoengine.settings.checks import check_value, shown
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, set()),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
     "yarn": (
         {"factor"},
@@ -39,7 +40,7 @@ class RopeConfig:
 
     Attributes:
         theta: base of the wavelengths.
-        type: default, linear, llama3, yarn, longrope or proportional.
+        type: default, linear, llama3, yarn, longrope or proportional; dynamic is default here.
         factor: how many times longer the context is than in pre-training.
         original_max_position_embeddings: context of pre-training [tokens].
         low_freq_factor, high_freq_factor: llama3: the band of wavelengths that is blended.
@@ -159,6 +160,9 @@ def _rope(
     if kind in COMPLETED:
         COMPLETED[kind](values, keys)
     theta = given.get("rope_theta") if "rope_theta" in given else theta
+    if kind == "dynamic":
+        # Why: the angles change beyond max_position_embeddings, where no sequence gets here.
+        return RopeConfig(theta=float(theta))
     return RopeConfig(theta=float(theta), type=kind, **values)
 
 

@@ -246,13 +246,19 @@ def finish_layer(
 
 
 @by_types()
-def heads_of(projected, gates, size, workers):
-    """The query, key and value heads of what was projected, behind gates [T, size], if any."""
+def num_gates(gates):
+    """How many gates stand before the heads in what is projected."""
+    return (lambda gates: gates[0]) if len(gates) else lambda gates: 0
+
+
+@by_types()
+def heads_of(projected, gates, workers):
+    """The query, key and value heads of what was projected, behind the gates, if any."""
     if len(gates) == 0:
-        return lambda projected, gates, size, workers: projected
+        return lambda projected, gates, workers: projected
     from nanoengine.kernels.cpu_gates import columns_from
 
-    return lambda projected, gates, size, workers: columns_from(projected, size, workers)
+    return lambda projected, gates, workers: columns_from(projected, gates[0], workers)
 
 
 @by_types()
@@ -262,7 +268,9 @@ def weigh(attended, projected, gates, workers):
         return lambda attended, projected, gates, workers: None
     from nanoengine.kernels.cpu_gates import weigh_rows
 
-    return lambda attended, projected, gates, workers: weigh_rows(attended, projected, workers)
+    return lambda attended, projected, gates, workers: weigh_rows(
+        attended, projected, gates[0], workers
+    )
 
 
 @compiled(fastmath=FASTMATH)
@@ -276,8 +284,8 @@ def _decoder_layer(
         first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], attention's
             operand, and sinks [H], if any; (H, K, D, P), the window, how heads are normed,
             whether norms are before attention and MLP; the epsilons of the layer's and the heads'
-            norms, the scale and softcap of scores. A fourth, of anything: qkv gives H gates of
-            what is attended before the heads.
+            norms, the scale and softcap of scores. A fourth: how many gates of what is attended,
+            H or H * D, qkv gives before the heads.
         second: three groups: the weights o, norm behind attention, norm before the MLP; gate_up,
             down, norm behind the MLP, an empty array of what down multiplies (pairs only where I
             is a multiple of 16), I and the gate's number, or nothing; the norms' epsilon, whether
@@ -290,14 +298,14 @@ def _decoder_layer(
     eps, head_eps, scale, softcap = numbers
     num_heads, num_kv_heads, head_dim, _ = heads_and_dims
     tokens, gates = len(x), first[3:]
-    of_gates = len(gates) * num_heads * head_dim
+    outputs = num_gates(gates) + (num_heads + 2 * num_kv_heads) * head_dim
 
-    projected = empty((tokens, of_gates + (num_heads + 2 * num_kv_heads) * head_dim), x.dtype)
+    projected = empty((tokens, outputs), x.dtype)
     if projected.size <= SMALL:  # This thread will write them, see `rotate_and_store`.
         ask_for_slots(slots, k_cache, v_cache, heads_and_dims)
     enter(x, residual, norm, eps, before, workers)
     multiply(x, qkv, projected, workers)
-    heads = heads_of(projected, gates, of_gates, workers)
+    heads = heads_of(projected, gates, workers)
     q = empty((tokens, num_heads, head_dim), x.dtype)
     rotate_and_store(
         heads.reshape(tokens, num_heads + 2 * num_kv_heads, head_dim), table, head_norm,

@@ -30,17 +30,30 @@ def columns_from(source, first, workers):
     return out
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _sigmoid(x, one):
+    e = exp(-abs(x))
+    return (one if x >= 0 else e) / (one + e)
+
+
 @compiled(fastmath=FASTMATH)
-def _weigh_rows(attended, gates, lo, hi):
+def _weigh_rows(attended, gates, count, lo, hi):
+    width, one = attended.shape[1] // count, attended.dtype.type(1)
     for t in range(lo, hi):
-        row, gate, one = attended[t], gates[t], attended.dtype.type(1)
-        for i in range(len(row)):
-            e = exp(-abs(gate[i]))
-            row[i] *= (one if gate[i] >= 0 else e) / (one + e)
+        row, gate = attended[t], gates[t]
+        if width == 1:  # Why apart: so LLVM makes vectors of it.
+            for i in range(count):
+                row[i] *= _sigmoid(gate[i], one)
+        else:
+            for head in range(count):
+                weight, numbers = _sigmoid(gate[head], one), row[head * width :]
+                for i in range(width):
+                    numbers[i] *= weight
 
 
 @compiled(fastmath=FASTMATH)
-def weigh_rows(attended, gates, workers):
-    """In place: attended [T, H * D] times the sigmoids of the first H * D columns of `gates`."""
+def weigh_rows(attended, gates, count, workers):
+    """In place: attended [T, H * D] times the sigmoids of the first columns of `gates`, of which
+    there are `count`: H * D, or H."""
     workers = 1 if attended.size <= SMALL else workers
-    parallel_for(_weigh_rows, len(attended), workers, (attended, gates))
+    parallel_for(_weigh_rows, len(attended), workers, (attended, gates, count))

@@ -67,7 +67,7 @@ class LayerParts:
         """Takes attention's parts; its linear layers, the last of which projects back."""
         attention = layer.self_attn
         self.attention, self.head_norm = attention.attention, attention.norm_weights
-        self.backend, self.is_gated = self.attention.backend, getattr(attention, "is_gated", False)
+        self.backend, self.num_gates = self.attention.backend, getattr(attention, "num_gates", 0)
         return [attention.qkv_proj, attention.o_proj]
 
     @property
@@ -101,11 +101,11 @@ class LayerParts:
             (heads_and_dims, window, kind, self.before[0] is not None),
             (eps, real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
         )
-        if not self.is_gated:
+        if not self.num_gates:
             return first, second
         from nanoengine.kernels import cpu_gates  # noqa: F401, which kept code of kernels calls
 
-        return (*first, True), second
+        return (*first, self.num_gates), second
 
     def ends(self) -> tuple[list[Any], tuple[Any, ...]]:
         """The weights of the mixer's first projections, and what `decoder_layers` calls second."""

@@ -40,7 +40,7 @@ class VariedParts(LayerParts):
     def of_mixer(self, layer: Any) -> list[Linear]:
         mixer = self.mixer = layer.mixer
         self.attention, self.head_norm = mixer.attention, mixer.head_norm.weights
-        self.backend, self.is_gated, self.of_input = self.attention.backend, False, []
+        self.backend, self.num_gates, self.of_input = self.attention.backend, 0, []
         if hasattr(layer, "per_layer_input_gate"):
             self.of_input = [layer.per_layer_input_gate, layer.per_layer_projection]
         return [*self.of_input, mixer.qkv_proj, mixer.o_proj]

@@ -107,20 +107,20 @@ class QKVLinear(MergedLinear):
     """The query, key and value projections as one: [..., (H + 2 K) * D] of this rank's heads.
 
     A rank holds whole heads; `check_ranks` has refused rank counts that don't divide them. Where
-    ranks are more than KV heads, several hold the same one. `query_rows` is how many outputs a
-    query head has for each of its dimensions.
+    ranks are more than KV heads, several hold the same one. `gates` is how many outputs a query
+    head has besides.
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, context: ModelContext, query_rows: int = 1
+        self, name: str, config: ModelConfig, context: ModelContext, gates: int = 0
     ) -> None:
-        q = config.num_attention_heads * config.head_dim
+        q = config.num_attention_heads * (config.head_dim + gates)
         kv = config.num_key_value_heads * config.head_dim
         shared = context.shard.of_heads(config.num_key_value_heads)
         super().__init__(
             name,
             config.hidden_size,
-            {"q_proj": q * query_rows, "k_proj": kv, "v_proj": kv},
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
             bias=config.plan.qkv_bias,
             context=context,
             shards={"q_proj": context.shard, "k_proj": shared, "v_proj": shared},

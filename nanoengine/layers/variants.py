@@ -107,17 +107,19 @@ class OtherQKV(QKVLinear):
     """The query, key and value projections, with rows in the order that the layer reads them.
 
     Dimensions of query and key heads are ordered as `head_order` says. Gates come first here,
-    before the queries, wherever the checkpoint holds them: [..., (2 H + 2 K) * D].
+    before the queries, wherever the checkpoint holds them: [..., G + (H + 2 K) * D], G being
+    H * D, or H where a head has one.
     """
 
     def __init__(self, name: str, config: ModelConfig, context: ModelContext) -> None:
         where = config.plan.output_gate
-        super().__init__(name, config, context, query_rows=2 if where else 1)
+        gates = 1 if where == "heads" else config.head_dim if where else 0
+        super().__init__(name, config, context, gates)
         self.head_order, self.head_dim = head_order(config), config.head_dim
         self.gated = where == "behind"
-        if where == "beside":
-            size = self.parts["q_proj"] // 2
-            self.parts = {"gate_proj": size, **self.parts, "q_proj": size}
+        if where in ("beside", "heads"):
+            size = config.num_attention_heads * gates
+            self.parts = {"gate_proj": size, **self.parts, "q_proj": self.parts["q_proj"] - size}
             self.shards = {"gate_proj": context.shard, **self.shards}
 
     def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:

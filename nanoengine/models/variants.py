@@ -396,7 +396,9 @@ class TorchAttention(VariantAttention):
         super().__init__(path, index, config, context)
         plan, rope, spec = config.plan, config.ropes[index], self.attention.spec
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self.is_gated, self.norm_is_last = bool(plan.output_gate), plan.head_norm == "rotated"
+        each = 1 if plan.output_gate == "heads" else self.head_dim if plan.output_gate else 0
+        self.num_gates = each * spec.num_heads
+        self.norm_is_last = plan.head_norm == "rotated"
         self.norm_is_split = plan.head_norm == "width" and self.norm_weights is None
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
@@ -405,10 +407,9 @@ class TorchAttention(VariantAttention):
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        gates = None
-        if self.is_gated:
-            gates, heads = heads[:, : self.num_heads], heads[:, self.num_heads :].contiguous()
+        found = self.qkv_proj(x)
+        gates, heads = found[:, : self.num_gates], found[:, self.num_gates :].contiguous()
+        heads = heads.view(len(x), -1, self.head_dim)
         if self.clip is not None:
             heads = heads.clamp(-self.clip, self.clip)
         if self.norm_is_split:
@@ -420,8 +421,9 @@ class TorchAttention(VariantAttention):
         else:
             attended = self.attention(heads, rotation, self.norm_weights, batch)
         attended = taken(attended, rows)
-        if gates is not None:
-            attended = attended * taken(gates, rows).sigmoid()
+        if self.num_gates:
+            gates = taken(gates, rows).sigmoid()
+            attended = attended * gates.unflatten(1, (self.num_heads, -1))
         return self.o_proj(attended.flatten(1))
 
     def _attend_normed_last(

@@ -222,6 +222,7 @@ def test_every_key_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 TURNED: dict[str, Raw] = {
     "default": {},
     "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 64},
     "yarn": {"factor": 4.0, "attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0,

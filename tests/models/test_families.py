@@ -330,6 +330,8 @@ def test_the_model_may_lie_below_another_prefix(prefix: str, tmp_path: Path) -> 
         ("phimoe", "PhiMoEForCausalLM"),
         ("exaone_moe", "ExaoneMoEForCausalLM"),
         ("exaone", "ExaoneForCausalLM"),
+        ("llama", "InternLM3ForCausalLM"),
+        ("llama", "IQuestCoderForCausalLM"),
     ],
 )
 def test_an_architecture_may_have_the_name_that_it_was_published_with(
@@ -399,7 +401,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "hidden_act='gelu'": ("granite", {"hidden_act": "gelu"}),
     "n_group=3 and topk_group=2 must make equal groups": ("glm4_moe", {"n_group": 3}),
     "no_rope_layers has 1 entries": ("smollm3", {"no_rope_layers": [1]}),
-    "rope type 'dynamic'": (
+    "rope type 'dynamic' needs factor": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "alpha": 2.0, "rope_theta": 1e4}},
     ),

@@ -108,6 +108,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama head_dim": ("llama", {"head_dim": 48}),
     "llama no GQA": ("llama", {"num_key_value_heads": 4}),
     "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "llama dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
     "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
     "llama yarn": ("llama", {"rope_parameters": YARN}),
     "mistral": ("mistral", {}),

@@ -21,7 +21,7 @@ from tests.support.states import random_inputs
 SHARED = random_prompts(1, [150], seed=3)[0]
 PROMPTS = [SHARED[:140] + tail for tail in random_prompts(3, [9, 4, 17], seed=4)]
 PROMPTS += random_prompts(2, [70, 5], seed=5)
-FAMILIES = ["qwen3_5", "lfm2_moe", "falcon_h1", "nemotron_h"]
+FAMILIES = ["qwen3_5", "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h"]
 NUM_TOKENS = 20
 
 
@@ -131,7 +131,7 @@ class Work(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decode_does_the_same_work_however_long_its_context_is(family):
-    engine = engine_of(family, max_model_len=512)
+    engine = engine_of(family, max_model_len=512, num_kv_blocks=200)
     work = []
     for layer in engine.executor.model.state_layers:
 

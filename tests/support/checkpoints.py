@@ -320,6 +320,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2MoeConfig",
         {**MOE, **CONV, "layer_types": ["conv", FULL, "conv"], "num_dense_layers": 1},
     ),
+    "lfm3": (
+        "Lfm3Config",
+        {"layer_types": ["conv", FULL, "conv", SLIDING], "num_hidden_layers": 4, "head_dim": 32,
+         "sliding_window": 16, "conv_L_cache": 4, "pad_token_id": 0},
+    ),
     "llama": ("LlamaConfig", {}),
     "mellum": (
         "MellumConfig",
