@@ -257,27 +257,17 @@ def finish_layer(
 
 @by_types()
 def heads_of(projected, own, sizes, workers):
-    """[T, H + 2 K, D]: query, key and value heads of what was projected; by `own` behind gates, or
-    with normed values, see `attend_heads`. sizes: (H, K, D, P)."""
-    if len(own) == 0:
-        return lambda projected, own, sizes, workers: projected.reshape(
-            len(projected), -1, sizes[2]
-        )
-    if isinstance(own[0], types.Array):
-        from nanoengine.kernels.cpu_varied import norm_values
+    """What `rotate_and_store` calls heads, of what was projected [T, columns]; `own` is that of
+    `attend_heads`, sizes: (H, K, D, P)."""
+    if len(own) == 0 or not isinstance(own[0], types.Array):
+        return lambda projected, own, sizes, workers: projected
+    from nanoengine.kernels.cpu_varied import norm_values
 
-        def normed(projected, own, sizes, workers):
-            heads = projected.reshape(len(projected), -1, sizes[2])
-            return norm_values(heads, own, *sizes[:2], workers) if sizes[1] else heads
+    def normed(projected, own, sizes, workers):
+        heads = projected.reshape(len(projected), -1, sizes[2])
+        return norm_values(heads, own, *sizes[:2], workers) if sizes[1] else heads
 
-        return normed
-    from nanoengine.kernels.cpu_gates import columns_from
-
-    def behind_gates(projected, own, sizes, workers):
-        heads = columns_from(projected, sizes[0] * sizes[2], workers)
-        return heads.reshape(len(projected), -1, sizes[2])
-
-    return behind_gates
+    return normed
 
 
 @by_types()
