@@ -5,6 +5,8 @@
 
 Some families have norms behind o and down too, or only there (`LayerPlan.norms`). Where the MLP is
 a mixture of experts, `cpu_experts.py` computes it; where no kernel does, the call ends before it.
+What stands in attention's place in others, and behind the MLP, has files of its own: `mixed` and
+`leave` say which.
 
 Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Each
 is the one that the layer's parts call by themselves, so the results are the same bit for bit; the
@@ -229,7 +231,15 @@ def gated_mlp(x, mlp, eps, behind, factor, workers):
 def finish_layer(
     attended, residual, before, all_rows, rows, x_on, residual_on, second, workers
 ):  # fmt: skip
-    """A layer from its output projection on, see `decoder_layers`; attended: [T, its inputs]."""
+    """A layer from its output projection on, see `decoder_layers`.
+
+    Args:
+        attended: [T, inputs of o].
+        second: three groups: the weights o, norm behind the mixer, norm before the MLP; gate_up,
+            down, norm behind the MLP, an empty array of what down multiplies (pairs only where I
+            is a multiple of 16), I and the gate's number, or nothing; the norms' epsilon, whether
+            they are behind, and the factor on what is added.
+    """
     if not all_rows:
         kept = empty((len(rows), attended.shape[1]), attended.dtype)
         for i in range(len(rows)):  # Why loops: numba's own copies take seconds to compile
@@ -246,81 +256,101 @@ def finish_layer(
 
 
 @by_types()
-def num_gates(gates):
-    """How many gates stand before the heads in what is projected."""
-    return (lambda gates: gates[0]) if len(gates) else lambda gates: 0
+def heads_of(projected, own, sizes, workers):
+    """What `rotate_and_store` calls heads, of what was projected [T, columns]; `own` is that of
+    `attend_heads`, sizes: (H, K, D, P)."""
+    if len(own) == 0 or not isinstance(own[0], types.Array):
+        return lambda projected, own, sizes, workers: projected
+    from nanoengine.kernels.cpu_varied import norm_values
+
+    def normed(projected, own, sizes, workers):
+        heads = projected.reshape(len(projected), -1, sizes[2])
+        return norm_values(heads, own, *sizes[:2], workers) if sizes[1] else heads
+
+    return normed
 
 
 @by_types()
-def heads_of(projected, gates, workers):
-    """The query, key and value heads of what was projected, behind the gates, if any."""
-    if len(gates) == 0:
-        return lambda projected, gates, workers: projected
-    from nanoengine.kernels.cpu_gates import columns_from
-
-    return lambda projected, gates, workers: columns_from(projected, gates[0], workers)
-
-
-@by_types()
-def weigh(attended, projected, gates, workers):
+def weigh(attended, projected, own, workers):
     """In place: attended [T, H * D] times the sigmoids of the gates before the heads, if any."""
-    if len(gates) == 0:
-        return lambda attended, projected, gates, workers: None
+    if len(own) == 0 or isinstance(own[0], types.Array):
+        return lambda attended, projected, own, workers: None
     from nanoengine.kernels.cpu_gates import weigh_rows
 
-    return lambda attended, projected, gates, workers: weigh_rows(
-        attended, projected, gates[0], workers
+    return lambda attended, projected, own, workers: weigh_rows(
+        attended, projected, own[0], workers
     )
 
 
 @compiled(fastmath=FASTMATH)
-def _decoder_layer(
-    x, residual, all_rows, rows, x_on, residual_on, step, k_cache, v_cache, first, second, workers
-):  # fmt: skip
-    """One of `decoder_layers`.
+def attend_heads(x, step, memory, mixer, workers):
+    """[T, H * D]: what attention gives normed rows x [T, N].
 
     Args:
-        k_cache, v_cache: contiguous, [B, K, P, D].
-        first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], attention's
-            operand, and sinks [H], if any; (H, K, D, P), the window, how heads are normed,
-            whether norms are before attention and MLP; the epsilons of the layer's and the heads'
-            norms, the scale and softcap of scores. A fourth: how many gates of what is attended,
-            H or H * D, qkv gives before the heads.
-        second: three groups: the weights o, norm behind attention, norm before the MLP; gate_up,
-            down, norm behind the MLP, an empty array of what down multiplies (pairs only where I
-            is a multiple of 16), I and the gate's number, or nothing; the norms' epsilon, whether
-            they are behind, and the factor on what is added. Norms that are not there are any
-            array.
+        step: of `CPUBackend.step_arrays`, first.
+        memory: k_cache and v_cache, contiguous, [B, K, P, D].
+        mixer: three groups: qkv, the norm of heads [H + K, D], attention's operand, sinks [H], if
+            any, and what some families have of their own; (H, K, D, P), the outputs of qkv, the KV
+            heads that are stored, K or 0, the window, and how heads are normed; the epsilon of the
+            heads' norms, the scale and softcap of scores. Their own is how many gates of what is
+            attended qkv gives before the heads, H or H * D; or ones [D] and an epsilon: values are
+            normed, and are the keys as projected where qkv gives none.
     """
-    weights, (heads_and_dims, window, normed, before), numbers = first[:3]
-    norm, qkv, head_norm, operand, sinks = weights
-    table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
-    eps, head_eps, scale, softcap = numbers
-    num_heads, num_kv_heads, head_dim, _ = heads_and_dims
-    tokens, gates = len(x), first[3:]
-    outputs = num_gates(gates) + (num_heads + 2 * num_kv_heads) * head_dim
+    (qkv, head_norm, operand, sinks, own), kind, (eps, scale, softcap) = mixer
+    heads_and_dims, columns, kept, window, normed = kind
+    table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step[:9]
+    (num_heads, _, head_dim, block_size), (k_cache, v_cache) = heads_and_dims, memory
+    tokens, stored = len(x), (num_heads, kept, head_dim, block_size)
 
-    projected = empty((tokens, outputs), x.dtype)
+    projected = empty((tokens, columns), x.dtype)
     if projected.size <= SMALL:  # This thread will write them, see `rotate_and_store`.
-        ask_for_slots(slots, k_cache, v_cache, heads_and_dims)
-    enter(x, residual, norm, eps, before, workers)
+        ask_for_slots(slots, k_cache, v_cache, stored)
     multiply(x, qkv, projected, workers)
-    heads = heads_of(projected, gates, workers)
+    heads = heads_of(projected, own, stored, workers)
     q = empty((tokens, num_heads, head_dim), x.dtype)
     rotate_and_store(
-        heads.reshape(tokens, num_heads + 2 * num_kv_heads, head_dim), table, head_norm,
-        head_eps, normed, slots, k_cache, v_cache, q, heads_and_dims, workers,
-    )  # fmt: skip
-    of_heads = empty(q.shape, x.dtype)
+        heads, table, head_norm, eps, normed, slots, k_cache, v_cache, q, stored, workers
+    )
+    attended = empty((tokens, num_heads * head_dim), x.dtype)
+    of_heads = attended.reshape(q.shape)
     attend(
         q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window, operand,
         sinks, of_heads, partial_out, partial_stats, workers,
     )  # fmt: skip
     if len(merges):
         combine(merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats, workers)
-    attended = of_heads.reshape(tokens, num_heads * head_dim)
-    weigh(attended, projected, gates, workers)
-    finish_layer(attended, residual, before, all_rows, rows, x_on, residual_on, second, workers)
+    weigh(attended, projected, own, workers)
+    return attended
+
+
+@by_types()
+def mixed(x, step, memory, mixer, workers):
+    """[T, inputs of o]: what a mixer gives normed rows x [T, N]. The number of its parts says what
+    it is: 2, a convolution between two gates; 3, attention; 4, latent attention; 5, the delta rule;
+    6, Mamba-2's."""
+    if len(mixer) == 4:
+        from nanoengine.kernels.cpu_latent_layer import attend_by_latents as kernel
+    elif len(mixer) == 6:
+        from nanoengine.kernels.cpu_mamba import mamba as kernel
+    elif len(mixer) == 5:
+        from nanoengine.kernels.cpu_states import delta as kernel
+    elif len(mixer) == 2:
+        from nanoengine.kernels.cpu_states import convolution as kernel
+    else:
+        kernel = attend_heads
+    return lambda x, step, memory, mixer, workers: kernel(x, step, memory, mixer, workers)
+
+
+@by_types()
+def leave(x, residual, all_rows, rows, step, last, workers):
+    """What a layer with something behind its MLP, `last`, does with both results, in place."""
+    if len(last) == 0:
+        return lambda x, residual, all_rows, rows, step, last, workers: None
+    from nanoengine.kernels.cpu_varied import leave_with_input as kernel
+
+    return lambda x, residual, all_rows, rows, step, last, workers: kernel(
+        x, residual, all_rows, rows, step[9], last, workers
+    )
 
 
 @compiled(fastmath=FASTMATH)
@@ -336,13 +366,15 @@ def decoder_layers(
         x, residual: [T, N], what the layer before added, and what was there before it.
         all_rows, rows: whether all go on; if not, which: [L] int64. Then only one layer runs.
         x_on, residual_on: [L, N], the results where not all rows go on; else x and residual.
-        step: of `CPUBackend.step_arrays`.
-        layers: a `Held` of each layer's k_cache, v_cache, first and second, see `_decoder_layer`.
+        step: what mixers of this kind need of it.
+        layers: a `Held` of each layer's memory; its first norm [N], its mixer, the norms' epsilon,
+            and whether norms are before mixer and MLP; what `finish_layer` calls second; and what
+            `leave` calls last, or nothing. Norms that are not there are any array.
         first, last: the layers from first to last - 1 run.
     """
     for i in range(first, last):
-        k_cache, v_cache, attention, mlp = of_place(layers, i)
-        _decoder_layer(
-            x, residual, all_rows, rows, x_on, residual_on, step, k_cache, v_cache, attention, mlp,
-            workers,
-        )  # fmt: skip
+        memory, (norm, mixer, (eps, before)), second, behind = of_place(layers, i)
+        enter(x, residual, norm, eps, before, workers)
+        found = mixed(x, step, memory, mixer, workers)
+        finish_layer(found, residual, before, all_rows, rows, x_on, residual_on, second, workers)
+        leave(x_on, residual_on, all_rows, rows, step, behind, workers)

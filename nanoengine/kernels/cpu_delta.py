@@ -21,11 +21,10 @@ import math
 
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_layers import FASTMATH
-from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.emit import Emit, written_by
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
@@ -90,35 +89,30 @@ def recall_tile(builder, isa: ISA, of):
         tile.store(tile.load(cell), tile.at(of.recalled, lane))
 
 
-def _of_arrays(tile, given):
-    def codegen(context, builder, signature, args):
+def _of_arrays(tile):
+    """Has compiled code call a tile whose pointers are the begins of arrays."""
+
+    def codegen(context, builder, sig, args):
         emit = Emit(context, builder)
         operands = [
             emit.pointer(kind, arg, I64(0)) if isinstance(kind, types.Array) else arg
-            for kind, arg in zip(signature.args, args, strict=True)
+            for kind, arg in zip(sig.args, args, strict=True)
         ]
         builder.call(tile(builder.module, CURRENT), operands)
         return context.get_dummy_value()
 
-    return types.void(*given), codegen
+    return written_by(codegen)
 
 
-@intrinsic
-def advance_strip(
-    typing, source, step, target, target_step, key, query, following, keys, kept, change, read,
-    recalled,
-):  # fmt: skip
+@_of_arrays(delta_tile)
+def advance_strip(source, step, target, target_step, key, query, following, keys, kept, change,
+                  read, recalled):  # fmt: skip
     """`delta_tile`, of arrays."""
-    given = (
-        source, step, target, target_step, key, query, following, keys, kept, change, read, recalled
-    )  # fmt: skip
-    return _of_arrays(delta_tile, given)
 
 
-@intrinsic
-def recall_strip(typing, source, step, target, key, keys, recalled, ahead):
+@_of_arrays(recall_tile)
+def recall_strip(source, step, target, key, keys, recalled, ahead):
     """`recall_tile`, of arrays."""
-    return _of_arrays(recall_tile, (source, step, target, key, keys, recalled, ahead))
 
 
 # Why no "contract": the bits are those of `CausalConv`, which rounds each product.

@@ -6,28 +6,10 @@ Legend: T tokens, H query heads, D head dim.
 
 from __future__ import annotations
 
-from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_layers import FASTMATH, SMALL
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
-
-
-@compiled(fastmath=FASTMATH)
-def _columns_from(source, first, out, lo, hi):
-    for t in range(lo, hi):
-        row, target = source[t, first:], out[t]
-        for i in range(len(target)):
-            target[i] = row[i]
-
-
-@compiled(fastmath=FASTMATH)
-def columns_from(source, first, workers):
-    """A copy of the columns from `first` on, so that they lie side by side."""
-    out = empty((len(source), source.shape[1] - first), source.dtype)
-    workers = 1 if out.size <= SMALL else workers
-    parallel_for(_columns_from, len(out), workers, (source, first, out))
-    return out
 
 
 @compiled(fastmath=FASTMATH, part=True)

@@ -1,12 +1,10 @@
-"""Decoder layers with latent attention as one call on the CPU, beside `cpu_decoder.py`.
+"""Latent attention in `cpu_decoder.decoder_layers`.
 
-    x, residual ─ norm ─┬─ q (or q_a ─ norm ─ q_b) ─ turn, times key matrices ─┐
-                        └─ kv_a ─ norm, turn, store ───────────────────────── attend ─┐
-    x, residual ─ down ─ gate ─ gate_up ─ norm ─ o ───────── times value matrices ────┘
+    norm ─┬─ q (or q_a ─ norm ─ q_b) ─ turn, times key matrices ─┐
+          └─ kv_a ─ norm, turn, store ───────────────────────── attend ─ times value matrices ─ o
 
-Each head's matrices are small: all of them are one run of panels that workers share. Where the MLP
-is another than the gated one, the call ends before it. Called by `layers/cpu_latent.py`; the
-readable form is `LatentAttention` of `models/latent.py`.
+Each head's matrices are small: all of them are one run of panels that workers share. The readable
+form is `LatentAttention` of `models/latent.py`.
 
 Legend: T tokens, L rows behind attention, N hidden size, H query heads, D numbers of a key.
 """
@@ -15,12 +13,10 @@ from __future__ import annotations
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_tiles import stored
-from nanoengine.kernels.cpu_decoder import gated_mlp
 from nanoengine.kernels.cpu_latent import attend_latents
-from nanoengine.kernels.cpu_layers import ADDS, ALONE, FASTMATH, SMALL, norm_row, rms_norm
+from nanoengine.kernels.cpu_layers import ALONE, FASTMATH, SMALL, norm_row, rms_norm
 from nanoengine.kernels.cpu_linear import FASTMATH as ONE_CHAIN
 from nanoengine.kernels.cpu_linear import linear_panels
-from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import multiply
 from nanoengine.kernels.pool import parallel_for
@@ -49,20 +45,19 @@ def heads_times_matrices(x, weight, out, workers):
 
 
 @compiled(fastmath=FASTMATH)
-def _swap(source, rows, out, width, lo, hi):
+def _swap(source, out, width, lo, hi):
     for i in range(lo, hi):
-        taken = rows[i] if len(rows) else i
         for j in range(len(out)):
-            line, to = source[taken, j], out[j, i]
+            line, to = source[i, j], out[j, i]
             for d in range(width):
                 to[d] = line[d]
 
 
 @compiled(fastmath=FASTMATH)
-def swap(source, rows, out, width, workers):
-    """out[j, i, :width] = source[rows[i], j, :width]; no rows: of i itself."""
+def swap(source, out, width, workers):
+    """out[j, i, :width] = source[i, j, :width]."""
     workers = 1 if out.size <= SMALL else workers
-    parallel_for(_swap, out.shape[1], workers, (source, rows, out, width))
+    parallel_for(_swap, out.shape[1], workers, (source, out, width))
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -106,78 +101,45 @@ def _project_queries(x, first, query, eps, out, workers):
 
 
 @compiled(fastmath=FASTMATH)
-def _latent_layer(
-    x, residual, all_rows, rows, x_on, residual_on, step, cache, first, second, workers
-):  # fmt: skip
-    """One of `latent_layers`.
+def attend_by_latents(x, step, memory, mixer, workers):
+    """[T, H * a value's size]: what latent attention gives normed rows x [T, N].
 
     Args:
-        cache: contiguous, [B, 1, P, D].
-        first: the weights norm [N], q_a and its norm, or nothing, q, kv_a, its norm, the heads'
-            matrices for keys and for values, no sinks; numbers of a head's query that are not
-            turned and of its value, outputs of the heads' matrices with what fills panels; sizes of
-            `attend_latents`; the epsilons of the layer's and the inner norms, the scale of scores,
-            and the factor on what attention and MLP add.
-        second: the weights o, norm before the MLP, and `gated_mlp`'s.
+        memory: the cache, contiguous, [B, 1, P, D]; twice.
+        mixer: the weights q_a and its norm, or nothing, q, kv_a, its norm, the heads' matrices for
+            keys and for values, no sinks; numbers of a head's query that are not turned and of its
+            value, outputs of the heads' matrices with what fills panels; sizes of `attend_latents`;
+            the epsilon of the norms, and the scale of scores.
     """
-    weights, (still, value_size, padded_key, padded_value), sizes, numbers = first
-    norm, query_a, query, kv_a, kv_norm, key_up, value_up, no_sinks = weights
-    eps, inner_eps, scale, factor = numbers
+    weights, (still, value_size, padded_key, padded_value), sizes, (eps, scale) = mixer
+    query_a, query, kv_a, kv_norm, key_up, value_up, no_sinks = weights
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
-    (num_heads, size, rank, _), tokens = sizes, len(x)
+    (num_heads, size, rank, _), tokens, cache = sizes, len(x), memory[0]
 
-    rms_norm(x, residual, ADDS, norm, eps, x, workers)
     keys = empty((tokens, size), x.dtype)
     multiply(x, kv_a, keys, workers)
     projected = empty((tokens, num_heads * (still + size - rank)), x.dtype)
-    _project_queries(x, query_a, query, inner_eps, projected, workers)
+    _project_queries(x, query_a, query, eps, projected, workers)
     q = projected.reshape(tokens, num_heads, still + size - rank)
     queries = empty((tokens, num_heads, size), x.dtype)
     parallel_for(
         _turn_tokens, tokens, 1 if q.size <= SMALL else workers,
-        (q, keys, kv_norm, inner_eps, table, queries, slots, cache.reshape(-1), still),
+        (q, keys, kv_norm, eps, table, queries, slots, cache.reshape(-1), still),
     )  # fmt: skip
-    everyone = rows[:0]
     of_heads = empty((num_heads, tokens, still), x.dtype)
-    swap(q, everyone, of_heads, still, workers)
+    swap(q, of_heads, still, workers)
     latents = empty((num_heads, tokens, padded_key), x.dtype)
     heads_times_matrices(of_heads, key_up, latents, workers)
-    swap(latents, everyone, queries, rank, workers)
+    swap(latents, queries, rank, workers)
     attended = empty((tokens, num_heads, rank), x.dtype)
     attend_latents(
         queries, cache, tables, tasks, bounds, merges, parts, partial_out, partial_stats, sizes,
         scale, no_sinks, attended, workers,
     )  # fmt: skip
-
-    if not all_rows:
-        tokens = len(rows)
-        for i in range(tokens):
-            for d in range(x.shape[1]):
-                residual_on[i, d] = residual[rows[i], d]
     summed = empty((num_heads, tokens, rank), x.dtype)
-    swap(attended, rows if not all_rows else everyone, summed, rank, workers)
+    swap(attended, summed, rank, workers)
     values = empty((num_heads, tokens, padded_value), x.dtype)
     heads_times_matrices(summed, value_up, values, workers)
-    kept = empty((tokens, num_heads, value_size), x.dtype)
-    swap(values, everyone, kept, value_size, workers)
-    o, mlp_norm, mlp = second
-    multiply(kept.reshape(tokens, num_heads * value_size), o, x_on, workers)
-    if factor != 1:
-        for t in range(tokens):
-            for i in range(x.shape[1]):
-                x_on[t, i] *= factor
-    rms_norm(x_on, residual_on, ADDS, mlp_norm, eps, x_on, workers)
-    gated_mlp(x_on, mlp, eps, False, factor, workers)
-
-
-@compiled(fastmath=FASTMATH)
-def latent_layers(
-    x, residual, all_rows, rows, x_on, residual_on, step, layers, first, last, workers
-):
-    """`cpu_decoder.decoder_layers` for layers with latent attention; `layers`: a `Held` of each
-    layer's k_cache, v_cache, first and second, see `_latent_layer`."""
-    for i in range(first, last):
-        k_cache, _, attention, mlp = of_place(layers, i)
-        _latent_layer(
-            x, residual, all_rows, rows, x_on, residual_on, step, k_cache, attention, mlp, workers
-        )
+    kept = empty((tokens, num_heads * value_size), x.dtype)
+    swap(values, kept.reshape(tokens, num_heads, value_size), value_size, workers)
+    return kept

@@ -170,9 +170,11 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
     num_heads, num_kv_heads, head_dim, _ = sizes
     key, scale, row = empty((head_dim,), q.dtype), q.dtype.type(1), heads.reshape(-1)
     angles, weights, queries = table.reshape(-1), weight.reshape(-1), q.reshape(-1)
+    columns = len(row) // max(1, len(q))
+    first = columns - (num_heads + 2 * num_kv_heads) * head_dim
     for t in range(lo, hi):
         for h in range(num_heads + num_kv_heads):
-            at = (t * heads.shape[1] + h) * head_dim
+            at = t * columns + first + h * head_dim
             if normed == EACH_HEAD or (normed == TOGETHER and h in (0, num_heads)):
                 count = 1 if normed == EACH_HEAD else num_kv_heads if h else num_heads
                 scale = _scale_of_row(row[at : at + count * head_dim], eps)
@@ -193,7 +195,8 @@ def rotate_and_store(
     """Norms and rotates query and key heads; queries go to q, keys and values to their slots.
 
     Args:
-        heads: [T, H + 2 K, D], query, key and value heads.
+        heads: [T, H + 2 K, D], query, key and value heads; or [T, columns], the last of which
+            are these.
         table: [T, D], cos then sin of each token's angles.
         weight: [H + K, D], read only where heads are normed.
         normed: NO_NORM; EACH_HEAD; TOGETHER: all query heads as one row, and all key heads.
@@ -201,7 +204,8 @@ def rotate_and_store(
         sizes: (H, K, D, P).
     """
     k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
+    size = (sizes[0] + 2 * sizes[1]) * sizes[2]
     parallel_for(
-        _rotate_tokens, len(q), 1 if heads.size <= SMALL else workers,
+        _rotate_tokens, len(q), 1 if len(q) * size <= SMALL else workers,
         (heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes),
     )  # fmt: skip

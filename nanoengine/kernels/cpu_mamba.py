@@ -1,4 +1,4 @@
-"""Mamba-2's rule, from the projection to normed and gated heads; layers with it as one call.
+"""Mamba-2's rule, from the projection to normed and gated heads.
 
 The state of a sequence is one row of numbers: a matrix [E, V] for each head, then the last W - 1
 inputs of the convolution, [W - 1, C]. A prompt's tokens go one after the other, as those of a
@@ -22,13 +22,11 @@ import math
 import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.cpu_decoder import enter, finish_layer
 from nanoengine.kernels.cpu_delta import STRIP, TOKENS, VECTORS, copy
 from nanoengine.kernels.cpu_layers import FASTMATH, SMALL, gate_row, norm_row
 from nanoengine.kernels.cpu_states import convolve_channels
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
-from nanoengine.kernels.held import of_place
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.multiply import multiply
@@ -163,7 +161,7 @@ def _leave(out, projected, norm, kind, eps, groups, lo, hi):
 
 
 @compiled(fastmath=FASTMATH)
-def mamba_rule(projected, spans, states, weights, shape, kind, numbers, out, workers):
+def mamba_rule(projected, spans, states, weights, shape, kind, eps, limits, out, workers):
     """Advances the states of sequences by their tokens of a step.
 
     Args:
@@ -174,12 +172,12 @@ def mamba_rule(projected, spans, states, weights, shape, kind, numbers, out, wor
             `MambaHeads` [H]; the norm [H * V], or any array.
         shape: G, R, E and V.
         kind: where the norm stands.
-        numbers: the norm's epsilon, and between which dt stays.
+        eps, limits: the norm's epsilon, and between which dt stays.
         out: [T, H * V].
     """
     (groups, heads, keys, values), waves, tokens = shape, spans[2], len(projected)
     conv, bias, norm = weights[0], weights[1], weights[5]
-    num_heads, (eps, least, most) = groups * heads, numbers
+    num_heads = groups * heads
     mixed = empty((tokens, conv.shape[1]), projected.dtype)
     for wave in range(len(waves) - 1):
         begin, count = waves[wave], waves[wave + 1] - waves[wave]
@@ -189,7 +187,7 @@ def mamba_rule(projected, spans, states, weights, shape, kind, numbers, out, wor
         )  # fmt: skip
         parallel_for(
             _advance, count * num_heads, workers,
-            (projected, mixed, spans, states, weights, shape, (least, most), out, begin),
+            (projected, mixed, spans, states, weights, shape, limits, out, begin),
         )  # fmt: skip
     parallel_for(
         _leave, tokens * groups, 1 if out.size <= SMALL else workers,
@@ -198,17 +196,19 @@ def mamba_rule(projected, spans, states, weights, shape, kind, numbers, out, wor
 
 
 @compiled(fastmath=FASTMATH)
-def mamba_layers(
-    x, residual, all_rows, rows, x_on, residual_on, spans, layers, first, last, workers
-):
-    """As `cpu_states.state_layers`."""
-    for i in range(first, last):
-        states, (norm, mixer, (eps, before)), second = of_place(layers, i)
-        projection, weights, shape, kind, numbers = mixer
-        inner = shape[0] * shape[1] * shape[3]
-        enter(x, residual, norm, eps, before, workers)
-        projected = empty((len(x), inner + weights[0].shape[1] + len(weights[2])), x.dtype)
-        multiply(x, projection, projected, workers)
-        mixed = empty((len(x), inner), x.dtype)
-        mamba_rule(projected, spans, states, weights, shape, kind, numbers, mixed, workers)
-        finish_layer(mixed, residual, before, all_rows, rows, x_on, residual_on, second, workers)
+def mamba(x, spans, memory, mixer, workers):
+    """[T, H * V]: what the rule gives normed rows x [T, N].
+
+    Args:
+        memory: the states.
+        mixer: the projection's weights, and what `mamba_rule` has from its weights to its limits.
+    """
+    projection, weights, shape, kind, eps, limits = mixer
+    inner = shape[0] * shape[1] * shape[3]
+    projected = empty((len(x), inner + weights[0].shape[1] + len(weights[2])), x.dtype)
+    multiply(x, projection, projected, workers)
+    mixed = empty((len(x), inner), x.dtype)
+    mamba_rule(
+        projected, spans, memory[0], weights, shape, kind, eps, limits, mixed, workers
+    )  # fmt: skip
+    return mixed

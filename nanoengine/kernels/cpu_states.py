@@ -1,10 +1,8 @@
-"""Decoder layers that keep states as one call: the kernels of their parts, in order.
+"""Mixers that keep states, in `cpu_decoder.decoder_layers`: the kernels of their parts, in order.
 
-    x, residual ─ norm ─ projections ─ delta rule, or convolution between two gates ─
-                  out_proj ─ norm ─ gate_up ─ gate ─ down ─ x, residual
+    norm ─ projections ─ delta rule, or convolution between two gates ─ out_proj
 
-As `cpu_decoder.decoder_layers`, which has the ends of a layer and the forms of weights. The
-readable form is `VariantLayer.forward`; `tests/layers/test_cpu_states.py` compares the two.
+The readable form is `VariantLayer.forward`; `tests/layers/test_cpu_states.py` compares the two.
 
 Legend: T tokens, N hidden size, C channels, W kernel.
 """
@@ -12,11 +10,9 @@ Legend: T tokens, N hidden size, C channels, W kernel.
 from __future__ import annotations
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.cpu_decoder import enter, finish_layer
 from nanoengine.kernels.cpu_delta import convolve, copy, delta_rule, keep_last, silu
 from nanoengine.kernels.cpu_layers import FASTMATH, SMALL
-from nanoengine.kernels.held import of_place
-from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.multiply import multiply
 from nanoengine.kernels.pool import parallel_for
 
@@ -92,44 +88,40 @@ def convolve_channels(
     )  # fmt: skip
 
 
-@by_types(FASTMATH)
-def mixed_rows(x, spans, states, mixer, workers):
-    """What stands before out_proj, of what the norm gave: the delta rule's has two projections."""
+@compiled(fastmath=FASTMATH)
+def delta(x, spans, memory, mixer, workers):
+    """[T, H * V]: what the delta rule gives normed rows x [T, N].
 
-    def delta(x, spans, states, mixer, workers):
-        (qkvz, ba), weights, shape, eps = mixer
-        key_heads, heads, keys, values = shape
-        out = empty((len(x), key_heads * heads * values), x.dtype)
-        wide = empty((len(x), out.shape[1] + key_heads * (2 * keys + heads * values)), x.dtype)
-        both = empty((len(x), 2 * key_heads * heads), x.dtype)
-        multiply(x, qkvz, wide, workers)
-        multiply(x, ba, both, workers)
-        delta_rule(wide, both, spans, states, weights, shape, eps, out, workers)
-        return out
-
-    def convolution(x, spans, states, mixer, workers):
-        projection, (weight, bias) = mixer
-        wide = empty((len(x), 3 * weight.shape[1]), x.dtype)
-        multiply(x, projection, wide, workers)
-        out = empty((len(x), weight.shape[1]), x.dtype)
-        for wave in range(len(spans[2]) - 1):
-            first = 2 * weight.shape[1]
-            convolve_channels(
-                wide, first, True, spans, states, 0, weight, bias, out, wave, workers
-            )  # fmt: skip
-        return out
-
-    return delta if len(mixer) == 4 else convolution
+    Args:
+        memory: the states.
+        mixer: the weights of two projections, and what `delta_rule` calls weights, shape and eps.
+    """
+    qkvz, ba, weights, shape, eps = mixer
+    key_heads, heads, keys, values = shape
+    out = empty((len(x), key_heads * heads * values), x.dtype)
+    wide = empty((len(x), out.shape[1] + key_heads * (2 * keys + heads * values)), x.dtype)
+    both = empty((len(x), 2 * key_heads * heads), x.dtype)
+    multiply(x, qkvz, wide, workers)
+    multiply(x, ba, both, workers)
+    delta_rule(wide, both, spans, memory[0], weights, shape, eps, out, workers)
+    return out
 
 
 @compiled(fastmath=FASTMATH)
-def state_layers(
-    x, residual, all_rows, rows, x_on, residual_on, spans, layers, first, last, workers
-):
-    """As `cpu_decoder.decoder_layers`, of a `Held` of each layer's states, the weights of its norm
-    and mixer and the norm's numbers, and `second`."""
-    for i in range(first, last):
-        states, (norm, mixer, (eps, before)), second = of_place(layers, i)
-        enter(x, residual, norm, eps, before, workers)
-        mixed = mixed_rows(x, spans, states, mixer, workers)
-        finish_layer(mixed, residual, before, all_rows, rows, x_on, residual_on, second, workers)
+def convolution(x, spans, memory, mixer, workers):
+    """[T, C]: what a convolution between two gates gives normed rows x [T, N].
+
+    Args:
+        memory: the states.
+        mixer: the projection's weights, and the convolution's.
+    """
+    projection, (weight, bias) = mixer
+    wide = empty((len(x), 3 * weight.shape[1]), x.dtype)
+    multiply(x, projection, wide, workers)
+    out = empty((len(x), weight.shape[1]), x.dtype)
+    for wave in range(len(spans[2]) - 1):
+        first = 2 * weight.shape[1]
+        convolve_channels(
+            wide, first, True, spans, memory[0], 0, weight, bias, out, wave, workers
+        )  # fmt: skip
+    return out

@@ -15,16 +15,7 @@ from nanoengine.kernels.cpu_linear import FASTMATH, ROW_BLOCK, keep_outputs, row
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL, PANELS
-from nanoengine.kernels.widen import (
-    AT_ONCE,
-    E4M3,
-    ZEROS,
-    multiply_widened,
-    widen_e2m1,
-    widen_e4m3,
-    widen_pairs,
-    widen_whole,
-)
+from nanoengine.kernels.widen import AT_ONCE, E4M3, ZEROS, multiply_widened, widen
 
 WIDENED = 1024  # inputs made floats at a time: with two panels 128 KiB, which stay in the L2 cache
 FEW_WIDENED = 2  # rows, of which each makes its floats for itself
@@ -37,19 +28,13 @@ def _dequantize(w, p, form, scales, zeros, group_size, size, first, last, panel)
     groups, has_zeros = size // group_size, len(zeros) > 0
     if not has_zeros:
         zeros = new_zeros((PANEL,), np.float32)
-    values, pairs = p * size * PANEL, p * (size // 2) * PANEL
+    inputs = 1 if form in (8, E4M3) else 2  # in a byte
     for g in range(first // group_size, (last - 1) // group_size + 1):
         at = (p * groups + g) * PANEL
         z, k = at if has_zeros else 0, max(first, g * group_size)
         count, to = min(last, (g + 1) * group_size) - k, (k - first) * PANEL
-        if form == 8:
-            widen_whole(w, values, zeros, z, scales, at, panel, to, k, count)
-        elif form == E4M3:
-            widen_e4m3(w, values, zeros, z, scales, at, panel, to, k, count)
-        elif form == 4:
-            widen_pairs(w, pairs, zeros, z, scales, at, panel, to, k, count)
-        else:
-            widen_e2m1(w, pairs, zeros, z, scales, at, panel, to, k, count)
+        own = (p * size + k) // inputs * PANEL
+        widen(w, own, zeros, z, scales, at, panel, to, count, form, 1)
 
 
 @compiled(fastmath=FASTMATH, part=True)

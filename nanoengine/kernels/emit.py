@@ -7,14 +7,58 @@ by the CPU kernels of attention and of linear layers.
 
 from __future__ import annotations
 
+import inspect
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 from nanoengine.kernels.isa import CURRENT
 
 I32 = ir.IntType(32)
 FLOATS = types.Array(types.float32, 1, "C")
+
+
+def written_by(codegen, result=types.void):
+    """Has compiled code call `codegen(context, builder, signature, args)` by the name and with the
+    arguments of the function that is decorated, which does nothing."""
+
+    def decorate(named):
+        return _called(named, ["typing", *inspect.signature(named).parameters], codegen, result)
+
+    return decorate
+
+
+def writes(result=types.void):
+    """Has compiled code call the decorated function of a builder and LLVM's values, which writes
+    instructions; `result`: the type of what it returns."""
+
+    def decorate(write):
+        def codegen(context, builder, signature, args):
+            found = write(builder, *args)
+            return context.get_dummy_value() if found is None else found
+
+        return _called(write, [*inspect.signature(write).parameters], codegen, result)
+
+    return decorate
+
+
+def _called(named, parameters, codegen, result):
+    def call(typing, *given):
+        return result(*given), codegen
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
+    call.__name__, call.__doc__ = named.__name__, named.__doc__
+    return intrinsic(call)
+
+
+def call_named(builder, name, result, *arguments):
+    """One of LLVM's own functions, or one that is known by this name."""
+    kind = ir.FunctionType(result, [a.type for a in arguments])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, arguments)
 
 
 class BFloat(ir.Type):
@@ -82,10 +126,7 @@ class Emit:
         return pointers
 
     def call(self, name, result, *arguments):
-        """One of LLVM's own functions."""
-        kind = ir.FunctionType(result, [a.type for a in arguments])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return self.builder.call(function, arguments)
+        return call_named(self.builder, name, result, *arguments)
 
     def loop(self, count, turn, unroll=1):
         """Writes `turn(i)` for i < count, `unroll` of them each time round, and keeps LLVM from

@@ -39,7 +39,7 @@ from numba.extending import intrinsic
 
 from nanoengine.kernels.byte_tiles import UNIT, ByteTile, most_rows
 from nanoengine.kernels.code_tables import E2M1, IQ4
-from nanoengine.kernels.emit import I32, Emit
+from nanoengine.kernels.emit import I32, Emit, written_by
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_function
 
@@ -621,45 +621,32 @@ def keep_addresses(typing, form, out):
     return types.void(form, out), codegen
 
 
-def _calls(kinds):
-    """An intrinsic that calls the function at an address, whose arguments are of these kinds."""
+def _at_address(tile):
+    """Has compiled code call a function of this tile at an address, the first argument."""
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder)
-        operands = emit.operands(sig.args[1:], args[1:])
-        operands = [builder.bitcast(a, k) for a, k in zip(operands, kinds, strict=True)]
-        of = ir.FunctionType(ir.VoidType(), kinds)
+        operands = Emit(context, builder).operands(sig.args[1:], args[1:])
+        operands = [builder.bitcast(a, k) for a, k in zip(operands, tile.kinds, strict=True)]
+        of = ir.FunctionType(ir.VoidType(), tile.kinds)
         builder.call(builder.inttoptr(args[0], of.as_pointer()), operands)
         return context.get_dummy_value()
 
-    return codegen
+    return written_by(codegen)
 
 
-@intrinsic
-def multiply_grouped(typing, address, x, x_at, x_stride, offsets, offsets_at, offsets_stride,
-                     x_scales, row, w, w_at, units, shift, header, bias, column, out, out_at,
-                     out_stride, ahead, ahead_stride):  # fmt: skip
-    """The `grouped_tile` at this address, for rows from `row` and the outputs from `column`."""
-    given = (
-        address, x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w, w_at,
-        units, shift, header, bias, column, out, out_at, out_stride, ahead, ahead_stride,
-    )  # fmt: skip
-    return types.void(*given), _calls(grouped_tile.kinds)
+@_at_address(grouped_tile)
+def multiply_grouped(address, x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row,
+                     w, w_at, units, shift, header, bias, column, out, out_at, out_stride, ahead,
+                     ahead_stride):  # fmt: skip
+    """The `grouped_tile` there, for rows from `row` and the outputs from `column`."""
 
 
-@intrinsic
-def multiply_floats(typing, address, x, x_at, w, w_at, w_step, units, shift, header, start,
-                    start_at, out, out_at, ahead, ahead_stride):  # fmt: skip
-    """The `float_row_tile` at this address."""
-    given = (
-        address, x, x_at, w, w_at, w_step, units, shift, header, start, start_at, out, out_at,
-        ahead, ahead_stride,
-    )  # fmt: skip
-    return types.void(*given), _calls(float_row_tile.kinds)
+@_at_address(float_row_tile)
+def multiply_floats(address, x, x_at, w, w_at, w_step, units, shift, header, start, start_at,
+                    out, out_at, ahead, ahead_stride):  # fmt: skip
+    """The `float_row_tile` there."""
 
 
-@intrinsic
-def panel_made(typing, address, w, w_at, before, units, shift, header, out, out_at):
-    """The `grouped_floats` or `spread_panel` at this address."""
-    given = address, w, w_at, before, units, shift, header, out, out_at
-    return types.void(*given), _calls(grouped_floats.kinds)
+@_at_address(grouped_floats)
+def panel_made(address, w, w_at, before, units, shift, header, out, out_at):
+    """The `grouped_floats` or `spread_panel` there."""

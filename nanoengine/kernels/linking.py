@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -277,7 +278,8 @@ class Reference:
 
     def __init__(self, kernel: Kernel, cres: Any) -> None:
         self._codegen = cres.library.codegen
-        need = kernel.place, cres.signature.args, cres.fndesc.llvm_func_name
+        module, name = kernel.py_func.__module__, cres.fndesc.llvm_func_name
+        need = module, kernel.place, cres.signature.args, name
         self._reload_init = {functools.partial(_bring, *need)}
 
     def _ensure_finalized(self) -> None:
@@ -291,12 +293,16 @@ KERNELS: dict[str, Kernel] = {}
 """By module and name: the last of that name."""
 
 
-def _bring(place: str, types: tuple[Any, ...], name: str) -> None:
+def _bring(module: str, place: str, types: tuple[Any, ...], name: str) -> None:
     """Loads or compiles a kernel for these types, whose code a caller on the disk calls `name`.
 
     Raises:
-        LookupError: it has another name. Why now: the process would end where it is not found.
+        LookupError: it is not there, or has another name. Why now: the process would end where it
+            is not found.
     """
+    if place not in KERNELS:  # Why here: who compiles the caller imports it, who loads that has not
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     KERNELS[place].compile(types)
     if KERNELS[place].overloads[types].fndesc.llvm_func_name != name:
         raise LookupError(f"{place} is another function than it was")

@@ -43,6 +43,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from nanoengine.kernels.emit import call_named, writes
 from nanoengine.kernels.jit import compiled
 
 MOST = 4095  # pieces of a job, and workers: 12 bits
@@ -111,111 +112,66 @@ def _word(builder: Any, place: Any) -> Any:
     return builder.gep(memory, [place])
 
 
-@intrinsic
-def _load(typing_context, place):
-    def codegen(context, builder, signature, args):
-        return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
-
-    return types.int64(types.int64), codegen
+@writes(types.int64)
+def _load(builder, place):
+    return builder.load_atomic(_word(builder, place), "acquire", 8)
 
 
-@intrinsic
-def _store(typing_context, place, value):
-    def codegen(context, builder, signature, args):
-        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+@writes()
+def _store(builder, place, value):
+    builder.store_atomic(value, _word(builder, place), "release", 8)
 
 
-@intrinsic
-def _replace(typing_context, place, expected, value):
+@writes(types.boolean)
+def _replace(builder, place, expected, value):
     """Whether the word was what is expected, and so has got the value."""
-
-    def codegen(context, builder, signature, args):
-        address = _word(builder, args[0])
-        found = builder.cmpxchg(address, args[1], args[2], "acq_rel", "acquire")
-        return builder.extract_value(found, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), codegen
+    found = builder.cmpxchg(_word(builder, place), expected, value, "acq_rel", "acquire")
+    return builder.extract_value(found, 1)
 
 
-@intrinsic
-def _subtract(typing_context, place, value):
-    def codegen(context, builder, signature, args):
-        builder.atomic_rmw("sub", _word(builder, args[0]), args[1], "acq_rel")
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+@writes()
+def _subtract(builder, place, value):
+    builder.atomic_rmw("sub", _word(builder, place), value, "acq_rel")
 
 
-@intrinsic
-def _rest(typing_context):
+@writes()
+def _rest(builder):
     """Tells the core that a loop waits."""
-
-    def codegen(context, builder, signature, args):
-        is_arm = platform.machine().lower() in ("aarch64", "arm64")
-        name = "llvm.aarch64.hint" if is_arm else "llvm.x86.sse2.pause"
-        hint = [INT(1)] if is_arm else []  # the one called YIELD
-        kind = ir.FunctionType(ir.VoidType(), [INT] * len(hint))
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), hint)
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        call_named(builder, "llvm.aarch64.hint", ir.VoidType(), INT(1))  # the one called YIELD
+    else:
+        call_named(builder, "llvm.x86.sse2.pause", ir.VoidType())
 
 
-@intrinsic
-def _nap(typing_context):
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(INT, [INT])
-        sleep = cgutils.get_or_insert_function(builder.module, kind, "nanoengine_sleep")
-        builder.call(sleep, [INT(_SLEEPS)])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+@writes()
+def _nap(builder):
+    call_named(builder, "nanoengine_sleep", INT, INT(_SLEEPS))
 
 
-@intrinsic
-def _time(typing_context, of_thread):
+@writes(types.int64)
+def _time(builder, of_thread):
     """By the clock on the wall, or that of this thread's time on a core [ns]."""
-
-    def codegen(context, builder, signature, args):
-        if not FOLLOWS:
-            return WORD(0)
-        clocks = INT(time.CLOCK_THREAD_CPUTIME_ID), INT(time.CLOCK_MONOTONIC)
-        memory = cgutils.alloca_once(builder, ir.ArrayType(WORD, 2))
-        kind = ir.FunctionType(INT, [INT, memory.type])
-        name = "nanoengine_clock_gettime"
-        read = cgutils.get_or_insert_function(builder.module, kind, name)
-        builder.call(read, [builder.select(args[0], *clocks), memory])
-        s, ns = (builder.load(cgutils.gep_inbounds(builder, memory, 0, i)) for i in range(2))
-        return builder.add(builder.mul(s, WORD(10**9)), ns)
-
-    return types.int64(types.boolean), codegen
+    if not FOLLOWS:
+        return WORD(0)
+    clocks = INT(time.CLOCK_THREAD_CPUTIME_ID), INT(time.CLOCK_MONOTONIC)
+    memory = cgutils.alloca_once(builder, ir.ArrayType(WORD, 2))
+    call_named(builder, "nanoengine_clock_gettime", INT, builder.select(of_thread, *clocks), memory)
+    s, ns = (builder.load(cgutils.gep_inbounds(builder, memory, 0, i)) for i in range(2))
+    return builder.add(builder.mul(s, WORD(10**9)), ns)
 
 
-@intrinsic
-def _core(typing_context):
+@writes(types.int64)
+def _core(builder):
     """The number of the core that this runs on."""
-
-    def codegen(context, builder, signature, args):
-        if not FOLLOWS:
-            return WORD(0)
-        kind, name = ir.FunctionType(INT, []), "nanoengine_sched_getcpu"
-        read = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.sext(builder.call(read, []), WORD)
-
-    return types.int64(), codegen
+    if not FOLLOWS:
+        return WORD(0)
+    return builder.sext(call_named(builder, "nanoengine_sched_getcpu", INT), WORD)
 
 
-@intrinsic
-def _do(typing_context, function, arguments, piece):
-    def codegen(context, builder, signature, args):
-        function = builder.inttoptr(args[0], DOES_A_PIECE.as_pointer())
-        builder.call(function, [builder.inttoptr(args[1], POINTER), args[2]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+@writes()
+def _do(builder, function, arguments, piece):
+    function = builder.inttoptr(function, DOES_A_PIECE.as_pointer())
+    builder.call(function, [builder.inttoptr(arguments, POINTER), piece])
 
 
 @compiled(fastmath=(), part=True)

@@ -22,14 +22,13 @@ function of its own, so that its loop has all registers and it is compiled once,
 from __future__ import annotations
 
 import functools
-import inspect
 from types import SimpleNamespace
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from nanoengine.kernels.emit import I32, Emit
+from nanoengine.kernels.emit import I32, Emit, written_by
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import by_types
 
@@ -152,28 +151,18 @@ def tile_call(shapes, make):
     `shapes(isa)`, made by `make(module, types, rows, panels)`. The arguments before are the tile's,
     but that a pointer is an array and a place in it."""
 
-    def decorate(named):
-        def call(typing, *given):
-            def codegen(context, builder, sig, args):
-                operands = Emit(context, builder).operands(sig.args[:-2], args[:-2])
+    def codegen(context, builder, sig, args):
+        operands = Emit(context, builder).operands(sig.args[:-2], args[:-2])
 
-                def write(rows, panels):
-                    function = make(builder.module, sig.args, rows, panels)
-                    kinds = [of.type for of in function.args]
-                    builder.call(function, [*map(builder.bitcast, operands, kinds)])
+        def write(rows, panels):
+            function = make(builder.module, sig.args, rows, panels)
+            kinds = [of.type for of in function.args]
+            builder.call(function, [*map(builder.bitcast, operands, kinds)])
 
-                switched(builder, *args[-2:], shapes(CURRENT), write)
-                return context.get_dummy_value()
+        switched(builder, *args[-2:], shapes(CURRENT), write)
+        return context.get_dummy_value()
 
-            return types.void(*given), codegen
-
-        parameters = inspect.signature(named).parameters.values()
-        first = next(iter(inspect.signature(call).parameters.values()))
-        call.__signature__ = inspect.Signature([first, *parameters])
-        call.__name__, call.__doc__ = named.__name__, named.__doc__
-        return intrinsic(call)
-
-    return decorate
+    return written_by(codegen)
 
 
 def switched(builder, rows, panels, shapes, write):

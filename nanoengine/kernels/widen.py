@@ -12,11 +12,8 @@ lanes, which LLVM cuts to those of the CPU.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from nanoengine.kernels.emit import I32, Emit
+from nanoengine.kernels.emit import I32, Emit, call_named
 from nanoengine.kernels.grouped_tiles import TABLES
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import I8, I16, I64, PANEL, tile_call, tile_function
@@ -48,17 +45,12 @@ def _whole(build, line, i):
     return _floats(build, line)
 
 
-def _call(build, name, result, *given):
-    kind = ir.FunctionType(result, [each.type for each in given])
-    return build.call(cgutils.get_or_insert_function(build.module, kind, name), given)
-
-
 def _of_table(build, line, i, table):
     """The float that each code of 4 bits stands for, where it `LOOKS_UP`."""
     words = build.sext(line, WORDS)  # whose lowest 4 bits say which
     words = build.ashr(words, _every(4)) if i else words
     table = ir.Constant(FLOATS, [*map(float, table)])
-    return _call(build, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, words)
+    return call_named(build, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, words)
 
 
 def _less_eight(build, line, i):
@@ -91,7 +83,7 @@ def _e2m1(build, line, i):
     codes, table = _half(build, line, i), TABLES[2]
     if CURRENT.byte_dots != "generic":
         known = ir.Constant(BYTES, [*table])
-        return _floats(build, _call(build, "llvm.x86.ssse3.pshuf.b.128", BYTES, known, codes))
+        return _floats(build, call_named(build, "llvm.x86.ssse3.pshuf.b.128", BYTES, known, codes))
     size, found = build.and_(codes, _every(7, BYTES)), _every(0, BYTES)
     for code in range(1, 8):
         is_it = build.icmp_unsigned("==", size, _every(code, BYTES))
@@ -104,39 +96,32 @@ FORMS = {8: (_whole, 1), 4: (_less_eight, 2), E4M3: (_e4m3, 1), E2M1: (_e2m1, 2)
 """What makes floats of a form, and how many inputs are in a byte."""
 
 
-def _lines_of(form: int):
-    convert, inputs = FORMS[form]
+@tile_function("byte* w, float* zeros, float* scales, float* out, count")
+def widened_lines(builder, isa: ISA, of, form: int):
+    """out[k, j] = (value j of input k - zeros[j]) * scales[j] for k < count: whole numbers, those
+    of 4 bits plus 8, or small floats, none of them NaN. Inputs 2 i and 2 i + 1 of 4 bits are the
+    halves of a byte."""
+    emit, (convert, inputs) = Emit(None, builder, isa=isa), FORMS[form]
+    less, times = (emit.get(FLOATS, each) for each in (of.zeros, of.scales))
 
-    def lines(typing, w, at, zeros, zeros_at, scales, scales_at, out, out_at, first, count):
-        def codegen(context, builder, sig, args):
-            emit = Emit(context, builder)
-            source, zeros, scales, target, first, count = emit.operands(sig.args, args)
-            less, times = (emit.get(FLOATS, each) for each in (zeros, scales))
-            first, turns = (builder.udiv(number, I64(inputs)) for number in (first, count))
+    def line(turn):
+        at = emit.at(of.w, builder.mul(turn, I64(PANEL)))
+        emit.prefetch(emit.at(at, I64(AHEAD)), level=0)
+        numbers = emit.get(BYTES, at)
+        for i in range(inputs):
+            values = builder.fsub(convert(builder, numbers, i), less)
+            to = emit.at(of.out, builder.mul(turn, I64(PANEL * inputs)), I64(PANEL * i))
+            emit.store(builder.fmul(values, times), to)
 
-            def line(turn):
-                at = emit.at(source, builder.mul(builder.add(first, turn), I64(PANEL)))
-                emit.prefetch(emit.at(at, I64(AHEAD)), level=0)
-                numbers = emit.get(BYTES, at)
-                for i in range(inputs):
-                    values = builder.fsub(convert(builder, numbers, i), less)
-                    to = emit.at(target, builder.mul(turn, I64(PANEL * inputs)), I64(PANEL * i))
-                    emit.store(builder.fmul(values, times), to)
-
-            emit.loop(turns, line, unroll=4 // inputs)
-            return context.get_dummy_value()
-
-        given = w, at, zeros, zeros_at, scales, scales_at, out, out_at, first, count
-        return types.void(*given), codegen
-
-    return intrinsic(lines)
+    emit.loop(builder.udiv(of.count, I64(inputs)), line, unroll=4 // inputs)
 
 
-widen_whole, widen_pairs, widen_e4m3, widen_e2m1 = map(_lines_of, (8, 4, E4M3, E2M1))
-"""out[i, j] = (value j of input first + i - zeros[j]) * scales[j] for i < count: whole numbers,
-those of 4 bits plus 8, or small floats, none of them NaN. Each array is followed by a place in it,
-that of w being where its panel begins. Inputs 2 i and 2 i + 1 of 4 bits are the halves of a byte.
-"""
+@tile_call(
+    lambda isa: [(form, 1) for form in FORMS],
+    lambda module, kinds, form, _: widened_lines(module, CURRENT, form),
+)
+def widen(w, at, zeros, zeros_at, scales, scales_at, out, out_at, count, form, one):
+    """`widened_lines` of a form."""
 
 
 @tile_function(
@@ -145,7 +130,7 @@ that of w being where its panel begins. Inputs 2 i and 2 i + 1 of 4 bits are the
 )
 def widened_tile(builder, isa: ISA, of, form: int, panels: int):
     """out[16 p + j] = start[16 p + j] + the sum over inputs k of x[k] * (value[p, k, j] - zero[j])
-    * scale[j], in the steps of `widen_whole` and `float_tile`; a form + `ZEROS` has zeros.
+    * scale[j], in the steps of `widened_lines` and `float_tile`; a form + `ZEROS` has zeros.
 
     A panel begins `w_step` bytes behind the one before, its scales and zeros `step` numbers. Of
     `size` inputs each `group` has its own. Panels ask for what they will read `AHEAD` bytes later;

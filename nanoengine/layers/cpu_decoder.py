@@ -41,10 +41,7 @@ class LayerParts:
         rest: what computes any other without a kernel, and what stands behind it.
         scale: the factor on what attention and MLP add.
         rotation: which of the model's rotations the layer has; None: there is one.
-        kernel: computes several of them.
     """
-
-    kernel: Any = staticmethod(decoder_layers)
 
     def __init__(self, layer: Any) -> None:
         """`layer` is a `DecoderLayer`."""
@@ -65,9 +62,9 @@ class LayerParts:
 
     def of_mixer(self, layer: Any) -> list[Linear]:
         """Takes attention's parts; its linear layers, the last of which projects back."""
-        attention = layer.self_attn
+        attention = self.mixer = layer.self_attn
         self.attention, self.head_norm = attention.attention, attention.norm_weights
-        self.backend, self.num_gates = self.attention.backend, getattr(attention, "num_gates", 0)
+        self.backend = self.attention.backend
         return [attention.qkv_proj, attention.o_proj]
 
     @property
@@ -80,13 +77,19 @@ class LayerParts:
         return self.memory.spec, self.backend.cache_arrays(self.memory)
 
     def step(self, rotation: Rotation, batch: Batch, spec: Any, *rows: Any) -> tuple[Any, ...]:
-        """What `kernel` needs of a step."""
+        """What `decoder_layers` needs of a step."""
         return self.backend.step_arrays(rotation, batch, spec, *rows)
 
-    def operands(self) -> tuple[Any, Any]:
-        """What `decoder_layers` calls first and second."""
-        mixer, second = self.ends()
-        spec, real = self.attention.spec, np.float32
+    def operands(self) -> tuple[Any, ...]:
+        """What `decoder_layers` has of a layer behind its memory."""
+        projections, second = self.ends()
+        numbers = np.float32(self.norms[0].eps), self.before[0] is not None
+        first = self.weight_of(self.before[0]), self.mixer_operands(projections), numbers
+        return first, second, ()
+
+    def mixer_operands(self, projections: list[Any]) -> tuple[Any, ...]:
+        """What `decoder_layers` calls the mixer, of the weights of its first projections."""
+        (qkv,), spec, real = projections, self.attention.spec, np.float32
         head_norm, kind = self.head_norm, norm_kind(self.head_norm)
         if head_norm is None:
             head_norm = HeadNormWeights(
@@ -94,21 +97,21 @@ class LayerParts:
             )
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, self.backend.block_size
-        norm, eps = self.weight_of(self.before[0]), real(self.norms[0].eps)
+        columns, (kept, own) = sum(self.mixer.qkv_proj.parts.values()), self.own_of_heads()
         of_heads, sinks = head_norm.weight.detach().numpy(), self.backend.sinks(spec)
-        first = (
-            (norm, *mixer, of_heads, self.backend.operand, sinks),
-            (heads_and_dims, window, kind, self.before[0] is not None),
-            (eps, real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
+        return (
+            (qkv, of_heads, self.backend.operand, sinks, own),
+            (heads_and_dims, columns, kept, window, kind),
+            (real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
         )
-        if not self.num_gates:
-            return first, second
-        from nanoengine.kernels import cpu_gates  # noqa: F401, which kept code of kernels calls
 
-        return (*first, self.num_gates), second
+    def own_of_heads(self) -> tuple[int, tuple[Any, ...]]:
+        """KV heads that `attend_heads` stores, and what it calls a family's own."""
+        gates = getattr(self.mixer, "num_gates", 0)
+        return self.attention.spec.num_kv_heads, (gates,) if gates else ()
 
     def ends(self) -> tuple[list[Any], tuple[Any, ...]]:
-        """The weights of the mixer's first projections, and what `decoder_layers` calls second."""
+        """The weights of the mixer's first projections, and what `finish_layer` calls second."""
         operands = [linear.method.operands(linear.bias) for linear in self.linears]
         of_mlp = [operands.pop() for _ in range(2 * (self.gated is not None))][::-1]
         o = operands.pop()
@@ -198,7 +201,7 @@ class FusedLayers:
 
         def run(call: _FusedCall, layers: Any, results: Any, rows: Any) -> None:
             step = call.parts.step(rotation, batch, call.spec, given[0].dtype, rows)
-            call.parts.kernel(
+            decoder_layers(
                 *given, rows is None, NO_ROWS if rows is None else rows, *results, step,
                 call.operands, *layers, batch.attention.num_workers,
             )  # fmt: skip
@@ -221,7 +224,7 @@ class FusedLayers:
             layers = []
             for parts, operands in zip(self.layers, self._operands, strict=True):
                 spec, arrays = parts.bound()
-                layers.append((parts, spec, (*arrays, *operands)))
+                layers.append((parts, spec, (arrays, *operands)))
             self._memory, self._calls = memory, []
             for _, alike in groupby(layers, lambda it: (it[1], type_of(it[2]))):
                 each = list(alike)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoengine.kernels.cpu_latent_layer import heads_times_matrices, latent_layers
+from nanoengine.kernels.cpu_latent_layer import heads_times_matrices
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.cpu_decoder import LayerParts
 from nanoengine.layers.kernels import LinearMethod
@@ -25,34 +25,28 @@ class LatentParts(LayerParts):
         mixer: the latter.
     """
 
-    kernel = staticmethod(latent_layers)
-
     def of_mixer(self, layer: Any) -> list[Linear]:
         mixer = self.mixer = layer.self_attn
         self.attention, self.backend = mixer.attention, mixer.attention.backend
         first = [] if mixer.q_a is None else [mixer.q_a]
         return [*first, mixer.q, mixer.kv_a, mixer.o_proj]
 
-    def operands(self) -> tuple[Any, Any]:
-        """What `latent_layers` calls first and second."""
-        (*query_a, query, kv_a), ((o, _, mlp_norm), mlp, _) = self.ends()
+    def mixer_operands(self, projections: list[Any]) -> tuple[Any, ...]:
+        *query_a, query, kv_a = projections
         mixer, latent, spec, real = self.mixer, self.mixer.latent, self.attention.spec, np.float32
         inner_norm, up = mixer.kv_a_layernorm, mixer.kv_b_proj
         if query_a:
-            query_a.append(mixer.q_a_layernorm.weight.detach().numpy())
-        first = (
+            query_a.append(self.weight_of(mixer.q_a_layernorm))
+        return (
             (
-                self.weight_of(self.before[0]), tuple(query_a), query, kv_a,
-                inner_norm.weight.detach().numpy(), up.key_up.method.operands(None),
-                up.value_up.method.operands(None), self.backend.sinks(spec),
+                tuple(query_a), query, kv_a, self.weight_of(inner_norm),
+                up.key_up.method.operands(None), up.value_up.method.operands(None),
+                self.backend.sinks(spec),
             ),
             (latent.nope_dim, latent.value_dim, up.key_up.padded, up.value_up.padded),
             (spec.num_heads, spec.head_dim, spec.value_dim, self.backend.block_size),
-            (
-                real(self.norms[0].eps), real(inner_norm.eps), real(spec.scale), real(self.scale),
-            ),
+            (real(inner_norm.eps), real(spec.scale)),
         )  # fmt: skip
-        return first, (o, mlp_norm, mlp)
 
 
 def heads_product(x: torch.Tensor, method: LinearMethod, outputs: int) -> torch.Tensor:

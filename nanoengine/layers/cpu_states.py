@@ -12,8 +12,6 @@ import torch
 from nanoengine.attention.base import AttentionBackend, Rotation
 from nanoengine.attention.batch import Batch, StateWave
 from nanoengine.kernels.cpu_delta import delta_rule
-from nanoengine.kernels.cpu_states import state_layers
-from nanoengine.kernels.numpy_views import NumpyViews
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.cpu_decoder import LayerParts
 from nanoengine.layers.linear import Linear
@@ -47,16 +45,41 @@ def spans_of(waves: Sequence[StateWave]) -> Spans:
     return np.concatenate(pieces), np.cumsum(counts), np.array(edges)
 
 
-class CPUDelta:
-    """`GatedDeltaNet.mix` of one layer as one compiled call, in float32.
+class CPURule:
+    """What stands between two projections of one layer as one compiled call, in float32.
 
     Attributes:
-        operands: what `delta_rule` calls weights, shape and eps.
+        rule: that call.
+        operands: what it has behind the states.
     """
 
+    rule: Any
+    operands: tuple[Any, ...]
+
     def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __call__(self, *given: Any) -> torch.Tensor:
+        """Of what was projected, the batch, and which rows are wanted: as `mix` of the layer."""
+        *projected, batch, rows = given
+        states, (groups, heads, _, values) = self._layer.rows.numpy(), self.operands[1]
+        out = np.empty((len(projected[0]), groups * heads * values), np.float32)
+        self.rule(
+            *(tensor.numpy() for tensor in projected), spans_of(batch.state_waves), states,
+            *self.operands, out, num_workers(),
+        )  # fmt: skip
+        found = torch.from_numpy(out)
+        return found if rows is None else found.index_select(0, rows)
+
+
+class CPUDelta(CPURule):
+    """`GatedDeltaNet.mix`."""
+
+    rule = staticmethod(delta_rule)
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
         plan, order = layer.plan, layer.out_order
-        self._views, self._layer = NumpyViews(), layer
         of_all = torch.arange(plan.num_value_heads) if order is None else order.argsort()
         weights = layer.conv1d.weight, layer.decay.a_log, layer.decay.dt_bias, layer.norm.weight
         heads = plan.num_value_heads // plan.num_key_heads
@@ -66,16 +89,6 @@ class CPUDelta:
             np.float32(layer.eps),
         )
 
-    def __call__(
-        self, qkvz: torch.Tensor, ba: torch.Tensor, batch: Batch, rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        plan, states = self._layer.plan, self._views(self._layer.rows)
-        out = np.empty((len(qkvz), plan.num_value_heads * plan.value_dim), np.float32)
-        spans = spans_of(batch.state_waves)
-        delta_rule(qkvz.numpy(), ba.numpy(), spans, states, *self.operands, out, num_workers())
-        found = torch.from_numpy(out)
-        return found if rows is None else found.index_select(0, rows)
-
 
 class StateParts(LayerParts):
     """What a decoder layer with a state is made of.
@@ -84,17 +97,15 @@ class StateParts(LayerParts):
         mixer: the layer's `StateLayer`.
     """
 
-    kernel = staticmethod(state_layers)
-
     def __init__(self, layer: Any, backend: AttentionBackend) -> None:
         self.mixer, self.backend = layer.mixer, backend
         super().__init__(layer)
 
     def of_mixer(self, layer: Any) -> list[Linear]:
         mixer = layer.mixer
-        if mixer.plan.kind == "conv":
-            return [mixer.in_proj, mixer.out_proj]
-        return [mixer.in_proj_qkvz, mixer.in_proj_ba, mixer.out_proj]
+        if mixer.plan.kind == "delta":
+            return [mixer.in_proj_qkvz, mixer.in_proj_ba, mixer.out_proj]
+        return [mixer.in_proj, mixer.out_proj]
 
     @property
     def memory(self) -> Any:
@@ -110,16 +121,9 @@ class StateParts(LayerParts):
         spans: Spans = kept.arrays[()]
         return spans
 
-    def operands(self) -> tuple[Any, Any]:
-        """What `kernel` has behind the states."""
-        projections, second = self.ends()
-        numbers = np.float32(self.norms[0].eps), self.before[0] is not None
-        return (self.weight_of(self.before[0]), self.of_rule(projections), numbers), second
-
-    def of_rule(self, projections: list[Any]) -> tuple[Any, ...]:
-        """The mixer's weights, up to the last projection."""
+    def mixer_operands(self, projections: list[Any]) -> tuple[Any, ...]:
         if self.mixer.plan.kind != "conv":
-            return tuple(projections), *CPUDelta(self.mixer).operands
+            return *projections, *self.mixer.mix_of.operands
         conv = self.mixer.conv
         bias = np.empty(0, np.float32) if conv.bias is None else conv.bias.detach().numpy()
         return *projections, (conv.weight.detach().numpy(), bias)

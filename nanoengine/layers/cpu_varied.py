@@ -14,7 +14,6 @@ import torch
 from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.kernels.cpu_layers import GATES
-from nanoengine.kernels.cpu_varied import varied_layers
 from nanoengine.layers.cpu_decoder import FusedLayers, LayerParts
 from nanoengine.layers.linear import Linear
 
@@ -29,8 +28,6 @@ class VariedParts(LayerParts):
         of_input: what takes in the layer's input: two linear layers; none: it has none.
     """
 
-    kernel = staticmethod(varied_layers)
-
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
         self.layer = layer
@@ -40,7 +37,7 @@ class VariedParts(LayerParts):
     def of_mixer(self, layer: Any) -> list[Linear]:
         mixer = self.mixer = layer.mixer
         self.attention, self.head_norm = mixer.attention, mixer.head_norm.weights
-        self.backend, self.num_gates, self.of_input = self.attention.backend, 0, []
+        self.backend, self.of_input = self.attention.backend, []
         if hasattr(layer, "per_layer_input_gate"):
             self.of_input = [layer.per_layer_input_gate, layer.per_layer_projection]
         return [*self.of_input, mixer.qkv_proj, mixer.o_proj]
@@ -50,20 +47,20 @@ class VariedParts(LayerParts):
         return *super().step(rotation, batch, spec, *rows), *step.arrays[()]
 
     def operands(self) -> tuple[Any, ...]:
-        """What `varied_layers` has behind the caches."""
-        (weights, *numbers), second = super().operands()
-        norm, *of_input, qkv, of_heads, operand, sinks = weights
-        layer, mixer, spec = self.layer, self.mixer, self.attention.spec
-        own: tuple[Any, ...] = ()
-        if of_input:
-            activation = GATES[layer.mlp.activation]
-            own = *of_input, self.weight_of(self.norms[-1]), layer.index, activation
-        of_values = (
-            0 if mixer.is_shared else spec.num_kv_heads, mixer.keys_are_values,
-            np.ones(spec.head_dim, np.float32),
-        )  # fmt: skip
-        first = ((norm, qkv, of_heads, operand, sinks), *numbers, of_values)
-        return first, second, (own, layer.layer_scalar.detach().numpy())
+        first, second, _ = super().operands()
+        layer, own = self.layer, [linear.method.operands(linear.bias) for linear in self.of_input]
+        if own:
+            own += self.weight_of(self.norms[-1]), layer.index, GATES[layer.mlp.activation]
+        factor = layer.layer_scalar.detach().numpy()
+        return first, second, (tuple(own), factor, np.float32(self.norms[0].eps))
+
+    def mixer_operands(self, projections: list[Any]) -> tuple[Any, ...]:
+        return super().mixer_operands(projections[-1:])
+
+    def own_of_heads(self) -> tuple[int, tuple[Any, ...]]:
+        spec, eps = self.attention.spec, np.float32(self.norms[0].eps)
+        kept = 0 if self.mixer.is_shared else spec.num_kv_heads
+        return kept, (np.ones(spec.head_dim, np.float32), eps)
 
 
 class VariedLayers(FusedLayers):

@@ -46,7 +46,7 @@ def largest_of_all(
 
 
 PANEL_DTYPES = {
-    torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.float16: torch.int16
+    torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16
 }  # fmt: skip
 """What numpy sees of a packed weight of each dtype, since it has no bfloat16 and numba no float16;
 the kernels tell the two apart by the sign: int16 is float16, uint16 bfloat16."""
@@ -92,8 +92,6 @@ class PackedLinear(UnquantizedLinear):
             flat, dtype = self.weight.detach().view(-1), self.weight.dtype
             # Why a view kept: asking a tensor for one takes about as long as a small row's work.
             self.panels = flat.view(PANEL_DTYPES[dtype]).numpy()
-            if dtype == torch.bfloat16:
-                self.panels = self.panels.view(np.uint16)
             self.pack(0, self.shape[0])
             self.is_packed = True
 

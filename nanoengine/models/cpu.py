@@ -133,10 +133,9 @@ class CPUKernels(Kernels):
         if states is not None:
             from nanoengine.layers.cpu_states import CPUDelta, StateParts
 
-            of_state, mix = StateParts, CPUDelta if states.kind == "delta" else None
+            mix = CPUDelta if states.kind == "delta" else None
             if states.kind == "mamba":
                 from nanoengine.layers.cpu_mamba import CPUMamba as mix
-                from nanoengine.layers.cpu_mamba import MambaParts as of_state
 
             for mixer in model.state_layers if mix and self.dtype != torch.float64 else ():
                 mixer.mix_of = mix(mixer)
@@ -154,7 +153,7 @@ class CPUKernels(Kernels):
         for layer in decoder.layers:
             parts: LayerParts | None = None
             if getattr(layer, "mixer", None) in model.state_layers and layer.mlp is not None:
-                parts = of_state(layer, self.attention)
+                parts = StateParts(layer, self.attention)
             elif not getattr(layer, "needs_torch", False):
                 parts = of_layer(layer)
             before = decoder.stack[-1] if decoder.stack else None

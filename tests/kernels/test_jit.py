@@ -38,6 +38,19 @@ def double(x):
 def triple(x):
     return double(x) + x
 """
+CHOOSING = """
+from nanoengine.kernels.jit import by_types, compiled
+
+@by_types()
+def twice(x):
+    from beside import double
+
+    return lambda x: double(x)
+
+@compiled(fastmath=())
+def triple(x):
+    return twice(x) + x
+"""
 PARALLEL = """
 from nanoengine.kernels.pool import parallel_for
 
@@ -130,6 +143,15 @@ def test_a_process_finds_the_code_that_another_calls_by_name(source: Path) -> No
     told(start(source, "import kernel; kernel.double(14)", PYTHONHASHSEED="2"), "")
     triple.write_bytes(triple_of_1)
     assert told(start(source)) == []
+
+
+def test_a_process_brings_what_another_has_chosen_by_types(source: Path) -> None:
+    """Nobody there has imported it: what chooses runs while a caller is compiled."""
+    source.with_name("beside.py").write_text(KERNEL, encoding="utf-8")
+    source.write_text(CHOOSING, encoding="utf-8")
+    code = "import kernel; print(kernel.triple(14))"
+    assert "compiled 2 kernels" in told(start(source, code), "42\n")[1]
+    assert told(start(source, code), "42\n") == []
 
 
 def test_without_a_home_code_is_kept_where_nobody_else_can_write(source: Path) -> None:

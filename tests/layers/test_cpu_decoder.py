@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention.batch import Batch
 from nanoengine.kernels import cpu_decoder
-from nanoengine.layers.cpu_decoder import FusedLayers, LayerParts
+from nanoengine.layers.cpu_decoder import FusedLayers
 from nanoengine.models.decoder import DecoderLayer
 from tests.layers.test_quantized_formats import compressed
 from tests.support.engines import checkpoint, random_prompts
@@ -127,7 +127,7 @@ def test_neighbours_that_turn_their_heads_alike_are_one_call(family, calls, monk
         ran.append(last - first)
         cpu_decoder.decoder_layers(*arguments)
 
-    monkeypatch.setattr(LayerParts, "kernel", staticmethod(run))
+    monkeypatch.setattr("nanoengine.layers.cpu_decoder.decoder_layers", run)
     with LLM(checkpoint(family), dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
         outputs(llm)
         stack = llm.engine.executor.model.model.stack
