@@ -287,7 +287,7 @@ class TritonLatentBackend(TritonBackend):
         ConfigError: what `TritonBackend` raises it for, but other head dims.
     """
 
-    head_dims: ClassVar[tuple[int, int]] = (2, 640)
+    head_dims: ClassVar[tuple[int, int, int]] = (2, 640, 1)
     programs_an_sm: ClassVar[int] = 8  # by registers and shared memory one or two run at a time
     has_splits_by_batch: ClassVar[bool] = True
 
