@@ -110,7 +110,7 @@ class AttentionBackend(ABC):
         device_type: the only one that it runs on; None: any.
         least_arch: of GPUs that it runs on, as `arch_of` tells it.
         dtypes: what it computes; (): any.
-        head_dims: the least and the largest that it does, and what they are multiples of.
+        head_dims: those that it does.
         least_block: block sizes are powers of two from this on; 0: any.
 
     `attention.make_backend` makes one instance, which serves all layers of an engine. It keeps no
@@ -126,7 +126,7 @@ class AttentionBackend(ABC):
     device_type: ClassVar[str | None] = None
     least_arch: ClassVar[int] = 0
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
-    head_dims: ClassVar[tuple[int, int, int]] = (2, 2**16, 1)
+    head_dims: ClassVar[range] = range(1, 2**16 + 1)
     least_block: ClassVar[int] = 0
 
     def __init__(
@@ -134,7 +134,6 @@ class AttentionBackend(ABC):
     ) -> None:
         """Raises ConfigError where the class attributes say that it does not do this."""
         self.dtype, self.block_size, self.arch = dtype, block_size, arch_of(device)
-        least, most, factor = self.head_dims
         kinds = ", ".join(map(str, self.dtypes)).replace("torch.", "")
         is_power = block_size >= self.least_block and not block_size & (block_size - 1)
         check = self.require
@@ -142,8 +141,9 @@ class AttentionBackend(ABC):
         capability = f"compute capability {self.least_arch / 10} or newer, got {self.arch / 10}"
         check(self.arch >= self.least_arch, f"needs a GPU of {capability}")
         check(not kinds or dtype in self.dtypes, f"computes {kinds}, got {dtype}")
-        dims = f"from {least} to {most} that are multiples of {factor}, got {head_dim}"
-        check(least <= head_dim <= most and head_dim % factor == 0, f"does head dims {dims}")
+        dims = self.head_dims
+        told = f"from {dims[0]} to {dims[-1]} in steps of {dims.step}, got {head_dim}"
+        check(head_dim in dims, f"does head dims {told}")
         size = f"a block_size that is a power of two from {self.least_block}, got {block_size}"
         check(is_power or not self.least_block, f"needs {size}")
 

@@ -85,7 +85,7 @@ class CPUBackend(AttentionBackend):
     graph_safe: ClassVar[bool] = False
     device_type: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES)
-    head_dims: ClassVar[tuple[int, int, int]] = (8, 2**16, 8)
+    head_dims: ClassVar[range] = range(8, 2**16 + 1, 8)
     least_block: ClassVar[int] = 8
 
     def __init__(self, **options: Any) -> None:

@@ -52,7 +52,7 @@ class FlashAttnBackend(AttentionBackend):
     device_type: ClassVar[str] = "cuda"
     least_arch: ClassVar[int] = 80
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
-    head_dims: ClassVar[tuple[int, int, int]] = (8, 256, 8)
+    head_dims: ClassVar[range] = range(8, 257, 8)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -248,7 +248,7 @@ class TritonBackend(AttentionBackend):
     device_type: ClassVar[str | None] = "cuda" if COMPILED else None
     least_arch: ClassVar[int] = 80
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
-    head_dims: ClassVar[tuple[int, int, int]] = (2, 512, 1)
+    head_dims: ClassVar[range] = range(2, 513)
     least_block: ClassVar[int] = 16
     programs_an_sm: ClassVar[int] = 32
     has_splits_by_batch: ClassVar[bool] = False

@@ -59,7 +59,7 @@ from nanoengine.attention.triton_kernels import (
     TileConfig,
     combine,
     load_keys,
-    sequence_of_tile,
+    queries_of_tile,
     split_keys,
     tile_blocks,
 )
@@ -153,12 +153,9 @@ def latent_kernel(
         seq, query_start, query_len, tile_start = tile, tile, 1, 0
     else:
         tile = tl.num_programs(0) // HEAD_TILES - 1 - tile
-        seq, first_tile = sequence_of_tile(
+        seq, query_start, query_len, tile_start = queries_of_tile(
             query_start_loc, tile, num_decodes, num_prefills, TILE_TOKENS
         )
-        query_start = tl.load(query_start_loc + seq)
-        query_len = tl.load(query_start_loc + seq + 1) - query_start
-        tile_start = (tile - first_tile) * TILE_TOKENS
     if tile_start < query_len:
         seq_len = tl.load(seq_lens + seq)
         rows = tl.arange(0, A.m)
@@ -287,7 +284,7 @@ class TritonLatentBackend(TritonBackend):
         ConfigError: what `TritonBackend` raises it for, but other head dims.
     """
 
-    head_dims: ClassVar[tuple[int, int, int]] = (2, 640, 1)
+    head_dims: ClassVar[range] = range(2, 641)
     programs_an_sm: ClassVar[int] = 8  # by registers and shared memory one or two run at a time
     has_splits_by_batch: ClassVar[bool] = True
 

@@ -391,7 +391,7 @@ def test_leaves_torch_its_thread_count():
     [
         ({"dtype": torch.float16}, "float32, float64, bfloat16, got torch.float16"),
         ({"device": torch.device("meta")}, "attention_backend='auto'"),
-        ({"head_dim": 20}, "multiples of 8, got 20"),
+        ({"head_dim": 20}, "in steps of 8, got 20"),
         ({"block_size": 24}, "power of two"),
         ({"block_size": 4}, "power of two"),
     ],

@@ -218,8 +218,8 @@ def test_hopper_without_flash_attention_3_takes_2(calls, monkeypatch):
     ("change", "words"),
     [
         ({"dtype": torch.float32}, "float16, bfloat16, got torch.float32"),
-        ({"head_dim": 257}, "head dims from 8 to 256 that are multiples of 8, got 257"),
-        ({"head_dim": 100}, "head dims from 8 to 256 that are multiples of 8, got 100"),
+        ({"head_dim": 257}, "head dims from 8 to 256 in steps of 8, got 257"),
+        ({"head_dim": 100}, "head dims from 8 to 256 in steps of 8, got 100"),
         ({"block_size": 64}, "multiple of 256, got 64"),
         ({"device": torch.device("cpu")}, "runs on cuda, got cpu"),
     ],
