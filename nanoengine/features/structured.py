@@ -278,7 +278,6 @@ def _library(
         raise MissingDependencyError(
             "structured_outputs need llguidance: pip install 'nanoengine[structured]'"
         ) from error
-    tokenizer = Tokenizer.load(
-        config.tokenizer or str(directory), trust_remote_code=config.trust_remote_code
-    )
+    name = config.tokenizer or str(directory)
+    tokenizer = Tokenizer.load(name, trust_remote_code=config.trust_remote_code)
     return LLGuidance(tokenizer, vocab_size, eos_token_ids)
