@@ -74,8 +74,7 @@ class FlashAttnBackend(AttentionBackend):
         torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=starts[1:])
         return starts
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        store_kv(k, v, cache, batch)
+    store = staticmethod(store_kv)
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache
@@ -109,7 +108,6 @@ class FlashAttnBackend(AttentionBackend):
         if make is None:
             return None
         plans, spec, block_size = batch.attention, cache.spec, cache.k_cache.shape[1]
-        assert isinstance(plans, dict)
         window, softcap = spec.sliding_window, bool(spec.softcap)
         key = spec.num_heads, spec.num_kv_heads, spec.head_dim, window, softcap
         if key not in plans:

@@ -322,8 +322,7 @@ class TritonBackend(AttentionBackend):
         grid = tasks, programs
         return Splits(grid, max_splits, part_out, part_lse)
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        store_kv(k, v, cache, batch)
+    store = staticmethod(store_kv)
 
     def rotate_and_store(
         self,

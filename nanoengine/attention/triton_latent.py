@@ -300,7 +300,7 @@ class TritonLatentBackend(TritonBackend):
         [T, H, still + rope]; norms and turns vectors [T, rank + rope], and stores them."""
         k_cache, _, spec = cache
         rank, (cos, sin) = spec.value_dim, rotation
-        assert rank is not None and heads.is_contiguous() and vectors.is_contiguous()
+        assert heads.is_contiguous() and vectors.is_contiguous()
         num_tokens, num_heads, size = heads.shape
         rope = spec.head_dim - rank
         q = heads.new_empty(num_tokens, num_heads, spec.head_dim)
@@ -318,7 +318,6 @@ class TritonLatentBackend(TritonBackend):
         """Queries [T, H, rank + rope] -> [T, H, rank]."""
         k_cache, _, spec = cache
         rank = spec.value_dim
-        assert rank is not None
         out = q.new_empty(len(q), spec.num_heads, rank)
         table, lens = batch.block_tables[spec.group], batch.seq_lens
         config, num_decodes = self._config(spec), batch.num_decodes

@@ -67,7 +67,6 @@ class ModelRunner(RunnerParts):
         """Computes the step; returns what the host wants to see of it."""
         plan, special = step.plan, self.special
         if self.graphed is not None and self.graphed.step.fits(plan):
-            assert special is not None
             return self.graphed.run(step, special)
         asked = special if special is not None and special.are_asked(plan) else None
         scored = None if asked is None else asked.scored(plan)
