@@ -148,6 +148,7 @@ class RequestChecker:
 
 def is_int(value: object) -> bool:
     """True for integers, numpy's too; not for True."""
+    # Perf: the abstract class is asked for NumPy's integers alone.
     return isinstance(value, int | numbers.Integral) and not isinstance(value, bool)
 
 

@@ -620,17 +620,14 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
             "groups": layout.groups,
         }
         disk_files = DiskFiles(disk.path, model_fingerprint(files, facts), blocks.as_bytes())
-    cost = CostModel(
-        host=LoadCost(layout.block_bytes, host.setup_s, host.policy),
-        disk=LoadCost(layout.block_bytes, disk.setup_s, disk.policy)
-        if disk
-        else LoadCost(layout.block_bytes),
-    )
+    costs = [  # Why the host's again: without a disk nobody asks what it costs.
+        LoadCost(layout.block_bytes, tier.setup_s, tier.policy) for tier in (host, disk or host)
+    ]
     try:
         return TieredPrefixCache(
             layout,
             num_host_blocks=num_host_blocks,
-            cost=cost,
+            cost=CostModel(host=costs[0], disk=costs[1]),
             lazy=host.store == "lazy",
             disk=disk_files,
             num_disk_blocks=num_disk_blocks,
