@@ -107,6 +107,11 @@ class AttentionBackend(ABC):
         default_block_size: [tokens], chosen by measurement.
         graph_safe: its launches may be captured in a CUDA graph.
         takes_sinks: it computes `AttentionSpec.sinks`.
+        device_type: the only one that it runs on; None: any.
+        least_arch: of GPUs that it runs on, as `arch_of` tells it.
+        dtypes: what it computes; (): any.
+        head_dims: those that it does.
+        least_block: block sizes are powers of two from this on; 0: any.
 
     `attention.make_backend` makes one instance, which serves all layers of an engine. It keeps no
     state between steps, so two batches may be in flight. How numbers lie inside a block is the
@@ -118,6 +123,37 @@ class AttentionBackend(ABC):
     default_block_size: ClassVar[int]
     graph_safe: ClassVar[bool]
     takes_sinks: ClassVar[bool] = True
+    device_type: ClassVar[str | None] = None
+    least_arch: ClassVar[int] = 0
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    head_dims: ClassVar[range] = range(1, 2**16 + 1)
+    least_block: ClassVar[int] = 0
+
+    def __init__(
+        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    ) -> None:
+        """Raises ConfigError where the class attributes say that it does not do this."""
+        self.dtype, self.block_size, self.arch = dtype, block_size, arch_of(device)
+        kinds = ", ".join(map(str, self.dtypes)).replace("torch.", "")
+        is_power = block_size >= self.least_block and not block_size & (block_size - 1)
+        check = self.require
+        check(self.device_type in (None, device.type), f"runs on {self.device_type}, got {device}")
+        capability = f"compute capability {self.least_arch / 10} or newer, got {self.arch / 10}"
+        check(self.arch >= self.least_arch, f"needs a GPU of {capability}")
+        check(not kinds or dtype in self.dtypes, f"computes {kinds}, got {dtype}")
+        dims = self.head_dims
+        told = f"from {dims[0]} to {dims[-1]} in steps of {dims.step}, got {head_dim}"
+        check(head_dim in dims, f"does head dims {told}")
+        size = f"a block_size that is a power of two from {self.least_block}, got {block_size}"
+        check(is_power or not self.least_block, f"needs {size}")
+
+    def require(self, is_so: bool, told: str) -> None:
+        """Raises ConfigError unless it is so; `told` says what a backend does, and what it got."""
+        if not is_so:
+            raise ConfigError(
+                f"attention backend {self.name} {told}: change that, or set"
+                " attention_backend='auto' or 'naive'"
+            )
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Raises ConfigError unless a model of `dtype` may have a cache of this other dtype."""
@@ -169,6 +205,15 @@ class AttentionBackend(ABC):
         """Stores k, v [T, K, D] as they are, then attends q [T, H, D] -> [T, H, D]."""
         self.store(k, v, cache, batch)
         return self.attend(q, cache, batch)
+
+
+def arch_of(device: torch.device) -> int:
+    """A GPU's compute capability, as 10 * major + minor; without one, where Triton's interpreter
+    runs, that of a GPU which can do everything."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def normed_heads(x: torch.Tensor, norm: HeadNormWeights) -> torch.Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from nanoengine.attention.base import (
     Rotation,
 )
 from nanoengine.attention.batch import Batch
-from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers
 from nanoengine.kernels.attention_tasks import ROW_TILE, plan_tasks
@@ -84,33 +83,15 @@ class CPUBackend(AttentionBackend):
     # ms with blocks of 16 / 32 / 64 / 128; longer runs of memory help the prefetcher.
     default_block_size: ClassVar[int] = 64
     graph_safe: ClassVar[bool] = False
+    device_type: ClassVar[str] = "cpu"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES)
+    head_dims: ClassVar[range] = range(8, 2**16 + 1, 8)
+    least_block: ClassVar[int] = 8
 
-    def __init__(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
-    ) -> None:
-        if device.type != "cpu":
-            raise ConfigError(
-                f"attention_backend='cpu' runs on device 'cpu', got {device.type!r}: use"
-                " attention_backend='auto'"
-            )
-        if dtype not in DTYPES:
-            raise ConfigError(
-                f"attention_backend='cpu' computes in float32, float64 or bfloat16, got"
-                f" dtype={dtype}: set dtype='float32', or attention_backend='naive'"
-            )
-        if head_dim % 8:
-            raise ConfigError(
-                f"attention_backend='cpu' needs a head_dim that is a multiple of 8, got {head_dim}:"
-                " set attention_backend='naive'"
-            )
-        if block_size < 8 or block_size & (block_size - 1):
-            raise ConfigError(
-                f"attention_backend='cpu' needs a block_size that is a power of two from 8, got"
-                f" {block_size}"
-            )
-        self.block_size, self._arrays = block_size, NumpyViews()
-        self.operand = np.empty(0, DTYPES[dtype])
-        self._real = torch.float64 if dtype == torch.float64 else torch.float32
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._arrays, self.operand = NumpyViews(), np.empty(0, DTYPES[self.dtype])
+        self._real = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._no_sinks = torch.empty(0, dtype=self._real)
         start_workers()
 

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from nanoengine.attention.base import AttentionBackend, KVLayoutName, LayerCache
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.triton import store_kv
-from nanoengine.errors import ConfigError, MissingDependencyError
+from nanoengine.errors import MissingDependencyError
 
 FA2_BLOCK_MULTIPLE = 256
 """The block sizes that FlashAttention-2 accepts for a paged cache are its multiples [tokens]."""
@@ -49,33 +49,20 @@ class FlashAttnBackend(AttentionBackend):
     default_block_size: ClassVar[int] = FA2_BLOCK_MULTIPLE
     graph_safe: ClassVar[bool] = True
     takes_sinks: ClassVar[bool] = False
+    device_type: ClassVar[str] = "cuda"
+    least_arch: ClassVar[int] = 80
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
+    head_dims: ClassVar[range] = range(8, 257, 8)
 
-    def __init__(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
-    ) -> None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            raise ConfigError(
-                "attention backend flash_attn needs a CUDA GPU of compute capability 8.0 or newer,"
-                f" got device {device}: set attention_backend='auto'"
-            )
-        hopper = torch.cuda.get_device_capability(device)[0] == 9
-        self.version, self.package = import_package(hopper)
-        if dtype not in (torch.float16, torch.bfloat16):
-            raise ConfigError(
-                f"attention backend flash_attn computes float16 and bfloat16 only, got {dtype}:"
-                " set dtype='bfloat16', or attention_backend='triton'"
-            )
-        if head_dim > 256 or head_dim % 8:
-            raise ConfigError(
-                "attention backend flash_attn does head dims up to 256 that are multiples of 8,"
-                f" got {head_dim}: set attention_backend='triton'"
-            )
-        if self.version == 2 and block_size % FA2_BLOCK_MULTIPLE:
-            raise ConfigError(
-                "attention backend flash_attn (FlashAttention-2) needs a block_size that is a"
-                f" multiple of {FA2_BLOCK_MULTIPLE}, got {block_size}: set block_size=256, or"
-                " attention_backend='triton' for finer blocks"
-            )
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.version, self.package = import_package(hopper=self.arch == 90)
+        multiple = FA2_BLOCK_MULTIPLE if self.version == 2 else 1
+        self.require(
+            self.block_size % multiple == 0,
+            f"(FlashAttention-{self.version}) needs a block_size that is a multiple of {multiple},"
+            f" got {self.block_size}",
+        )
 
     def prepare(self, batch: Batch) -> object:
         """What a step's layers share. FlashAttention-2: where each sequence's keys would start if
@@ -87,8 +74,7 @@ class FlashAttnBackend(AttentionBackend):
         torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=starts[1:])
         return starts
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        store_kv(k, v, cache, batch)
+    store = staticmethod(store_kv)
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache
@@ -122,7 +108,6 @@ class FlashAttnBackend(AttentionBackend):
         if make is None:
             return None
         plans, spec, block_size = batch.attention, cache.spec, cache.k_cache.shape[1]
-        assert isinstance(plans, dict)
         window, softcap = spec.sliding_window, bool(spec.softcap)
         key = spec.num_heads, spec.num_kv_heads, spec.head_dim, window, softcap
         if key not in plans:

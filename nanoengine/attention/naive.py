@@ -16,7 +16,7 @@ D head dim.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,12 +35,10 @@ class NaiveBackend(AttentionBackend):
     default_block_size: ClassVar[int] = 16
     graph_safe: ClassVar[bool] = False
 
-    def __init__(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
-    ) -> None:
-        self.block_size = block_size
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         # Why: 16-bit scores would lose more than the kernels under test; float64 stays float64.
-        self.math_dtype = torch.float32 if dtype.itemsize < 4 else dtype
+        self.math_dtype = torch.float32 if self.dtype.itemsize < 4 else self.dtype
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Nothing to refuse: plain torch converts on any device."""

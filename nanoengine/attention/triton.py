@@ -245,28 +245,27 @@ class TritonBackend(AttentionBackend):
     kv_layout: ClassVar[KVLayoutName] = "PKD"
     default_block_size: ClassVar[int] = 64
     graph_safe: ClassVar[bool] = True
-    head_dims: ClassVar[tuple[int, int]] = (2, 512)
+    device_type: ClassVar[str | None] = "cuda" if COMPILED else None
+    least_arch: ClassVar[int] = 80
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
+    head_dims: ClassVar[range] = range(2, 513)
+    least_block: ClassVar[int] = 16
     programs_an_sm: ClassVar[int] = 32
     has_splits_by_batch: ClassVar[bool] = False
 
     def __init__(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_dim: int,
-        block_size: int,
-        deterministic: bool = False,
+        self, *, device: torch.device, deterministic: bool = False, **options: Any
     ) -> None:
-        _check(device, dtype, head_dim, block_size, *self.head_dims)
+        super().__init__(device=device, **options)
+        self.require(
+            device.type == "cuda" or self.dtype != torch.bfloat16,
+            "computes bfloat16 wrongly in Triton's interpreter",
+        )
         self.deterministic = deterministic
-        self.dtype = dtype
         self.counters = make_counters(device)
-        self.arch, self.num_sms = 90, 1  # In the interpreter: any GPU that can do everything.
+        self.num_sms = 1
         if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            self.arch = 10 * properties.major + properties.minor
-            self.num_sms = properties.multi_processor_count
+            self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Raises ConfigError unless it is fp8, and for that on GPUs before Ada and Hopper.
@@ -323,8 +322,7 @@ class TritonBackend(AttentionBackend):
         grid = tasks, programs
         return Splits(grid, max_splits, part_out, part_lse)
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        store_kv(k, v, cache, batch)
+    store = staticmethod(store_kv)
 
     def rotate_and_store(
         self,
@@ -393,40 +391,3 @@ class TritonBackend(AttentionBackend):
     def _config(self, spec: AttentionSpec) -> KernelConfig:
         group_size = spec.num_heads // spec.num_kv_heads
         return kernel_config(self.arch, spec.head_dim, group_size, self.dtype)
-
-
-def _check(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, least: int, most: int
-) -> None:
-    """Refuses what the kernels can't do, before anything is allocated."""
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ConfigError(
-            f"attention backend triton computes float16, bfloat16 and float32, got {dtype}:"
-            " set dtype, or attention_backend='naive'"
-        )
-    if not least <= head_dim <= most:
-        raise ConfigError(
-            f"attention backend triton does head dims from {least} to {most}, got {head_dim}:"
-            " set attention_backend='naive'"
-        )
-    if block_size < 16 or block_size & (block_size - 1):
-        raise ConfigError(
-            "attention backend triton needs a block_size that is a power of two of at least 16,"
-            f" got {block_size}"
-        )
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            raise ConfigError(
-                "attention backend triton needs a GPU of compute capability 8.0 or newer, got"
-                f" {capability[0]}.{capability[1]}: set attention_backend='naive'"
-            )
-    elif COMPILED:
-        raise ConfigError(
-            f"attention backend triton runs on CUDA, got device {device}: set"
-            " attention_backend='cpu' (or, to debug its kernels, TRITON_INTERPRET=1)"
-        )
-    elif dtype == torch.bfloat16:
-        raise ConfigError(
-            "Triton's interpreter computes bfloat16 wrongly: set dtype to float32 or float16"
-        )

@@ -229,8 +229,9 @@ def sink_share(places, inside, high):
 
 
 @triton.jit
-def sequence_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKENS: tl.constexpr):
-    """Which prefill sequence a query tile belongs to, and its first tile.
+def queries_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKENS: tl.constexpr):
+    """Which prefill sequence a query tile belongs to, where its queries start, how many they are,
+    and how many of them are before the tile.
 
     Sequence i starts at tile `query_start // TILE_TOKENS + i`: room for its tiles whatever the
     lengths are, a closed form that needs no prefix sum and no answer from the host. Tiles left
@@ -247,8 +248,30 @@ def sequence_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKE
         starts = tl.load(query_start_loc + num_decodes + index, mask=inside, other=0) - num_decodes
         before += tl.sum((inside & (starts // TILE_TOKENS + index <= tile)).to(tl.int32), 0)
     last = before - 1
-    start = tl.load(query_start_loc + num_decodes + last) - num_decodes
-    return num_decodes + last, start // TILE_TOKENS + last
+    start = tl.load(query_start_loc + num_decodes + last)
+    length = tl.load(query_start_loc + num_decodes + last + 1) - start
+    first_tile = (start - num_decodes) // TILE_TOKENS + last
+    return num_decodes + last, start, length, (tile - first_tile) * TILE_TOKENS
+
+
+@triton.jit
+def load_queries(q, kv_head, query_start, query_len, tile_start, A: tl.constexpr):
+    """A tile's queries [M, D] for one KV head, zero outside of it.
+
+    Returns:
+        Them; of each row its token [M] in the sequence and in the batch, its head, and whether it
+        is one; the dims [1, D]; which of rows and dims there are [M, D].
+    """
+    rows = tl.arange(0, A.m)
+    tokens = tile_start + rows // A.group
+    dims = tl.arange(0, A.dim)[None, :]
+    inside = (rows < A.m // A.group * A.group) & (tokens < query_len)
+    mask = inside[:, None] & (dims < A.head_dim)
+    token_rows = (query_start + tokens).to(tl.int64)
+    heads = kv_head * A.group + rows % A.group
+    place = token_rows[:, None] * A.q_token + (heads[:, None] * A.q_head + dims)
+    query = tl.load(q + place, mask=mask, other=0.0)
+    return query, tokens, token_rows, heads, inside, dims, mask
 
 
 @triton.jit(
@@ -271,27 +294,14 @@ def varlen_kernel(
     # keep the GPU waiting at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq, first_tile = sequence_of_tile(
+    seq, query_start, query_len, tile_start = queries_of_tile(
         query_start_loc, tile, num_decodes, num_prefills, TILE_TOKENS
     )
-    query_start = tl.load(query_start_loc + seq)
-    query_len = tl.load(query_start_loc + seq + 1) - query_start
-    seq_len = tl.load(seq_lens + seq)
-    tile_start = (tile - first_tile) * TILE_TOKENS
+    context = tl.load(seq_lens + seq) - query_len
     if tile_start < query_len:
-        rows = tl.arange(0, A.m)
-        tokens = tile_start + rows // A.group
-        dims = tl.arange(0, A.dim)[None, :]
-        mask = ((rows < TILE_TOKENS * A.group) & (tokens < query_len))[:, None] & (
-            dims < A.head_dim
+        query, tokens, token_rows, heads, inside, dims, mask = load_queries(
+            q, kv_head, query_start, query_len, tile_start, A
         )
-        token_rows = (query_start + tokens).to(tl.int64)[:, None]
-        heads = (kv_head * A.group + rows % A.group)[:, None]
-        query = tl.load(
-            q + token_rows * A.q_token + (heads * A.q_head + dims), mask=mask, other=0.0
-        )
-
-        context = seq_len - query_len
         first_position = context + tile_start
         end = context + tl.minimum(tile_start + TILE_TOKENS, query_len)
         low = 0
@@ -304,13 +314,12 @@ def varlen_kernel(
             CACHE, A, False,
         )  # fmt: skip
         if A.sinks:
-            inside = (rows < TILE_TOKENS * A.group) & (tokens < query_len)
-            total += sink_share(sinks + kv_head * A.group + rows % A.group, inside, high)
+            total += sink_share(sinks + heads, inside, high)
         result = acc / total[:, None]
         if v_cache.dtype.element_ty != q.dtype.element_ty:
             result = result * v_scale
-        result = result.to(out.dtype.element_ty)
-        tl.store(out + token_rows * A.o_token + (heads * A.o_head + dims), result, mask=mask)
+        place = token_rows[:, None] * A.o_token + (heads[:, None] * A.o_head + dims)
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

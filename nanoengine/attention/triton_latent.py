@@ -59,7 +59,7 @@ from nanoengine.attention.triton_kernels import (
     TileConfig,
     combine,
     load_keys,
-    sequence_of_tile,
+    queries_of_tile,
     split_keys,
     tile_blocks,
 )
@@ -153,12 +153,9 @@ def latent_kernel(
         seq, query_start, query_len, tile_start = tile, tile, 1, 0
     else:
         tile = tl.num_programs(0) // HEAD_TILES - 1 - tile
-        seq, first_tile = sequence_of_tile(
+        seq, query_start, query_len, tile_start = queries_of_tile(
             query_start_loc, tile, num_decodes, num_prefills, TILE_TOKENS
         )
-        query_start = tl.load(query_start_loc + seq)
-        query_len = tl.load(query_start_loc + seq + 1) - query_start
-        tile_start = (tile - first_tile) * TILE_TOKENS
     if tile_start < query_len:
         seq_len = tl.load(seq_lens + seq)
         rows = tl.arange(0, A.m)
@@ -287,7 +284,7 @@ class TritonLatentBackend(TritonBackend):
         ConfigError: what `TritonBackend` raises it for, but other head dims.
     """
 
-    head_dims: ClassVar[tuple[int, int]] = (2, 640)
+    head_dims: ClassVar[range] = range(2, 641)
     programs_an_sm: ClassVar[int] = 8  # by registers and shared memory one or two run at a time
     has_splits_by_batch: ClassVar[bool] = True
 
@@ -303,7 +300,7 @@ class TritonLatentBackend(TritonBackend):
         [T, H, still + rope]; norms and turns vectors [T, rank + rope], and stores them."""
         k_cache, _, spec = cache
         rank, (cos, sin) = spec.value_dim, rotation
-        assert rank is not None and heads.is_contiguous() and vectors.is_contiguous()
+        assert heads.is_contiguous() and vectors.is_contiguous()
         num_tokens, num_heads, size = heads.shape
         rope = spec.head_dim - rank
         q = heads.new_empty(num_tokens, num_heads, spec.head_dim)
@@ -321,7 +318,6 @@ class TritonLatentBackend(TritonBackend):
         """Queries [T, H, rank + rope] -> [T, H, rank]."""
         k_cache, _, spec = cache
         rank = spec.value_dim
-        assert rank is not None
         out = q.new_empty(len(q), spec.num_heads, rank)
         table, lens = batch.block_tables[spec.group], batch.seq_lens
         config, num_decodes = self._config(spec), batch.num_decodes

@@ -37,7 +37,8 @@ from nanoengine.attention.triton_kernels import (
     MIN_SCORE,
     TileConfig,
     attend,
-    sequence_of_tile,
+    load_queries,
+    queries_of_tile,
     sink_share,
 )
 from nanoengine.attention.triton_splits import counted_last
@@ -104,11 +105,10 @@ def uniform_kernel(
     TILE_TOKENS: tl.constexpr = A.m // A.group
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq, first_tile = sequence_of_tile(query_start_loc, tile, first_seq, num_seqs, TILE_TOKENS)
-    query_start = tl.load(query_start_loc + seq)
-    query_len = tl.load(query_start_loc + seq + 1) - query_start
+    seq, query_start, query_len, tile_start = queries_of_tile(
+        query_start_loc, tile, first_seq, num_seqs, TILE_TOKENS
+    )
     context = tl.load(seq_lens + seq) - query_len
-    tile_start = (tile - first_tile) * TILE_TOKENS
     end = context + tl.minimum(tile_start + TILE_TOKENS, query_len)
     low = 0
     if A.window > 0:
@@ -118,15 +118,9 @@ def uniform_kernel(
     # Why: launches are sized for the longest sequence that may come; the others exit at once.
     programs = tl.minimum(tl.num_programs(2), tl.maximum(num_splits, 1))
     if (tile_start < query_len) & (tl.program_id(2) < programs):
-        rows = tl.arange(0, A.m)
-        tokens = tile_start + rows // A.group
-        dims = tl.arange(0, A.dim)[None, :]
-        inside = (rows < TILE_TOKENS * A.group) & (tokens < query_len)
-        mask = inside[:, None] & (dims < A.head_dim)
-        token_rows = (query_start + tokens).to(tl.int64)
-        heads = kv_head * A.group + rows % A.group
-        q_place = token_rows[:, None] * A.q_token + (heads[:, None] * A.q_head + dims)
-        query = tl.load(q + q_place, mask=mask, other=0.0)
+        query, tokens, token_rows, heads, inside, dims, mask = load_queries(
+            q, kv_head, query_start, query_len, tile_start, A
+        )
         part_row = (token_rows * (tl.num_programs(1) * A.group) + heads) * max_splits
         all_acc = tl.full([A.m, A.dim], 0, tl.float32)
         all_total = tl.full([A.m], 0, tl.float32)

@@ -1,8 +1,7 @@
 """The doors of the core: who may take part in a step without the core knowing them.
 
 An `Executor` runs plans, each of them `Launched`; a `Proposer` drafts tokens; an `Observer` watches
-steps; a `TierStorage` moves blocks; `SpecialSequences` and `Tiers` are parts of the core itself,
-there only if somebody asks for them. Who follows or steers a single request enters with it:
+steps; a `TierStorage` moves blocks. Who follows or steers a single request enters with it:
 `OutputFollower` and `TokenChooser` stand beside it in sequence.py.
 """
 
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from nanoengine.core.layout import KVLayout
-    from nanoengine.core.plan import StepPlan, StepResult, Transfer
+    from nanoengine.core.plan import StepPlan, StepResult
     from nanoengine.core.sequence import Sequence
-    from nanoengine.core.tiers.stats import TierStats
 
 
 class Launched(Protocol):
@@ -68,54 +66,3 @@ class TierStorage(Protocol):
     def load(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> float:
         """Copies the tier's blocks to the device, ahead of all work issued later; returns the
         seconds that this took."""
-
-
-class SpecialSequences(Protocol):
-    """What the Scheduler leaves to extras.py: sequences with `Extras`, and those that part."""
-
-    def schedule(
-        self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, budget: int
-    ) -> int:
-        """Gives a running sequence its next tokens, at most `budget`; returns how many."""
-
-    def put(self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, num_new: int) -> None:
-        """Writes a sequence that has room into the plan, with those that part from it."""
-
-    def take_result(
-        self, plan: StepPlan, result: StepResult, i: int, seq: Sequence, now: float
-    ) -> None:
-        """Gives the i-th scheduled sequence what the step has sampled for it."""
-
-    def num_rows_due(self, seq: Sequence) -> int:
-        """Rows to keep for sequences that will part from this one."""
-
-    def let_choose(self) -> None:
-        """Has those tokens chosen that are not sampled, after each commit."""
-
-    def on_failure(self, seq: Sequence) -> None:
-        """A sequence has failed."""
-
-    def break_deadlock(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
-        """Nothing could be scheduled, and no step is under way."""
-
-
-class Tiers(Protocol):
-    """What a prefix cache with tiers below the device does at each step: tiers/tiered_cache.py."""
-
-    def take_transfers(self, plan: StepPlan) -> list[Transfer]:
-        """The copies between the device and a tier that a planned step makes."""
-
-    def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """Called when a step has run, and its transfers with it."""
-
-    def wait(self) -> None:
-        """Called when no step is under way and none can be planned: waits for reads."""
-
-    def tier_stats(self) -> tuple[TierStats, ...]:
-        """The blocks of each tier, and what was moved."""
-
-    def close(self) -> None:
-        """Gives back what tiers hold outside of the process: files, locks."""
-
-    def check(self) -> None:
-        """Raises AssertionError if an invariant of a tier is broken."""

@@ -1,4 +1,4 @@
-"""SpecialSequences: what the Scheduler leaves aside: drafts, log-probabilities, parting, choosing.
+"""Specials: what the Scheduler leaves aside: drafts, log-probabilities, parting, choosing.
 
     enlist(scheduler)   by whoever queues a request that `is_special`, drafts or forks
     schedule, put       a step's tokens: drafts are trimmed to what fits; forks join their parent

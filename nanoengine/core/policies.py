@@ -26,7 +26,7 @@ MAX_TIMES = 32
 """Moments at which a prediction adds the blocks up; between two of them few sequences end."""
 
 
-class Hysteresis:
+class Hysteresis(AdmissionPolicy):
     """Stops admitting at a pressure of `preempt_above`, starts again under `admit_below`.
 
     Pressure is active blocks over usable ones; cached blocks can be evicted and count as free.
@@ -36,13 +36,6 @@ class Hysteresis:
         self.preempt_above = preempt_above
         self.admit_below = admit_below
         self._closed = False
-
-    def watch(self, ended: Ended) -> None:
-        """Learns nothing."""
-
-    def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
-        """The first in order."""
-        return waiting[0]
 
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
@@ -57,26 +50,22 @@ class Hysteresis:
         return not self._closed
 
 
-class Predictive:
+class Predictive(AdmissionPolicy):
     """Admits while the predicted peak of all running sequences and the new one fits the pool.
 
     A sequence is expected to end at its max_tokens if nothing else can end it; else at the mean
-    length, plus `spread` standard deviations, of those finished sequences that got further than it
-    has; if there are none, at its max_tokens. From now to then it holds a block for each
-    `block_size` tokens, then none. Blocks that it shares count once, as if held to the end.
+    length of those finished sequences that got further than it has; if there are none, at its
+    max_tokens. From now to then it holds a block for each `block_size` tokens, then none. Blocks
+    that it shares count once, as if held to the end.
 
     The last few that wait are admitted longest first: a run ends with the sequence that was
     admitted last or is longest, so these should not be the same.
 
     Source: LightLLM's past-future scheduler: lengths of finished requests predict the running ones,
     and the peak of their memory decides. Longest first: Graham's rule for list scheduling (1969).
-
-    Args:
-        spread: standard deviations added to the mean; 0 was best in the simulator.
     """
 
-    def __init__(self, spread: float = 0.0) -> None:
-        self.spread = spread
+    def __init__(self) -> None:
         self._ended, self._num_seen = Ended(), 0
         self._sorted: list[int] = []
         self._lengths: dict[int, int | None] = {}
@@ -140,9 +129,7 @@ class Predictive:
         """Expected length of a sequence that has generated `done` tokens; None: no idea."""
         if done not in self._lengths:
             longer = self._sorted[bisect_right(self._sorted, done) :]
-            mean = float(np.mean(longer)) if longer else 0.0
-            deviations = self.spread * float(np.std(longer)) if longer and self.spread else 0.0
-            self._lengths[done] = int(mean + deviations) if longer else None
+            self._lengths[done] = int(np.mean(longer)) if longer else None
         return self._lengths[done]
 
     @staticmethod

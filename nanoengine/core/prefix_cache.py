@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
-from nanoengine.core.doors import Tiers
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import Prefix, Prefixes, hash_block, pack, root_name
 from nanoengine.core.sequence import Sequence
@@ -66,7 +66,7 @@ class PrefixCache:
         self.enabled = enabled
         self.block_size = layout.block_size
         self.pool = BlockPool(layout.num_blocks, len(layout.groups))
-        self.tiers: Tiers | None = None
+        self.tiers: Any = None
         self.prefixes = Prefixes()
         self.stats = CacheStats()
         # Of first blocks registered lately: digest without the salt -> name of the salted root.

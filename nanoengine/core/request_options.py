@@ -6,13 +6,13 @@ before anything is queued or changed.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import RequestError
+from nanoengine.settings.checks import check_value
 from nanoengine.settings.params import SamplingParams
 
 
@@ -72,44 +72,20 @@ def parent_of_fork(
 
 def check_block_ids(block_ids: Iterable[int], num_blocks: int) -> list[int]:
     """The ids as Python's integers; RequestError unless each is one of the pool's blocks."""
-    last = num_blocks - 1
-    if not isinstance(block_ids, Iterable):
-        raise RequestError(f"block ids must be a list of integers, got {block_ids!r}")
-    block_ids = list(block_ids)
-    for block_id in block_ids:
-        is_int = isinstance(block_id, numbers.Integral) and not isinstance(block_id, bool)
-        if not is_int or not 1 <= block_id <= last:
-            raise RequestError(f"block ids must be integers in [1, {last}], got {block_id!r}")
-    return list(map(int, block_ids))
+    ids = list(block_ids) if isinstance(block_ids, Iterable) else block_ids
+    found: list[int] = check_value(ids, list[int], "block ids", RequestError)
+    for block_id in found:
+        if not 1 <= block_id < num_blocks:
+            raise RequestError(f"block ids must be in [1, {num_blocks - 1}], got {block_id}")
+    return found
 
 
-def check_salt(cache_salt: object) -> None:
-    """Raises RequestError unless a cache salt is a string that UTF-8 can hold."""
-    if not isinstance(cache_salt, str):
-        raise RequestError(f"cache_salt must be a string, got {cache_salt!r}")
-    try:
-        cache_salt.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"cache_salt can't be encoded as UTF-8: {error}") from error
-
-
-def too_large(num_tokens: int, at_least: str, manager: BlockManager) -> str:
-    """The message for a prompt that the pool can never hold; `at_least`: it may have more."""
+def too_large(what: str, num_tokens: int, manager: BlockManager) -> str:
+    """The message for a prompt or a sequence of so many tokens, which the pool can never hold."""
     kept = manager.num_watermark_blocks
     reserve = f", of which the watermark keeps {kept} free" if kept else ""
     return (
-        f"the prompt of {at_least}{num_tokens} tokens needs {manager.num_blocks_for(num_tokens)} KV"
-        f" blocks of {manager.block_size} tokens, the pool has {manager.pool.num_usable}{reserve}:"
-        f" shorten it, or raise num_kv_blocks or kv_cache_gib"
-        f"{' or lower watermark_frac' if kept else ''}"
-    )
-
-
-def pool_too_small(num_tokens: int, manager: BlockManager) -> str:
-    """The message for a sequence that has grown, or is to come back, and that no pool can hold."""
-    return (
-        f"{num_tokens} tokens need {manager.num_blocks_for(num_tokens)} KV blocks of"
-        f" {manager.block_size} tokens, the pool has {manager.pool.num_usable}"
-        f" ({manager.num_watermark_blocks} kept as watermark): raise num_kv_blocks or"
-        f" kv_cache_gib, or ask for fewer tokens"
+        f"{what} needs {manager.num_blocks_for(num_tokens)} KV blocks of {manager.block_size}"
+        f" tokens, the pool has {manager.pool.num_usable}{reserve}: shorten it, or raise"
+        f" num_kv_blocks or kv_cache_gib{' or lower watermark_frac' if kept else ''}"
     )

@@ -18,6 +18,7 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.sequence import Request
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
+from nanoengine.settings.checks import check_value
 from nanoengine.settings.params import SamplingParams
 
 OPTIONS = (
@@ -75,14 +76,12 @@ class RequestChecker:
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {params!r}")
-        if priority is not None and not _is_int(priority):
+        if priority is not None and not is_int(priority):
             raise RequestError(f"priority must be an integer, got {priority!r}")
         if key is not None and not isinstance(key, str):
             raise RequestError(f"key must be a string, got {key!r}")
         if cache_salt is not None:
-            from nanoengine.core.request_options import check_salt
-
-            check_salt(cache_salt)
+            check_text("cache_salt", cache_salt)
         if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, SequenceOf):
             raise RequestError(
                 f"prompt_token_ids must be a list of integers, got {prompt_token_ids!r}"
@@ -117,7 +116,7 @@ class RequestChecker:
         """The ids as Python's integers, each below the vocabulary size."""
         if not set(map(type, token_ids)) <= {int}:  # Perf: 15 times as fast as asking one by one.
             for token_id in token_ids:
-                if not _is_int(token_id):
+                if not is_int(token_id):
                     raise RequestError(f"{name} must be integers, got {token_id!r}")
         plain = list(map(int, token_ids))
         low, high = min(plain, default=0), max(plain, default=0)
@@ -143,9 +142,19 @@ class RequestChecker:
         if not manager.can_ever_allocate(num_tokens):
             from nanoengine.core.request_options import too_large
 
-            raise CapacityError(too_large(num_tokens, at_least, manager))
+            what = f"the prompt of {at_least}{num_tokens} tokens"
+            raise CapacityError(too_large(what, num_tokens, manager))
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """True for integers, numpy's too; not for True."""
     # Perf: the abstract class is asked for NumPy's integers alone.
     return isinstance(value, int | numbers.Integral) and not isinstance(value, bool)
+
+
+def check_text(name: str, value: object) -> None:
+    """Raises RequestError unless the value is None or a string that UTF-8 can hold."""
+    try:
+        (check_value(value, str | None, name, RequestError) or "").encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} can't be encoded as UTF-8: {error}") from error

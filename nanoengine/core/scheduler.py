@@ -26,9 +26,9 @@ import itertools
 import time
 from bisect import insort
 from collections.abc import Iterable
+from typing import Any
 
 from nanoengine.core.block_manager import BlockManager, Verdict
-from nanoengine.core.doors import SpecialSequences
 from nanoengine.core.plan import Preemption, StepPlan, StepResult
 from nanoengine.core.row_allocator import RowAllocator, admitted
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
@@ -49,7 +49,7 @@ class Scheduler:
 
     Attributes:
         running: sequences that hold a row, by priority and arrival.
-        special: plans sequences with `Extras`; None until `extras.enlist` is called for the first.
+        special: `extras.Specials` for sequences with `Extras`; None until `extras.enlist` makes it.
         last_finished, last_ended: requests that the latest commit finished, and sequences that have
             ended by it or since the one before; for observers.
         newly_ended: sequences that have ended since the latest commit.
@@ -72,7 +72,7 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self.long_prefill_threshold = long_prefill_threshold
         self.policy = policy
-        self.special: SpecialSequences | None = None
+        self.special: Any = None
         self.stats = SchedulerStats()
         self.ended = Ended()
         if policy is not None:
@@ -215,8 +215,8 @@ class Scheduler:
     ) -> int:
         """Gives a running sequence its next tokens, at most `budget`; returns how many."""
         if seq.extras is not None:
-            assert self.special is not None
-            return self.special.schedule(plan, scheduled, seq, budget)
+            num_new: int = self.special.schedule(plan, scheduled, seq, budget)
+            return num_new
         num_new = seq.num_tokens - seq.num_computed_tokens
         if num_new <= 0 or seq.num_tokens >= seq.max_num_tokens:
             return 0  # its last token is still under way
@@ -333,7 +333,6 @@ class Scheduler:
             if seq.extras is None:
                 self.put(plan, scheduled, seq, num_new)
             else:
-                assert special is not None
                 special.put(plan, scheduled, seq, num_new)
                 rows_kept += special.num_rows_due(seq)
             budget -= num_new
@@ -390,7 +389,6 @@ class Scheduler:
             if seq.is_finished:
                 continue  # aborted, or stopped by a step committed since
             if seq.extras is not None:
-                assert self.special is not None
                 self.special.take_result(plan, result, i, seq, now)
             elif i in result.errors:
                 self.fail_result(seq, result.errors[i])
@@ -434,13 +432,14 @@ class Scheduler:
         """Ends a sequence with an error of its own; other requests notice nothing."""
         seq.request.error = message
         self.end(seq, "error")
-        if seq.extras is not None and self.special is not None:
+        if seq.extras is not None:
             self.special.on_failure(seq)
 
     def _fail_for_size(self, seq: Sequence, num_tokens: int) -> None:
-        from nanoengine.core.request_options import pool_too_small
+        from nanoengine.core.request_options import too_large
 
-        self.fail(seq, pool_too_small(num_tokens, self.block_manager))
+        what = f"a sequence of {num_tokens} tokens"
+        self.fail(seq, too_large(what, num_tokens, self.block_manager))
 
     def fail_result(self, seq: Sequence, message: str) -> None:
         """The same for one whose step went wrong: what its blocks hold may be what is wrong."""

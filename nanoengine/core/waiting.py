@@ -11,7 +11,6 @@ import heapq
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence, Status
@@ -31,7 +30,7 @@ class Ended:
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=256))
 
 
-class AdmissionPolicy(Protocol):
+class AdmissionPolicy:
     """May hold back a sequence whose blocks fit right now: policies.py.
 
     A sequence that is admitted too early is preempted later, and what it had computed is lost. The
@@ -44,11 +43,13 @@ class AdmissionPolicy(Protocol):
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """Which of the last few waiting sequences, given in order, is tried next."""
+        return waiting[0]
 
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
         """Whether to admit `seq`, whose blocks fit, beside those that run."""
+        return True
 
 
 class WaitingQueue:

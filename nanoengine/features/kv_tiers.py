@@ -49,7 +49,7 @@ from nanoengine.runner.kv_cache import zeros
 from nanoengine.runner.memory import GIB, require_memory, staging_blocks
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.transfers import ship
-from nanoengine.settings.tiers import HostTier, Tier
+from nanoengine.settings.tiers import Tier
 
 FORMAT_VERSION = 1
 MAGIC = b"nanoKV%02d" % FORMAT_VERSION
@@ -387,7 +387,6 @@ class DiskFiles:
         if copy.kind == "remove":
             ok = self._unlink(path)
         else:
-            assert prefix.parent is not None, copy
             header = Header(group, prefix.digest, prefix.parent.digest, prefix.token_ids)
             move = self._write if copy.kind == "write" else self._read
             ok = move(path, self._pack(header), self._host[copy.host_id])
@@ -583,7 +582,6 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
     """
     config, directory = runner.options.config, runner.options.directory
     host, disk, *_ = (*config.kv_tiers, None)
-    assert isinstance(host, HostTier), config.kv_tiers
     require_memory(f"HostTier gib={host.gib}", host.gib * GIB, torch.device("cpu"))
     kv, states = runner.kv_cache.kv, runner.kv_cache.states
     if states is not None and disk is not None:
@@ -622,17 +620,14 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
             "groups": layout.groups,
         }
         disk_files = DiskFiles(disk.path, model_fingerprint(files, facts), blocks.as_bytes())
-    cost = CostModel(
-        host=LoadCost(layout.block_bytes, host.setup_s, host.policy),
-        disk=LoadCost(layout.block_bytes, disk.setup_s, disk.policy)
-        if disk
-        else LoadCost(layout.block_bytes),
-    )
+    costs = [  # Why the host's again: without a disk nobody asks what it costs.
+        LoadCost(layout.block_bytes, tier.setup_s, tier.policy) for tier in (host, disk or host)
+    ]
     try:
         return TieredPrefixCache(
             layout,
             num_host_blocks=num_host_blocks,
-            cost=cost,
+            cost=CostModel(host=costs[0], disk=costs[1]),
             lazy=host.store == "lazy",
             disk=disk_files,
             num_disk_blocks=num_disk_blocks,

@@ -28,7 +28,6 @@ from nanoengine.settings.drafts import ModelDrafts, NgramDrafts, parse_speculati
 
 def drafted_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerOptions], Any]:
     """What makes the runner where `speculative` is set: `executor`, or one with a draft model."""
-    assert options.config.speculative is not None
     drafts = parse_speculative(options.config.speculative)
     _require_no_states(options.model_config, "be verified")
     if not isinstance(drafts, ModelDrafts):
@@ -78,7 +77,6 @@ def make_drafting(
     if isinstance(drafts, NgramDrafts):
         drafter = NgramDrafter(drafts)
     elif isinstance(runner, DraftedRunner):
-        assert isinstance(drafts, ModelDrafts)
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # ranks keep what they know of grammars to themselves
         drafter = ForcedTokens(runner.need_special().sampler, drafter)

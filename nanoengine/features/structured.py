@@ -199,7 +199,6 @@ class Structured:
     def masks(self, states: Sequence[Grammar]) -> np.ndarray:
         """The tokens that may come, a bit each: [L, W] int32. Behind a complete text that is the
         first of the EOS ids alone."""
-        assert self._library is not None
         masks = np.zeros((len(states), -(-self.vocab_size // 32)), np.int32)
         self._library.fill(states, masks)
         may_end = np.flatnonzero(masks[:, self._words[0]] & self._bits[0])
@@ -221,7 +220,6 @@ class Structured:
                 )
             found.wait(min(found.left(), LOOK_S))
         if found.grammar is None:
-            assert found.error is not None
             raise found.error.with_traceback(None)  # Why: of each time it is raised it kept one.
         return found.grammar
 
@@ -278,7 +276,6 @@ def _library(
         raise MissingDependencyError(
             "structured_outputs need llguidance: pip install 'nanoengine[structured]'"
         ) from error
-    tokenizer = Tokenizer.load(
-        config.tokenizer or str(directory), trust_remote_code=config.trust_remote_code
-    )
+    name = config.tokenizer or str(directory)
+    tokenizer = Tokenizer.load(name, trust_remote_code=config.trust_remote_code)
     return LLGuidance(tokenizer, vocab_size, eos_token_ids)

@@ -247,7 +247,6 @@ def stacked(methods: Sequence[LinearMethod]) -> Stack:
     """Those of all experts as one, of which each keeps its part: none but the tensor being moved is
     there twice."""
     form = form_of(methods[0])
-    assert form is not None
     for method in methods:
         method.product = f"{form.name or 'floats'}, a grouped product of experts by Triton"
     if form == FLOATS:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoengine.attention import base
 from nanoengine.kernels import triton_gemm, triton_layers
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.kernels.triton_layers import Unnormed
@@ -24,6 +25,8 @@ from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """What the kernels compute; float64 takes plain torch."""
+
+arch_of = functools.cache(base.arch_of)
 
 GATE_WIDTH = 1024
 """Elements that one program gates: 8 a thread, 16 bytes of a 16-bit dtype."""
@@ -196,12 +199,3 @@ def gate_constants(
         num_warps=8 if width > 2 * GATE_WIDTH else 4,
     )  # fmt: skip
     return cdiv(size, width), constants
-
-
-@functools.cache
-def arch_of(device: torch.device) -> int:
-    """Compute capability as 80, 89, 90, ...; that of a Hopper in the interpreter."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

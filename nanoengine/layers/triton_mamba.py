@@ -74,7 +74,6 @@ class TritonMamba:
         """See `MatrixLayer.scans`; all spans at once."""
         mixed, states = torch.empty(xbc.shape, dtype=xbc.dtype, device=xbc.device), self.layer.rows
         self.conv.scan(xbc, wave, mixed)
-        assert wave.pieces is not None
         pieces, firsts = wave.pieces
         exact = xbc.dtype == torch.float32
         width = width_of(self.plan.value_dim, SCAN_WIDTH // 2 if exact else SCAN_WIDTH)

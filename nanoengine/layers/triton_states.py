@@ -89,7 +89,6 @@ class TritonConv:
 
     def scan(self, x: torch.Tensor, wave: StateWave, out: torch.Tensor) -> None:
         """The tokens of a wave's spans, all at once: see `CausalConv.scan`."""
-        assert wave.pieces is not None
         pieces, firsts = wave.pieces
         channels, sizes = x.shape[1], self._sizes(x)
         width = width_of(channels, TILE_WIDTH)
@@ -153,7 +152,6 @@ class TritonDelta:
         plan, states = self.plan, self.layer.rows
         mixed = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         self.conv.scan(qkv, wave, mixed)
-        assert wave.pieces is not None
         pieces, firsts = wave.pieces
         heads, key, value = plan.num_value_heads, plan.key_dim, plan.value_dim
 

@@ -21,21 +21,12 @@ import torch
 
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.quantization import Quantization
-from nanoengine.errors import ConfigError, MissingDependencyError
-from nanoengine.layers.kernels import Kernels, LinearMethod, UnquantizedLinear
-from nanoengine.models.decoder import CausalLM
-
-try:
-    import triton  # noqa: F401 - asked for here, for the message
-except ImportError as error:
-    raise MissingDependencyError(
-        "fused layers on a GPU need the package triton, which CUDA builds of torch bring along:"
-        " install such a build, or `pip install triton`"
-    ) from error
-
+from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_layers as kernels
 from nanoengine.kernels.launch import Constants, launch, next_power_of_2
+from nanoengine.layers.kernels import Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.layers.triton_linear import DTYPES, GatedLinear, TritonLinear, gate
+from nanoengine.models.decoder import CausalLM
 
 
 class TritonKernels(Kernels):

@@ -57,19 +57,16 @@ class ModelRunner(RunnerParts):
         """Brings the rows up to date, and what special rows have besides."""
         if plan.draft_token_ids or not all(map(is_plain, plan.admitted)):
             self.need_special()
+        self.rows.update(plan)
         if self.special is not None:
             self.special.update(plan)
-        self.rows.update(plan)
         if self.graphed is not None:
             self.graphed.step.update(plan)
-        if self.special is not None and plan.chosen_tokens:
-            self.special.rewrite(plan)
 
     def _run(self, step: LaunchedStep) -> list[torch.Tensor]:
         """Computes the step; returns what the host wants to see of it."""
         plan, special = step.plan, self.special
         if self.graphed is not None and self.graphed.step.fits(plan):
-            assert special is not None
             return self.graphed.run(step, special)
         asked = special if special is not None and special.are_asked(plan) else None
         scored = None if asked is None else asked.scored(plan)

@@ -19,7 +19,7 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence, StepPlan, StepResult
 from nanoengine.runner.row_buffers import Ints
-from nanoengine.settings.pooling import PooledParams, States
+from nanoengine.settings.pooling import States
 
 NOT_FINITE = "the hidden states hold NaN or infinity, so the prompt has no vector"
 
@@ -50,7 +50,6 @@ class _Row:
 
     def vector(self) -> torch.Tensor:
         """[hidden_size], or of all tokens [num_tokens, hidden_size], float32."""
-        assert self.found is not None
         return (self.found / (self.num_tokens if self.pooling == "mean" else 1)).float()
 
 
@@ -62,7 +61,6 @@ class Pooler:
 
     def admit(self, sequence: AdmittedSequence) -> None:
         """Notes a row that is pooled."""
-        assert isinstance(sequence.params, PooledParams)
         self._rows[sequence.row] = _Row(sequence.params.pooling, sequence.num_prompt_tokens)
 
     def release(self, row: int) -> None:

@@ -80,17 +80,14 @@ class SpecialRows:
         for fork in plan.forks:
             self._asks[fork.row] = self._asks[fork.parent_row]
             self.sampler.fork(fork)
+        for row, position, _ in plan.chosen_tokens:
+            self.sampler.rewrite(row, self.rows.token_ids[row, : position + 1])
 
     def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
         """The positions whose hidden states are wanted beside those that sample, as
         `RowBuffers.make_batch` takes them."""
         scored = self.scorer.scored(plan)
         return scored if self.pooler is None else self.pooler.join(plan, scored)
-
-    def rewrite(self, plan: StepPlan) -> None:
-        """Tells processors of tokens that were chosen outside; the rows know them already."""
-        for row, position, _ in plan.chosen_tokens:
-            self.sampler.rewrite(row, self.rows.token_ids[row, : position + 1])
 
     def are_asked(self, plan: StepPlan) -> bool:
         """Whether a step must come here."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -24,13 +24,6 @@ from nanoengine.runner.transfers import Download
 
 Mark = float | torch.cuda.Event
 """A moment, by the clock of whoever does the work: the host's [s], or a GPU's own."""
-
-
-class SpecialResult(Protocol):
-    """What rows with options have asked of a step."""
-
-    def take(self, step: LaunchedStep, tensors: list[torch.Tensor], result: StepResult) -> None:
-        """Fills the result from what came to the host."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +51,7 @@ class LaunchedStep:
     tensors: list[torch.Tensor] = field(default_factory=list)
     download: Download | None = None
     marks: list[Mark] = field(default_factory=list)
-    special: SpecialResult | None = None
+    special: Any = None
     stores: list[Callable[[], None]] = field(default_factory=list)
     _result: StepResult | None = None
 

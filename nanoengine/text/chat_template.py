@@ -7,7 +7,7 @@ Called by `Tokenizer.render_chat`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import RequestError
@@ -23,8 +23,9 @@ def render_conversation(
     backend: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],
     *,
-    chat_template: str | None,
-    tools: list[Any] | None,
+    chat_template: str | None = None,
+    tools: list[dict[Any, Any] | Callable[..., Any]] | None = None,
+    add_generation_prompt: bool = True,
     **options: Any,
 ) -> str:
     """The prompt that a chat template makes of a conversation; see `Tokenizer.render_chat`."""
@@ -36,6 +37,7 @@ def render_conversation(
     from transformers import PreTrainedTokenizerBase
 
     options |= {"tools": tools and list(map(_described, tools)), "chat_template": chat_template}
+    options["add_generation_prompt"] = add_generation_prompt
     known = type(backend).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
     try:
         if not known:  # Why: one with a way of its own has no template of Jinja.

@@ -33,9 +33,7 @@ OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
 """Files of older checkpoints that may add tokens."""
 
 
-def find_or_load(
-    name: str, revision: str | None, trust_remote_code: bool
-) -> PreTrainedTokenizerBase | TokenizerFile:
+def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | TokenizerFile:
     """The tokenizer of a checkpoint directory, GGUF file or hub id.
 
     Raises:
@@ -52,7 +50,7 @@ def find_or_load(
         from nanoengine.text.gguf_tokenizer import read_tokenizer
 
         return read_tokenizer(gguf)
-    return find_file(directory) or load_backend(name, revision, trust_remote_code)
+    return find_file(directory) or load_backend(name, trust_remote_code)
 
 
 def find_file(directory: Path) -> TokenizerFile | None:
@@ -104,9 +102,7 @@ def _find_gguf(directory: Path) -> Path | None:
     return find_gguf(directory)
 
 
-def load_backend(
-    name: str, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
+def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer as transformers loads it."""
     from transformers import AutoTokenizer
 
@@ -115,9 +111,7 @@ def load_backend(
         " token ids"
     )
     try:
-        found = AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=trust_remote_code
-        )
+        found = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ConfigError(f"tokenizer {name!r} can't be loaded: {error}\n{way_out}") from error
     # Why: without its files transformers makes a tokenizer of special tokens alone.

@@ -18,11 +18,11 @@ given and names what is wrong with it.
 from __future__ import annotations
 
 import enum
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NotRequired, TypedDict
 
+from nanoengine.core.requests import check_text, is_int
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked, nearest
 from nanoengine.settings.params import SamplingParams
@@ -119,7 +119,7 @@ def is_single_prompt(prompts: object) -> bool:
     """True if `prompts` is one prompt and not a collection of them; an empty list is none."""
     if isinstance(prompts, str | Mapping | Row):
         return True
-    return isinstance(prompts, Sequence) and bool(prompts) and all(map(_is_int, prompts))
+    return isinstance(prompts, Sequence) and bool(prompts) and all(map(is_int, prompts))
 
 
 def prompt_list(prompts: object) -> list[object]:
@@ -190,9 +190,8 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
             "a prompt dict needs one of 'prompt', 'prompt_token_ids' and 'messages', got"
             f" {', '.join(map(repr, given)) or 'none of them'}"
         )
-    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
-    for name, value in (("prompt", text), ("cache_salt", salt)):
-        check_text(name, value)
+    text = prompt.get("prompt")
+    check_text("prompt", text)
     ids, messages = prompt.get("prompt_token_ids"), prompt.get("messages")
     if messages is not None:
         from nanoengine.text.chats import parse_messages
@@ -203,20 +202,8 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
         token_ids=None if ids is None else _token_ids(ids),
         messages=messages,
         template_args=_template_args(prompt),
-        cache_salt=salt,
+        cache_salt=prompt.get("cache_salt"),
     )
-
-
-def check_text(name: str, value: object) -> None:
-    """Raises RequestError unless `value` is None or a string that UTF-8 can hold."""
-    if value is None:
-        return
-    if not isinstance(value, str):
-        raise RequestError(f"{name!r} must be a string, got {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{name!r} can't be encoded as UTF-8: {error}") from error
 
 
 def _template_args(prompt: Mapping[Any, Any]) -> dict[str, Any]:
@@ -257,7 +244,7 @@ def each_priority(priority: int | Sequence[int] | None, count: int) -> list[int 
     """One priority for each of `count` prompts; None means that of its SamplingParams."""
     if priority is None:
         return [None] * count
-    return _one_each("priority", priority, count, _is_int, "an integer")
+    return _one_each("priority", priority, count, is_int, "an integer")
 
 
 def _one_each(
@@ -289,7 +276,3 @@ def _token_ids(prompt: object) -> list[int]:
 def _kind(value: object) -> str:
     hint = "; call its tolist()" if hasattr(value, "tolist") else ""
     return f"{type(value).__name__}{hint}"
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

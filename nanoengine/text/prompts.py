@@ -18,7 +18,7 @@ from nanoengine.core.requests import RequestChecker
 from nanoengine.core.sequence import Request
 from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.prompt_forms import Row, parse_prompt
+from nanoengine.text.prompt_forms import Row, each_params, each_priority, parse_prompt, prompt_list
 from nanoengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -100,18 +100,15 @@ class PromptReader:
         check_on_error(on_error)
         given = [prompts] if isinstance(prompts, str) else prompts
         if not (type(given) is list and all(isinstance(one, str) for one in given)):
-            from nanoengine.text.prompt_forms import prompt_list
-
             given = prompt_list(given)
-        params: Sequence[SamplingParams] = ()
-        priorities: Sequence[int | None] = [None] * len(given)
+        count = len(given)
         if isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * len(given)
-        if not params or priority is not None:
-            from nanoengine.text.prompt_forms import each_params, each_priority
-
-            params = each_params(sampling_params, len(given), self.default_params)
-            priorities = each_priority(priority, len(given))
+            params = [sampling_params] * count
+        else:
+            params = each_params(sampling_params, count, self.default_params)
+        priorities: list[int | None] = [None] * count
+        if priority is not None:
+            priorities = each_priority(priority, count)
         return [
             self.read(i, *one, on_error)
             for i, one in enumerate(zip(given, params, priorities, strict=True))

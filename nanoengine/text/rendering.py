@@ -87,7 +87,6 @@ class Renderer:
         with self._lock:
             try:
                 process = self.begin()
-                assert process.stdin is not None and process.stdout is not None
                 process.stdin.write(sent)
                 process.stdin.flush()
                 line = process.stdout.readline()

@@ -15,7 +15,7 @@ first "▁word", and prompt + text reads well.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import RequestError
@@ -55,9 +55,7 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
 
     @classmethod
-    def load(
-        cls, name: str, *, revision: str | None = None, trust_remote_code: bool = False
-    ) -> Tokenizer:
+    def load(cls, name: str, *, trust_remote_code: bool = False) -> Tokenizer:
         """Loads the tokenizer of a checkpoint directory, GGUF file or hub id.
 
         Raises:
@@ -66,7 +64,7 @@ class Tokenizer:
         """
         from nanoengine.text.load_tokenizer import find_or_load
 
-        return cls(find_or_load(name, revision, trust_remote_code))
+        return cls(find_or_load(name, trust_remote_code))
 
     @classmethod
     def of(cls, config: EngineConfig) -> Tokenizer:
@@ -112,19 +110,14 @@ class Tokenizer:
                 raise
             raise RequestError(f"the tokenizer gave up on the text: {error}") from error
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[Any, Any] | Callable[..., Any]] | None = None,
-        **template_args: Any,
-    ) -> str:
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt that the model's chat template makes of a conversation.
 
         It holds its special tokens already: encode it with `add_special_tokens=False`.
+
+        Args:
+            options: chat_template, add_generation_prompt, continue_final_message, tools (see
+                `render_conversation`), and variables of the template's own.
 
         Raises:
             RequestError: there is no template, it refuses these messages, or it takes more time or
@@ -133,15 +126,7 @@ class Tokenizer:
         from nanoengine.text.chat_template import CHATS, render_conversation
 
         CHATS.begin()  # Why first: it loads beside the tokenizer.
-        return render_conversation(
-            self.backend,
-            messages,
-            chat_template=chat_template,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_args,
-        )
+        return render_conversation(self.backend, messages, **options)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, anchored: bool = True

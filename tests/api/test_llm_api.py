@@ -119,7 +119,7 @@ def test_peer_bug_05_max_tokens_ends_and_zero_is_refused(llm: LLM) -> None:
         (7, RequestError, "prompt 1: a prompt must be a string"),
         (None, RequestError, "prompt 1: a prompt must be a string"),
         ({}, RequestError, "prompt 1: a prompt dict needs one of"),
-        ({"prompt": 3}, RequestError, "prompt 1: 'prompt' must be a string, got int"),
+        ({"prompt": 3}, RequestError, "prompt 1: prompt must be a string or None, got 3"),
         ({"messages": []}, RequestError, "prompt 1: a conversation must be a list"),
         ("\ud800", RequestError, "prompt 1: the text can't be encoded"),
         ([5] * 100, PromptTooLongError, "prompt 1: the prompt has 100 tokens"),

@@ -389,9 +389,9 @@ def test_leaves_torch_its_thread_count():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": torch.float16}, "dtype='float32'"),
+        ({"dtype": torch.float16}, "float32, float64, bfloat16, got torch.float16"),
         ({"device": torch.device("meta")}, "attention_backend='auto'"),
-        ({"head_dim": 20}, "multiple of 8"),
+        ({"head_dim": 20}, "in steps of 8, got 20"),
         ({"block_size": 24}, "power of two"),
         ({"block_size": 4}, "power of two"),
     ],

@@ -266,8 +266,8 @@ def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
         ({"dtype": torch.float64}, "float64"),
         ({"dtype": torch.int8}, "int8"),
         ({"head_dim": 640}, "640"),
-        ({"block_size": 8}, "power of two of at least 16, got 8"),
-        ({"block_size": 48}, "power of two of at least 16, got 48"),
+        ({"block_size": 8}, "power of two from 16, got 8"),
+        ({"block_size": 48}, "power of two from 16, got 48"),
     ],
 )
 def test_refuses_what_it_can_not_do(change, words):
@@ -278,10 +278,10 @@ def test_refuses_what_it_can_not_do(change, words):
 
 def test_refuses_the_cpu_unless_interpreted(monkeypatch):
     options = {"device": torch.device("cpu"), "head_dim": 64, "block_size": 16}
-    monkeypatch.setattr(module, "COMPILED", True)
-    with pytest.raises(ConfigError, match="runs on CUDA, got device cpu"):
+    monkeypatch.setattr(TritonBackend, "device_type", "cuda")
+    with pytest.raises(ConfigError, match="runs on cuda, got cpu"):
         TritonBackend(dtype=torch.float32, **options)
-    monkeypatch.setattr(module, "COMPILED", False)
+    monkeypatch.setattr(TritonBackend, "device_type", None)
     with pytest.raises(ConfigError, match="bfloat16 wrongly"):
         TritonBackend(dtype=torch.bfloat16, **options)
 

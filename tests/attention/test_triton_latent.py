@@ -147,5 +147,5 @@ def test_what_is_not_implemented_is_refused_by_name():
     options = {"device": DEVICE, "dtype": torch.float32, "block_size": 16}
     with pytest.raises(ConfigError, match="flash_attn does not attend over latents"):
         make_backend("flash_attn", **options, head_dim=96, latent=True)
-    with pytest.raises(ConfigError, match="head dims from 2 to 640, got 1000"):
+    with pytest.raises(ConfigError, match="head dims from 2 to 640 in steps of 1, got 1000"):
         make_backend("triton", **options, head_dim=1000, latent=True)

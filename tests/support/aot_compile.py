@@ -31,7 +31,6 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from nanoengine.attention import triton as backend_module
 from nanoengine.attention import triton_latent as latent_kernels
 from nanoengine.attention.base import HeadNormWeights, LayerCache
 from nanoengine.attention.batch import Pieces, StateWave
@@ -98,7 +97,7 @@ def caught_launches():
 
 def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     """What the backend and the layers launch for one mixed batch."""
-    backend_module.COMPILED = False  # Why: the CPU tensors below only lend their shapes.
+    TritonBackend.device_type = None  # Why: the CPU tensors below only lend their shapes.
     if what == "experts":
         with caught_launches() as caught:
             triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
