@@ -105,7 +105,8 @@ class LLMEngine:
         with self.turns.turn():
             if self._stepping_thread is not None or self.turns.why_over:
                 self.require_idle()
-            return self._step()
+            with self.turns.change():
+                return self._step()
 
     def _step(self) -> list[Request]:
         self._stepping_thread = threading.get_ident()
@@ -153,12 +154,15 @@ class LLMEngine:
         if before is not None:
             self._commit(before)
 
-    @one_at_a_time
+    @one_at_a_time()
     def settle(self) -> None:
         """Commits the step that the overlapped loop has under way, so that all tokens are known.
 
         The plain loop leaves none under way. The next `step` returns the requests that end by it.
         """
+        self._settle()
+
+    def _settle(self) -> None:
         try:
             self._take_in()
         except BaseException as error:
@@ -198,8 +202,10 @@ class LLMEngine:
         for request in finished:
             del self._requests[request.request_id]
         self._finished += finished
+        self.turns.is_changing = False
         for observer in list(self.observers):  # Why last: it may abort what has not finished.
             observer.on_step(step.plan, result, self.scheduler)
+        self.turns.is_changing = True
         if self._debug_checks:
             from nanoengine.core.checks import check
 
@@ -214,7 +220,6 @@ class LLMEngine:
 
     # --- requests -----------------------------------------------------------------------------
 
-    @one_at_a_time
     def add_request(
         self,
         /,
@@ -244,7 +249,7 @@ class LLMEngine:
         request = self.checker.check(prompt_token_ids, params, **options)
         return self.queue(request_id, request, make_follower=make_follower, chooser=chooser)
 
-    @one_at_a_time
+    @one_at_a_time()
     def queue(
         self,
         request_id: str,
@@ -275,7 +280,7 @@ class LLMEngine:
         self._requests[request_id] = request
         return request
 
-    @one_at_a_time
+    @one_at_a_time()
     def fork(
         self, request_id: str, *, index: int = 0, next_token_id: int | None = None
     ) -> Sequence:
@@ -310,30 +315,36 @@ class LLMEngine:
         is_same = next_token_id == parent.token_ids[-1]
         return enlist(self.scheduler).fork(parent, None if is_same else next_token_id)
 
-    @one_at_a_time
+    @one_at_a_time("later")
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request with finish_reason "abort"; None if it is unknown or finished already."""
+        """Ends a request with finish_reason "abort"; None if it is unknown or finished already.
+
+        Inside of a step, where a signal handler may call it, it returns None, and ends the request
+        when the step has ended.
+        """
         if self.turns.why_over:
             return None
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.scheduler.abort(request)
             if not self._requests:
-                self.settle()
+                self._settle()
         return request
 
-    @one_at_a_time
+    @one_at_a_time("later")
     def abort_all(self) -> None:
         """Forgets every request, so that after an exception nothing leaks into later work.
 
         Waits for a step under way: the copies of blocks between tiers end with it.
         """
-        if self.turns.why_over:
-            return
+        if not self.turns.why_over:
+            self._abort_all()
+
+    def _abort_all(self) -> None:
         for request in self._requests.values():
             self.scheduler.abort(request)
         self._requests.clear()
-        self.settle()
+        self._settle()
         self._finished = []
 
     def is_unfinished(self, request_id: str) -> bool:
@@ -349,12 +360,12 @@ class LLMEngine:
         """True while `step` has something to do."""
         return bool(self._requests or self._finished)
 
-    @one_at_a_time
+    @one_at_a_time()
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes; refuses (False) while blocks are in use."""
         return self.scheduler.block_manager.prefix_cache.reset()
 
-    @one_at_a_time
+    @one_at_a_time()
     def evict(self, block_ids: Iterable[int]) -> int:
         """Drops the cached content of those given blocks that nobody uses; returns how many were.
 
@@ -368,17 +379,19 @@ class LLMEngine:
 
     # --- the rest -----------------------------------------------------------------------------
 
-    @one_at_a_time
+    @one_at_a_time("now")
     def stats(self) -> EngineStats:
         """Counters since the start, and block counts now."""
         return EngineStats.of(self.scheduler)
 
-    @one_at_a_time
+    @one_at_a_time("later")
     def close(self) -> None:
-        """Gives all memory back; the engine can't be used afterwards. Closing twice is harmless."""
+        """Gives all memory back; the engine can't be used afterwards. Closing twice is harmless.
+
+        Inside of a step it happens when the step has ended."""
         if not self.turns.why_over:
             try:
-                self.abort_all()  # waits for a step under way, which may fail
+                self._abort_all()  # waits for a step under way, which may fail
             finally:
                 self.turns.why_over = "the engine is closed: build a new one"
                 tiers = self.scheduler.block_manager.prefix_cache.tiers

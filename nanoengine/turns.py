@@ -1,7 +1,7 @@
 """Turns: who may use an engine when: one thread after the other, one call after the other.
 
     engine.step, LLM's loops    with turns.turn():      lets threads that already wait go first
-    all else of an engine       @one_at_a_time          waits, and is next
+    all else of an engine       @one_at_a_time()        waits, and is next
 
     generate, chat, beam_search   are `alone` from beginning to end: a second thread waits
     stream                        holds nothing between two outputs: the next call cuts it off
@@ -21,7 +21,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 from nanoengine.errors import EngineDeadError, NanoEngineError
 from nanoengine.forked import watch
@@ -34,10 +34,13 @@ class Turns:
 
     Attributes:
         why_over: why the engine can't be used any more; "" while it can.
+        is_changing: the thread whose turn it is has begun a change, and has not ended it.
+        put_off: calls that it has made meanwhile, and that run when the change has ended.
     """
 
     def __init__(self) -> None:
         self.why_over = ""
+        self.is_changing, self.put_off = False, list[Callable[[], Any]]()
         self.make_locks()
         watch(self)
 
@@ -66,24 +69,57 @@ class Turns:
             finally:
                 self.owner = None
 
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        """A change that no other call of this thread, such as a signal handler's, may see half."""
+        self.is_changing = True
+        try:
+            yield
+        finally:
+            self.is_changing = False
+            while self.put_off:
+                self.put_off.pop(0)()
+
     def require_open(self) -> None:
         """Raises EngineDeadError if the engine is closed, or another process's."""
         if self.why_over:
             raise EngineDeadError(self.why_over)
 
 
-def one_at_a_time(method: Method) -> Method:
-    """A method of what has `turns`: it waits until no other thread's runs, and goes before that
-    thread's next turn."""
+def one_at_a_time(
+    inside: Literal["refused", "later", "now"] = "refused",
+) -> Callable[[Method], Method]:
+    """Decorates a method of what has `turns`: it waits until no other thread's runs, and goes
+    before that thread's next turn.
 
-    @functools.wraps(method)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.turns.owner == threading.get_ident():
-            return method(self, *args, **kwargs)
-        with self.turns.door, self.turns.turn():
-            return method(self, *args, **kwargs)
+    Args:
+        inside: what becomes of a call inside of a change by the same thread. "later": it returns
+            None, and happens when the change has ended; "now" is for what changes nothing.
+    """
 
-    return cast("Method", wrapped)
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            turns = self.turns
+            if turns.owner != threading.get_ident():
+                with turns.door, turns.turn():
+                    return wrapped(self, *args, **kwargs)
+            if inside == "now":
+                return method(self, *args, **kwargs)
+            if turns.is_changing and inside == "later":
+                turns.put_off.append(functools.partial(wrapped, self, *args, **kwargs))
+                return None
+            if turns.is_changing:
+                raise NanoEngineError(
+                    f"{method.__name__}() is called inside of a step or another call, by a signal"
+                    " handler or a logits processor: call it when that has returned"
+                )
+            with turns.change():
+                return method(self, *args, **kwargs)
+
+        return cast("Method", wrapped)
+
+    return decorate
 
 
 # --- calls ----------------------------------------------------------------------------------------

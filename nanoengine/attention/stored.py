@@ -70,4 +70,5 @@ def to_int8(x: torch.Tensor) -> torch.Tensor:
 def from_int8(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows that `to_int8` stored, in a wider dtype."""
     codes, scale = stored.split((stored.shape[-1] - SCALE_BYTES, SCALE_BYTES), dim=-1)
-    return codes.to(dtype) * scale.contiguous().view(torch.float32)
+    # Why clone: a view of one row is contiguous, and begins at any byte.
+    return codes.to(dtype) * scale.clone(memory_format=torch.contiguous_format).view(torch.float32)

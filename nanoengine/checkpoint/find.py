@@ -5,6 +5,7 @@ Called by `build.py`, and by commands that look before they load.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -28,8 +29,9 @@ def resolve_model(config: EngineConfig) -> Path:
         ConfigError: it is not there, or no repository that can be reached or is cached has it; the
             folder holds no model; or several files may be meant, which the message lists.
     """
-    path = Path(config.model).expanduser()
-    if path.is_dir():
+    # Why not the path's own: they raise for an unknown user, and for a name that is too long.
+    path = Path(os.path.expanduser(config.model))
+    if os.path.isdir(path):
         if (path / "config.json").exists():
             return path
         from nanoengine.checkpoint.gguf import find_gguf
@@ -39,7 +41,7 @@ def resolve_model(config: EngineConfig) -> Path:
                 f"model={config.model!r} is no checkpoint: it has no config.json, and no {GGUF}"
             )
         return found
-    if path.exists():
+    if os.path.exists(path):
         if path.suffix == GGUF:
             return path
         raise ConfigError(

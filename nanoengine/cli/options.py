@@ -52,6 +52,8 @@ class EngineArgs(EngineConfig):
     def __post_init__(self) -> None:
         if (self.kv_disk is None) != (self.kv_disk_gib is None):
             raise ConfigError("--kv-disk PATH and --kv-disk-gib GIB go together: give both")
+        if self.kv_disk is not None and self.kv_host_gib is None:
+            raise ConfigError("--kv-disk: blocks reach it by host memory: give --kv-host-gib too")
         tiers: list[Tier] = [] if self.kv_host_gib is None else [HostTier(gib=self.kv_host_gib)]
         if self.kv_disk is not None and self.kv_disk_gib is not None:
             tiers.append(DiskTier(self.kv_disk, gib=self.kv_disk_gib))

@@ -289,7 +289,7 @@ class DiskFiles:
     def __init__(
         self, path: str | os.PathLike[str], fingerprint: str, host: Sequence[NDArray[np.uint8]]
     ):
-        self.directory = Path(path).expanduser() / fingerprint
+        self.directory = Path(os.path.expanduser(path)) / fingerprint
         self._fingerprint = fingerprint
         self._host = host
         self._reported: set[str] = set()

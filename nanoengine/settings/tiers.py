@@ -80,9 +80,7 @@ def check_tiers(tiers: tuple[Tier, ...]) -> None:
     """
     kinds = tuple(type(tier) for tier in tiers)
     if kinds == (DiskTier,):
-        raise ConfigError(
-            "kv_tiers: blocks reach a disk by host memory: put a HostTier first (--kv-host-gib)"
-        )
+        raise ConfigError("kv_tiers: blocks reach a disk by host memory: put a HostTier first")
     if kinds not in ((), (HostTier,), (HostTier, DiskTier)):
         raise ConfigError(
             "kv_tiers must be [], [HostTier(...)] or [HostTier(...), DiskTier(...)], got"

@@ -96,7 +96,7 @@ LLM_OPTIONS: Table = {
     **dict.fromkeys(
         ("enable_prefix_caching", "enable_chunked_prefill", "max_num_seqs"), Values(((None, DROP),))
     ),
-    "load_format": Values((("safetensors", "auto"),), reported=True),
+    "load_format": Values((("safetensors", "auto"), ("gguf", "auto")), reported=True),
     "seed": Values(((None, DROP),), reported=True),
     # --- without effect
     "disable_log_stats": Idle("nothing is logged while it runs; llm.stats() has the counters"),

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanoengine.checkpoint.files import GGUF
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import read_object
 from nanoengine.text.tokenizer_file import TokenizerFile
@@ -29,6 +31,12 @@ MODEL_TYPES = {"gemma3_text", "llama", "qwen3", "qwen3_moe"}
 """Models for which transformers takes the tokenizer class that the checkpoint names. For qwen2 it
 builds its own; for mistral it may take another library or patch the splitting of words."""
 
+WAY_OUT = (
+    "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass"
+    " token ids"
+)
+HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
+
 OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
 """Files of older checkpoints that may add tokens."""
 
@@ -42,14 +50,19 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     """
     name = os.path.expanduser(name)
     directory = Path(name)
-    gguf = directory if directory.suffix == ".gguf" else None
-    if directory.is_dir():
+    gguf = directory if directory.suffix == GGUF else None
+    if os.path.isdir(name):  # Why not the path's: it raises for a name that is too long.
         _refuse_special_files(directory)
         gguf = _find_gguf(directory)
     if gguf is not None:
         from nanoengine.text.gguf_tokenizer import read_tokenizer
 
         return read_tokenizer(gguf)
+    if not os.path.isdir(name) and not HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"tokenizer {name!r} is no directory that exists, no {GGUF} file, and no hub id;"
+            f" {WAY_OUT}"
+        )
     return find_file(directory) or load_backend(name, trust_remote_code)
 
 
@@ -106,19 +119,15 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     """The tokenizer as transformers loads it."""
     from transformers import AutoTokenizer
 
-    way_out = (
-        "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass"
-        " token ids"
-    )
     try:
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise ConfigError(f"tokenizer {name!r} can't be loaded: {error}\n{way_out}") from error
+        raise ConfigError(f"tokenizer {name!r} can't be loaded: {error}\n{WAY_OUT}") from error
     # Why: without its files transformers makes a tokenizer of special tokens alone.
     if len(found) <= len(found.added_tokens_decoder):
         raise ConfigError(
             f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json with a"
-            f" vocabulary; {way_out}"
+            f" vocabulary; {WAY_OUT}"
         )
     return found
 

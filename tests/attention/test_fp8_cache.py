@@ -222,6 +222,13 @@ def test_int8_is_off_by_half_a_step_of_its_row():
     assert torch.equal(to_int8(x[7:9, 1:]), stored[7:9, 1:]), "a row depends on itself alone"
 
 
+def test_int8_of_any_size_and_place_comes_back():
+    """Scales of rows of 2 numbers lie at every second byte, and one row is contiguous there."""
+    stored = to_int8(torch.ones(3, 1, 2))
+    for row in stored.unbind():
+        assert torch.equal(from_int8(row, torch.float32), torch.ones(1, 2))
+
+
 def test_int8_keeps_zeros_and_shows_what_is_broken():
     x = torch.ones(5, 8)
     x[0], x[1], x[2, 3], x[3, 3] = 0, 1e-38, torch.nan, torch.inf

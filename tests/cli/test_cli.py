@@ -102,7 +102,7 @@ def test_the_module_is_an_entry_point() -> None:
         ),
         (
             ["info", "m", "--kv-disk", "d", "--kv-disk-gib", "1"],
-            "error: kv_tiers: blocks reach a disk by host memory: put a HostTier first",
+            "error: --kv-disk: blocks reach it by host memory: give --kv-host-gib too",
         ),
         (["info", "m", "--kv-host-gib", "0"], "error: HostTier gib must be greater than 0"),
         (["info", "m", "--max-num-seqs", "0"], "error: max_num_seqs must be at least 1, got 0"),

@@ -342,7 +342,7 @@ def test_rates_are_learned_from_steps():
         (lambda: HostTier(gib=1, policy="never"), "policy must be one of auto, load, recompute"),
         (lambda: HostTier(gib=1, store="never"), "store must be one of eager, lazy"),
         (lambda: DiskTier("", gib=1), "path must be a directory"),
-        (lambda: EngineConfig(model="m", kv_tiers=[DiskTier("p", gib=1)]), "put a HostTier"),
+        (lambda: EngineConfig(model="m", kv_tiers=[DiskTier("p", gib=1)]), "put a HostTier first$"),
         (lambda: EngineConfig(model="m", kv_tiers=HostTier(gib=1)), "kv_tiers must be"),
         (lambda: EngineConfig(model="m", kv_tiers=[HostTier(gib=1)] * 2), "kv_tiers must be"),
         (

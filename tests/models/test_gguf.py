@@ -617,6 +617,8 @@ def test_a_file_of_the_hub(
         ("me/a", "names 5 GGUF files of me/a, where one is wanted, such as me/a:Q4_K_M"),
         ("me/a/b.gguf", "names no GGUF files"),
         ("./me/a.gguf", "model file './me/a.gguf' does not exist"),
+        ("~no such user/a", "model directory '~no such user/a' does not exist"),
+        ("a" * 5000, "model directory 'a+' does not exist"),
     ],
 )
 def test_which_file_of_the_hub_is_not_guessed(

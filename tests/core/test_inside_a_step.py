@@ -1,0 +1,126 @@
+"""What a thread asks of an engine inside of its own step, as a signal handler may at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.checks import check
+from nanoengine.engine import LLMEngine
+from nanoengine.errors import EngineDeadError, NanoEngineError
+from nanoengine.settings.params import SamplingParams
+from tests.support.fake_executor import make_engine, run
+
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+def inside_a_step(
+    monkeypatch: pytest.MonkeyPatch, engine: LLMEngine, call: Callable[[], Any]
+) -> list[Any]:
+    """Makes the call in the middle of the second plan; its list has what came of it."""
+    came: list[Any] = []
+    plain = BlockManager.may_append
+
+    def may_append(self: BlockManager, *args: Any) -> bool:
+        if engine.scheduler.stats.steps == 2 and not came:
+            came.append("called")
+            came.append(call())
+        return plain(self, *args)
+
+    monkeypatch.setattr(BlockManager, "may_append", may_append)
+    return came
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["abort", "abort_all"])
+def test_an_abort_waits_for_the_end_of_the_step(
+    monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool
+) -> None:
+    """It took the blocks of a sequence that the plan was at, and gave them to others."""
+    engine = make_engine(overlap=overlap)
+    first = engine.add_request("first", range(1, 8), PARAMS)
+    other = engine.add_request("other", range(11, 18), PARAMS)
+    ids = ("first",) if name == "abort" else ()
+    came = inside_a_step(monkeypatch, engine, lambda: getattr(engine, name)(*ids))
+    run(engine)
+    assert came == ["called", None]
+    assert first.sequences[0].finish_reason == "abort"
+    assert 1 <= first.sequences[0].num_output_tokens <= 3
+    assert other.sequences[0].finish_reason == ("length" if name == "abort" else "abort")
+    check(engine.scheduler)
+    assert engine.stats().active_blocks == 0
+
+
+def test_a_close_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    request = engine.add_request("a", range(1, 8), PARAMS)
+    came = inside_a_step(monkeypatch, engine, engine.close)
+    run(engine)
+    assert came == ["called", None]
+    assert request.sequences[0].finish_reason == "abort"
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.step()
+
+
+def test_what_is_put_off_happens_though_the_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler closes, and exits."""
+    engine = make_engine()
+    engine.add_request("a", range(1, 8), PARAMS)
+
+    def close_and_exit() -> None:
+        engine.close()
+        raise SystemExit(5)
+
+    inside_a_step(monkeypatch, engine, close_and_exit)
+    with pytest.raises(SystemExit):
+        run(engine)
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.fork("a"),
+        lambda engine: engine.add_request("b", [1, 2], PARAMS),
+        lambda engine: engine.evict([1, 2]),
+        lambda engine: engine.reset_prefix_cache(),
+        lambda engine: engine.settle(),
+    ],
+)
+def test_what_would_change_blocks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[LLMEngine], Any]
+) -> None:
+    engine = make_engine()
+    request = engine.add_request("a", range(1, 8), PARAMS)
+
+    def refused() -> None:
+        with pytest.raises(NanoEngineError, match="inside of a step"):
+            call(engine)
+
+    came = inside_a_step(monkeypatch, engine, refused)
+    run(engine)
+    assert came == ["called", None]
+    assert request.sequences[0].num_output_tokens == 20
+    assert len(request.sequences) == 1
+
+
+def test_counters_are_read_inside_and_observers_abort_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine()
+    engine.add_request("a", range(1, 8), PARAMS)
+    came = inside_a_step(monkeypatch, engine, engine.stats)
+
+    class Observer:
+        def on_step(self, plan: Any, result: Any, scheduler: Any) -> None:
+            if plan.step == 4:
+                came.append(engine.abort("a"))
+
+    engine.observers.append(Observer())
+    run(engine)
+    assert came[1].num_running == 1
+    assert came[2].sequences[0].finish_reason == "abort"
