@@ -63,6 +63,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+    if "TRITON_INTERPRET" in os.environ and "triton.language" in sys.modules:
+        from tests.support import interpreter
+
+        interpreter.quicken()
 
 
 @pytest.fixture(scope="module", autouse=True)
