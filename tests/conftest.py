@@ -8,8 +8,10 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,21 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = guarded.Guarded(config, guarded.ROOT, guarded.ROOT / "tests" / "guarded.json")
     config.pluginmanager.register(plugin, "guarded")
     config.pluginmanager.register(limits.Limits(), "limits")
+    # Why: pytest-xdist would end with the files of few tests, and the longest have one.
+    config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Among workers, files whose tests have time begin, then those of many tests: a worker that
+    ends with a long one leaves the others without work."""
+    if not hasattr(config, "workerinput"):
+        return
+    limits_s, counts = Counter[Path](), Counter(item.path for item in items)
+    for item in items:
+        for mark in item.iter_markers("timeout"):
+            limits_s[item.path] = max(limits_s[item.path], mark.args[0])
+    items.sort(key=lambda item: (-limits_s[item.path], -counts[item.path], item.path))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -63,6 +80,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+    if "TRITON_INTERPRET" in os.environ and "triton.language" in sys.modules:
+        from tests.support import interpreter
+
+        interpreter.quicken()
 
 
 @pytest.fixture(scope="module", autouse=True)

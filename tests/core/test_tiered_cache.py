@@ -149,3 +149,15 @@ def test_a_step_under_way_lets_go_of_its_copies_when_all_is_aborted(way):
     assert not engine.scheduler.has_unfinished
     if way != "close":
         assert engine.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("way", ["close", "reset_prefix_cache"])
+def test_what_waits_for_the_disk_is_written_at_the_end_and_forgotten_at_a_reset(way):
+    engine, tiers, disk = engine_with_tiers()
+    collect = disk.collect
+    disk.collect = lambda wait_s: collect(wait_s) if wait_s else []  # no copy ends by itself
+    ask(engine, "one", [*range(3, 43)] * 2)
+    waiting = len(tiers.disk.to_write)
+    assert waiting and len(disk.queue) + waiting == 20
+    getattr(engine, way)()
+    assert tiers.tier_stats()[1].stored_blocks == 20 - (0 if way == "close" else waiting)

@@ -21,14 +21,17 @@ from nanoengine.kernels.isa import CURRENT, available, cpu_features
 from tests.support.engines import checkpoint, random_prompts
 from tests.support.paged_batches import Paged
 
-pytestmark = pytest.mark.guards(
-    "nanoengine/kernels/*tiles.py",
-    "nanoengine/kernels/emit.py",
-    "nanoengine/kernels/isa.py",
-    "nanoengine/kernels/cpu_*.py",
-    "nanoengine/kernels/attention_tasks.py",
-    "nanoengine/kernels/exp.py",
-)
+pytestmark = [
+    pytest.mark.guards(
+        "nanoengine/kernels/*tiles.py",
+        "nanoengine/kernels/emit.py",
+        "nanoengine/kernels/isa.py",
+        "nanoengine/kernels/cpu_*.py",
+        "nanoengine/kernels/attention_tasks.py",
+        "nanoengine/kernels/exp.py",
+    ),
+    pytest.mark.timeout(400),  # Why: each set compiles everything anew.
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS: dict[str, dict[str, Any]] = {

@@ -27,6 +27,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,7 +37,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from nanoengine.runner import graphs
@@ -48,6 +49,7 @@ NODE_BYTES = 2**13
 """Driver memory that a kernel of a graph takes here; an invented figure."""
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero"}
 WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "repeat_interleave"}
+UNCHECKED = replace(interpreter_builder.options, sanitize_overflow=False)
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
@@ -561,6 +563,8 @@ class EmulatedGPU:
 
         for owner, name, value in (
             (InterpretedFunction, "run", run),
+            # Why: a check after each sum took a quarter of the time; tests of kernels have it.
+            (interpreter_builder, "options", UNCHECKED),
             (torch.Tensor, "is_pinned", lambda t, device=None: self.is_pinned(t)),
             (torch.Tensor, "to", moved),
             (torch, "Generator", HostGenerator),
