@@ -74,10 +74,10 @@ def functions(form: Form) -> np.ndarray:
 
 def header_bytes(form: Form, shift: int) -> int:
     """Of a block: scales and what is taken off, in whole lines."""
-    lines = 2 if form.offset else 1
     if form.levels == 1:
+        lines = 2 if form.offset else 1
         return -(-(UNITS >> shift) * lines * 2 * PANEL // LINE) * LINE
-    return lines * (LINE + UNITS * form.halves * PANEL)
+    return LINE * (3 + form.halves if form.offset else 1 + 2 * form.halves)
 
 
 def panel_bytes(form: Form, shift: int, num_inputs: int) -> int:

@@ -15,8 +15,9 @@ block of a panel has as many units as are left.
 
     levels    header: lines of 16 numbers, one an output
     1         of each group: scale (float16), zero or minimum (float16), if there are any
-    2         factor (float32), factor of minima (float32); of each group the scale (int8), then of
-              each the minimum (uint8)
+    2         a line of factors (float32), then of each group the scale (int8). With minima a line
+              of factors and factors of minima (float16), then the bytes in which a file has scales
+              and minima: 12 of 8 groups, 16 of 16 (`gguf_blocks.packed_groups`)
 
 A group's sums are exact whole numbers, and groups are added in order. So **results have the same
 bits for any number of rows and under each instruction set**. What a code stands for is a `Form`.
@@ -208,32 +209,57 @@ class GroupedTile(ByteTile):
         return totals
 
     def header(self, head):
-        """What a block has for all of its groups: factors and factors of minima."""
+        """Of a block: factors, factors of minima, and where the groups' numbers begin."""
         if self.form.levels == 1:
-            return None, None
-        vectors = [[self.get(self.vector, head, at + 4 * lane) for lane in self.lanes]
-                   for at in (0, LINE)]  # fmt: skip
-        return vectors if self.form.offset else (vectors[0], None)
+            return None, None, self.builder.bitcast(head, I16.as_pointer())
+        numbers = self.at(head, I64(LINE))
+        if not self.form.offset:
+            return [self.get(self.vector, head, 4 * lane) for lane in self.lanes], None, numbers
+        halves = self.builder.bitcast(head, I16.as_pointer())
+        factors = (self.of_group(self.at(halves, I64(at))) for at in (0, PANEL))
+        return *factors, self.in_bytes(numbers)
 
-    def of_groups(self, head, factors, unit, shift):
+    def in_bytes(self, packed):
+        """A block's scales, then its minima, a byte each, written down once for all of its units;
+        see `gguf_blocks.packed_groups`."""
+        size = UNITS * self.form.halves * PANEL
+        kind = ir.ArrayType(self.bytes, 2 * size // self.bytes.count)
+        room = self.variable(ir.Constant(kind, ir.Undefined))
+        room = self.builder.bitcast(room, I8.as_pointer())
+
+        def bits(line, left, mask):
+            return self.builder.and_(self.shifted(line, left), self.every(mask, self.bytes))
+
+        for at in range(0, LINE, self.bytes.count):
+            lines = [self.get(self.bytes, packed, LINE * i + at) for i in range(4)]
+            if self.form.halves == 2:
+                numbers = [bits(line, left, 15) for left in (0, -4) for line in lines]
+            else:
+                first, mins, last, _ = lines
+                numbers = []
+                for line, left in ((first, 0), (mins, -4)):
+                    above = self.builder.or_(bits(last, left, 15), bits(line, -2, 48))
+                    numbers += [bits(line, 0, 63), above]
+            for i, number in enumerate(numbers):
+                self.store(number, self.at(room, I64(LINE * i + at)))
+        return room
+
+    def of_groups(self, header, unit, shift):
         """The scales and what is taken off of each group of a unit: vectors of float32."""
-        form, found = self.form, []
+        form, found, (factors, of_mins, place) = self.form, [], header
         if form.levels == 1:
             lines = 2 if form.offset else 1
             at = self.builder.mul(self.builder.lshr(unit, shift), I64(PANEL * lines))
-            group = self.at(self.builder.bitcast(head, I16.as_pointer()), at)
+            group = self.at(place, at)
             numbers = [self.of_group(self.at(group, I64(PANEL * i))) for i in range(lines)]
             return [(numbers[0], numbers[1] if form.offset else None)]
-        start = LINE * (2 if form.offset else 1)
+        place = self.at(place, self.builder.mul(unit, I64(form.halves * PANEL)))
         for half in range(form.halves):
-            at = self.builder.add(
-                self.builder.mul(unit, I64(form.halves * PANEL)), I64(start + half * PANEL)
-            )
-            scales = self.whole(self.at(head, at), factors[0], self.builder.sext)
+            scales = self.whole(self.at(place, I64(half * PANEL)), factors)
             mins = None
             if form.offset:
-                beside = self.at(head, at, I64(UNITS * form.halves * PANEL))
-                mins = self.whole(beside, factors[1], self.builder.zext)
+                beside = self.at(place, I64((UNITS * form.halves + half) * PANEL))
+                mins = self.whole(beside, of_mins)
             found.append((scales, mins))
         return found
 
@@ -241,11 +267,11 @@ class GroupedTile(ByteTile):
         """What is taken off, for sums of inputs times -8."""
         return [self.builder.fmul(offset, self.constant(0.125)) for offset in offsets]
 
-    def whole(self, pointer, factors, widen):
+    def whole(self, pointer, factors):
         """A group's whole numbers times the factors of its block."""
         narrow, found = ir.VectorType(I8, self.width), []
         for lane, factor in zip(self.lanes, factors, strict=True):
-            words = widen(self.get(narrow, pointer, lane), self.words)
+            words = self.builder.sext(self.get(narrow, pointer, lane), self.words)
             found.append(self.builder.fmul(self.builder.sitofp(words, self.vector), factor))
         return found
 
@@ -279,7 +305,7 @@ class GroupedTile(ByteTile):
         def block(index):
             heads = of_panels(self.moved(place, of.header))
             self.loop(build.udiv(of.header, I64(LINE)), ask)
-            factors, first = [*map(self.header, heads)], build.mul(index, I64(UNITS))
+            headers, first = [*map(self.header, heads)], build.mul(index, I64(UNITS))
             left = build.sub(of.units, first)
             units = build.select(build.icmp_signed("<", left, I64(UNITS)), left, I64(UNITS))
 
@@ -287,8 +313,7 @@ class GroupedTile(ByteTile):
                 for _ in range(self.form.bits):
                     ask(None)
                 lines = of_panels(self.moved(place, I64(LINE * self.form.bits)))
-                groups = [self.of_groups(head, its, index, of.shift)
-                          for head, its in zip(heads, factors, strict=True)]  # fmt: skip
+                groups = [self.of_groups(header, index, of.shift) for header in headers]
                 write(lines, groups, build.add(first, index))
 
             self.loop(units, unit)

@@ -78,6 +78,17 @@ def _sixes(scales: torch.Tensor) -> Scales:
     )
 
 
+def packed_groups(scales: torch.Tensor, mins: torch.Tensor, groups: int) -> torch.Tensor:
+    """Scales and mins [N, G] of blocks of 8 or 16 groups, as Q4_K and Q2_K have them: [N, B, 12 or
+    16] uint8."""
+    scales, mins = (n.view(torch.uint8).unflatten(1, (-1, groups)) for n in (scales, mins))
+    if groups == 16:
+        return scales | (mins << 4)
+    (first, last), (first_mins, last_mins) = (n.split(4, 2) for n in (scales, mins))
+    firsts = first | (last >> 4 << 6), first_mins | (last_mins >> 4 << 6)
+    return torch.cat((*firsts, (last & 15) | (last_mins << 4)), 2)
+
+
 def _signed_sixes(scales: torch.Tensor) -> Scales:
     """Q3_K: 12 bytes are 16 scales of 6 bits, 4 in the first 8 bytes, 2 in the rest."""
     low, high = planes(scales[:, :, :8], (4, 8)), planes(scales[:, :, 8:], (2, 4))

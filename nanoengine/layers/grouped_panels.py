@@ -35,7 +35,7 @@ from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.pack_groups import pack_codes, pack_lines
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.tiles import LINE, PANEL
-from nanoengine.layers.gguf_blocks import StoredCodes
+from nanoengine.layers.gguf_blocks import StoredCodes, packed_groups
 from nanoengine.layers.placement import room_for
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, quantize, row_factors
 
@@ -236,9 +236,13 @@ def pack(
     taken = weight.zeros if form.offset == ZEROS else weight.mins
     factors, stride, place = torch.ones(len(weight.values), 1), PANEL, start + LINE
     if form.levels == 2:
-        of_block = UNITS * form.halves
-        each = [(weight.factors, 1), (weight.min_factors, 1), (weight.scales, of_block)]
-        lines = [(n, count) for n, count in (*each, (taken, of_block)) if n is not None]
+        assert weight.factors is not None
+        lines = [(weight.factors, 1), (weight.scales, UNITS * form.halves)]
+        if taken is not None:
+            assert weight.min_factors is not None
+            halves = [n.half().view(torch.int16) for n in (weight.factors, weight.min_factors)]
+            packed = packed_groups(weight.scales, taken, UNITS * form.halves)
+            lines = [*((n, 1) for n in halves), (packed.flatten(1), packed.shape[2])]
     else:
         numbers = [weight.scales] if taken is None else [weight.scales, taken]
         relative = numbers[: 1 + (form.offset == MINS)]

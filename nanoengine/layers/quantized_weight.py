@@ -40,9 +40,10 @@ class QuantizedWeight:
         lowest: the least value; None: -(2 ** (bits - 1)).
         table: the values in the order of their codes, where they are not even steps.
         floats: the values are the bits of e4m3 floats, none of them NaN.
-        mins: [N, G] float32, or uint8 where there are `min_factors`; None: all 0.
-        factors, min_factors: [N, blocks] float32, of blocks of equal size; None: `scales` and
-            `mins` are floats.
+        mins: [N, G] float32, or uint8 where there are `min_factors`, of 6 bits as scales are then,
+            of 4 in groups of 16; None: all 0.
+        factors, min_factors: [N, blocks] float32, of blocks of equal size, numbers of float16 where
+            there are both; None: `scales` and `mins` are floats.
     """
 
     values: torch.Tensor

@@ -55,12 +55,14 @@ def make_weight(
     if form.get("mins"):
         mins = halves(groups) * 8
         if form.get("blocks"):
-            mins = torch.randint(0, 256, groups, generator=random).to(torch.uint8)
+            most = 16 if size == 16 else 64  # what a file's bits hold
+            mins = torch.randint(0, most, groups, generator=random).to(torch.uint8)
+            scales = torch.randint(0, most, groups, generator=random).to(torch.int8)
+    factors = halves(blocks) / (127 if mins is None else 1) if form.get("blocks") else None
     if form.get("zeros"):
         zeros = torch.randint(-128, 128, groups, generator=random).float()
     return QuantizedWeight(
         values=values.to(torch.int8), scales=scales, zeros=zeros, bits=bits, group_size=size,
         lowest=lowest, table=table, mins=mins,
-        factors=halves(blocks) / 128 if form.get("blocks") else None,
-        min_factors=halves(blocks) / 128 if form.get("blocks") and mins is not None else None,
+        factors=factors, min_factors=None if mins is None or factors is None else halves(blocks),
     )  # fmt: skip
