@@ -6,8 +6,8 @@
     sampled ──keep──► pool         [R + 1]                     on the device: each row's last token
 
 A sampled token goes into the pool at once, and the next step reads it there. The host learns it
-when the device has finished (`write`), on a CPU at once. So a step can be launched before the tokens of the step
-before it are known.
+when the device has finished (`write`), on a CPU at once. So a step can be launched before the
+tokens of the step before it are known.
 
 The ModelRunner calls it. Legend: R rows, G KV groups, M blocks of the longest table, T tokens,
 S sequences, L rows of logits, E entries of the plan's parallel lists.
