@@ -55,6 +55,7 @@ ROWS, FIRST, COUNT, SPREAD, PAIRS, OF_A_ROW = range(6, 12)
 FUNCTIONS = OF_A_ROW + 2  # the first makes a panel floats, those of rows follow
 TILES_OF_SPREAD = 4  # of rows, from which on a panel is spread out for them
 WIDENED = 32  # units made floats at a time: with two panels 128 KiB, which stay in the L2 cache
+TILE = max(AT_ONCE, PANELS)  # panels: pieces of whole tiles, as those of one panel take longer
 PAIRED_ROWS = 64  # that take turns on one panel: they take more room than others
 
 
@@ -220,6 +221,12 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
 
 
 @compiled(fastmath=FASTMATH)
+def _float_tiles(x, data, bias, out, lo, hi):
+    stop = min(hi * TILE, out.shape[1] // PANEL)
+    grouped_float_panels(x, data, bias, out, lo * TILE, stop)
+
+
+@compiled(fastmath=FASTMATH)
 def linear_floats(x, data, bias, out, num_workers):
     """out[T, N] = x[T, K] @ w^T + bias: each panel is made floats when it is read, which rows share
     where they are more than a few. The bits are the same either way."""
@@ -228,7 +235,7 @@ def linear_floats(x, data, bias, out, num_workers):
     words = data.view(np.int64)
     panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
     room = out if whole else empty((len(out), panels * PANEL), np.float32)
-    parallel_for(grouped_float_panels, panels, num_workers, (x, data, bias, room))
+    parallel_for(_float_tiles, -(-panels // TILE), num_workers, (x, data, bias, room))
     if not whole:
         _keep_parts(words, room, out)
 

@@ -78,6 +78,12 @@ def dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
 
 
 @compiled(fastmath=FASTMATH)
+def _dequantized_tiles(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
+    stop = min(hi * AT_ONCE, out.shape[1] // PANEL)
+    dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo * AT_ONCE, stop)
+
+
+@compiled(fastmath=FASTMATH)
 def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
     """`linear` over small numbers with scales, made floats panel by panel: T rows share the work.
 
@@ -90,7 +96,7 @@ def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_wor
     panels = -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     parallel_for(
-        dequantized_panels, panels, num_workers,
+        _dequantized_tiles, -(-panels // AT_ONCE), num_workers,
         (x, w, form, scales, zeros, group_size, bias, room),
     )  # fmt: skip
     if out.shape[1] % PANEL:

@@ -196,7 +196,7 @@ class FusedLayers:
         if self.rotation is not None:
             rotation = rotation[self.rotation]
         if residual is None:
-            x, residual = torch.zeros_like(x), x
+            x, residual = torch.from_numpy(np.zeros(x.shape, x.numpy().dtype)), x
         given, calls = (x.numpy(), residual.numpy()), self._bound()
 
         def run(call: _FusedCall, layers: Any, results: Any, rows: Any) -> None:

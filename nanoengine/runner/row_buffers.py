@@ -6,8 +6,8 @@
     sampled ──keep──► pool         [R + 1]                     on the device: each row's last token
 
 A sampled token goes into the pool at once, and the next step reads it there. The host learns it
-when the device has finished (`write`). So a step can be launched before the tokens of the step
-before it are known.
+when the device has finished (`write`), on a CPU at once. So a step can be launched before the
+tokens of the step before it are known.
 
 The ModelRunner calls it. Legend: R rows, G KV groups, M blocks of the longest table, T tokens,
 S sequences, L rows of logits, E entries of the plan's parallel lists.
@@ -118,7 +118,11 @@ class RowBuffers:
         self.pool_positions[rows] = self.seq_ids[rows] = -1
 
     def keep(self, lines: SamplingLines, token_ids: torch.Tensor) -> None:
-        """Puts sampled tokens [L] into the pool, one a row, where the next step finds them."""
+        """Puts sampled tokens [L] into the pool, one a row, where the next step finds them; on a
+        CPU, where they are at once, into the host's buffers."""
+        if self._device.type == "cpu":
+            self.write(lines, token_ids.numpy())
+            return
         self.pool.index_copy_(0, lines.rows_on_device, token_ids)
         self.pool_positions[lines.rows] = lines.positions
 
@@ -139,19 +143,25 @@ class RowBuffers:
         rows = np.array(plan.rows, np.int64)
         starts = np.array(plan.starts, np.int64)
         counts = np.array(plan.num_scheduled_tokens, np.int64)
-        # The batch's sequences are the entries that compute something, decodes first.
-        computing = np.flatnonzero(counts)
-        order = computing[np.argsort(counts[computing] != 1, kind="stable")]
-        seq_rows, seq_counts, seq_lens = rows[order], counts[order], (starts + counts)[order]
-        offsets = np.zeros(len(order) + 1, np.int64)
-        np.cumsum(seq_counts, out=offsets[1:])
-        ends = np.zeros(len(rows), np.int64)
-        ends[order] = offsets[1:]
-        wanted, entries, back = _wanted_logits(plan, ends, counts, scored)
-        line_rows = rows[entries]
+        if plan.num_logits == plan.num_scheduled_tokens == [1] * len(rows) and scored is None:
+            # Why apart, what follows gives the same: of one stream it takes a share of each token.
+            offsets = np.arange(len(rows) + 1)
+            order = entries = wanted = offsets[:-1]
+            seq_rows, seq_starts, seq_counts, back = rows, starts, counts, counts
+        else:
+            # The batch's sequences are the entries that compute something, decodes first.
+            computing = np.flatnonzero(counts)
+            order = computing[np.argsort(counts[computing] != 1, kind="stable")]
+            seq_rows, seq_starts, seq_counts = rows[order], starts[order], counts[order]
+            offsets = np.zeros(len(order) + 1, np.int64)
+            np.cumsum(seq_counts, out=offsets[1:])
+            ends = np.zeros(len(rows), np.int64)
+            ends[order] = offsets[1:]
+            wanted, entries, back = _wanted_logits(plan, ends, counts, scored)
+        seq_lens, line_rows = seq_starts + seq_counts, rows[entries]
         max_seq_len = int(seq_lens.max(initial=1))
         num_blocks = -(-max_seq_len // self.block_size)
-        tokens = self._gather_tokens(seq_rows, starts[order], seq_counts)
+        tokens = self._gather_tokens(seq_rows, seq_starts, seq_counts)
         (
             token_ids, positions, slot_mapping, in_pool, pool_rows,
             query_start_loc, device_seq_lens, block_tables, logits_indices, rows_on_device,
@@ -167,9 +177,9 @@ class RowBuffers:
 
             waves = state_waves(
                 self._device, self.block_tables[-1], self.first_state, self.block_size,
-                order, seq_rows, starts[order], seq_counts, offsets,
+                order, seq_rows, seq_starts, seq_counts, offsets,
             )  # fmt: skip
-        takes_all = np.array_equal(wanted, np.arange(offsets[-1]))
+        takes_all = wanted is order or np.array_equal(wanted, np.arange(offsets[-1]))
         batch = Batch(
             token_ids=token_ids,
             positions=positions,

@@ -130,7 +130,8 @@ def _around(
 
 
 def _are_apart(reads: Ints, writes: Ints) -> bool:
-    return not np.isin(reads[reads != writes], writes).any()
+    moved = reads[reads != writes]
+    return not len(moved) or not np.isin(moved, writes).any()
 
 
 def _waves(order: Ints, reads: Ints, writes: Ints, spans: Mapping[int, Span]) -> Ints:

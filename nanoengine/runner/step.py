@@ -83,7 +83,8 @@ class LaunchedStep:
     def _take(self, packed: torch.Tensor, result: StepResult) -> None:
         """Tells each row its token, and sorts tokens [2, L] by entry of the plan."""
         lines, (token_ids, valid) = self.lines, packed.numpy()
-        self.rows.write(lines, token_ids)
+        if self.download is not None:
+            self.rows.write(lines, token_ids)
         of_line = zip(lines.entries.tolist(), token_ids.tolist(), valid.tolist(), strict=True)
         for entry, token_id, is_valid in of_line:
             result.token_ids[entry].append(token_id)

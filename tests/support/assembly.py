@@ -74,7 +74,7 @@ TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 VECTOR = re.compile(r"%[xyz]mm\d+|\b[qv]\d+\b")
-STACK = re.compile(r"\(%rsp\b|\[sp\b")
+STACK = re.compile(r"\(%rsp\)|\[sp(?:\]|, #)")  # at a place that no register moves
 
 
 @cache
