@@ -198,22 +198,15 @@ def attend(
     acc = tl.full([A.m, A.dim], 0, tl.float32)
     total = tl.full([A.m, A.n] if SUM_LAST else [A.m], 0, tl.float32)
     high = tl.full([A.m], MIN_SCORE, tl.float32)
-    if A.window == 0:
+    for masked in tl.static_range(1 if A.window > 0 else 0, 2):
         blocks = tile_blocks(table, start, end, CACHE.block_size, A.n)
-        for first in range(start, full_end, A.n):
+        for first in range(start, end if masked == 1 else full_end, A.n):
             acc, total, high = attend_tile(
                 q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end, k_scale,
-                CACHE, A, False,
+                CACHE, A, masked == 1,
             )  # fmt: skip
             blocks = tile_blocks(table, first + A.n, end, CACHE.block_size, A.n)
         start = tl.maximum(start, full_end)
-    blocks = tile_blocks(table, start, end, CACHE.block_size, A.n)
-    for first in range(start, end, A.n):
-        acc, total, high = attend_tile(
-            q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end, k_scale,
-            CACHE, A, True,
-        )  # fmt: skip
-        blocks = tile_blocks(table, first + A.n, end, CACHE.block_size, A.n)
     if SUM_LAST:
         total = tl.sum(total, 1)
     return acc, total, high
