@@ -42,7 +42,7 @@ def size(*names: str) -> Reader[int]:
             if name in keys:
                 return keys.require(name)
         raise UnsupportedModelError(
-            f"config.json needs {' or '.join(names)}, from 1 to {KEYS[names[0]].most:,}"
+            f"config.json needs {' or '.join(dict.fromkeys(names))}, from 1 to {KEYS[names[0]].most:,}"
         )
 
     return read
