@@ -110,10 +110,8 @@ def one_at_a_time(
                 turns.put_off.append(functools.partial(wrapped, self, *args, **kwargs))
                 return None
             if turns.is_changing:
-                raise NanoEngineError(
-                    f"{method.__name__}() is called inside of a step or another call, by a signal"
-                    " handler or a logits processor: call it when that has returned"
-                )
+                told = "inside of a step or another call of its thread: call it behind that"
+                raise NanoEngineError(f"{method.__name__}() was called {told}")
             with turns.change():
                 return method(self, *args, **kwargs)
 

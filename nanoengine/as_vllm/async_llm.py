@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from nanoengine.as_vllm.llm import VLLM, require_nothing
+from nanoengine.errors import EngineDeadError
 
 
 class VLLMAsync:
@@ -40,7 +41,12 @@ class VLLMAsync:
             RequestError: the prompt can't run, or the id is in use.
         """
         add = functools.partial(self._engine.add_request, **options)
-        await self._call(add, request_id, prompt, sampling_params)
+        try:
+            await self._call(add, request_id, prompt, sampling_params)
+        except asyncio.CancelledError:
+            if request_id not in self._outputs:  # else it is another request's
+                self._thread.submit(self._engine.abort_request, request_id)
+            raise
         outputs = self._outputs[request_id] = asyncio.Queue[Any]()
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
@@ -53,10 +59,12 @@ class VLLMAsync:
                 finished = output.finished
                 yield output
         finally:
-            del self._outputs[request_id]
-            # Why: a loop that is left by `break` ends this some time later.
-            if not finished and not self._is_shut:
-                await self.abort(request_id)
+            # Why: a loop that is left by `break` ends this some time later; a finished request's
+            # name may be another's by then.
+            if not finished and self._outputs.get(request_id, outputs) is outputs:
+                self._outputs.pop(request_id, None)
+                if not self._is_shut:
+                    await self.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; nothing more is heard of it."""
@@ -77,10 +85,12 @@ class VLLMAsync:
         self._llm.close()
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self._is_shut:
+            raise EngineDeadError("this AsyncLLM is shut down: make a new one")
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def _step(self) -> None:
-        """Steps while somebody waits; what a step raises, each of them gets."""
+        """Steps while somebody has not got all; what a step raises, each of them gets."""
         while self._outputs:
             try:
                 found = [(one.request_id, one) for one in await self._call(self._engine.step)]
@@ -89,6 +99,9 @@ class VLLMAsync:
             for name, output in found:
                 if name in self._outputs:
                     self._outputs[name].put_nowait(output)
+                    # Why here: who has all may be slow to ask for the end.
+                    if isinstance(output, BaseException) or output.finished:
+                        del self._outputs[name]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"nanoengine does not offer vLLM's AsyncLLM.{name}")

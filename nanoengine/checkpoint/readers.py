@@ -41,9 +41,8 @@ def size(*names: str) -> Reader[int]:
         for name in names:
             if name in keys:
                 return keys.require(name)
-        raise UnsupportedModelError(
-            f"config.json needs {' or '.join(names)}, from 1 to {KEYS[names[0]].most:,}"
-        )
+        told = " or ".join(dict.fromkeys(names))
+        raise UnsupportedModelError(f"config.json needs {told}, from 1 to {KEYS[names[0]].most:,}")
 
     return read
 

@@ -289,7 +289,10 @@ class DiskFiles:
     def __init__(
         self, path: str | os.PathLike[str], fingerprint: str, host: Sequence[NDArray[np.uint8]]
     ):
-        self.directory = Path(os.path.expanduser(path)) / fingerprint
+        try:
+            self.directory = Path(path).expanduser() / fingerprint
+        except RuntimeError as error:
+            raise ConfigError(f"DiskTier path {str(path)!r} is in no home: {error}") from error
         self._fingerprint = fingerprint
         self._host = host
         self._reported: set[str] = set()

@@ -22,7 +22,7 @@ from typing import Any
 
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
-from nanoengine.jobs.log import replacing
+from nanoengine.jobs.log import Log, replacing
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.records import Recorder, json_line
@@ -122,9 +122,11 @@ def _resumable(
     """The same by way of a file: the rows beside the output are the input of a job."""
     source = output.with_name(output.name + ".rows.jsonl")
     kept = list(map(_as_dict, rows))  # Why first: what reading them raises is no fault of the file.
-    with replacing(source) as file:
-        file.writelines(map(json_line, kept))
-    run_job(str(source), str(output))
+    # Why a log: while a job reads its rows, no other process may put others there.
+    with contextlib.closing(Log(source)) as locked:
+        with locked.put_down(), replacing(source) as file:
+            file.writelines(map(json_line, kept))
+        run_job(str(source), str(output))
     found: dict[int, dict[str, Any]] = {}
     is_table = output.suffix == ".parquet"
     log = output.with_name(output.name + ".job.jsonl") if is_table else output

@@ -108,8 +108,10 @@ def find_inputs(
         if not matches:
             raise ConfigError(f"input {name!r} matches no file")
         found += [_input(match, form) for match in matches]
-    if twice := [name for name, n in Counter(one.name for one in found).items() if n > 1]:
-        raise ConfigError(f"input {min(twice)!r} is given twice")
+    names = sorted(one.name for one in found)
+    counts = Counter(map(os.path.realpath, names))
+    if twice := [name for name in names if counts[os.path.realpath(name)] > 1]:
+        raise ConfigError(f"input {twice[0]!r} is given twice")
     if any(one.form == "parquet" or one.packing == "zstd" for one in found):
         require_pyarrow("Parquet and zstd")
     return found

@@ -12,7 +12,6 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoengine.checkpoint.files import GGUF
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import read_object
 from nanoengine.text.tokenizer_file import TokenizerFile
@@ -31,11 +30,8 @@ MODEL_TYPES = {"gemma3_text", "llama", "qwen3", "qwen3_moe"}
 """Models for which transformers takes the tokenizer class that the checkpoint names. For qwen2 it
 builds its own; for mistral it may take another library or patch the splitting of words."""
 
-WAY_OUT = (
-    "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass"
-    " token ids"
-)
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
+"""What the hub may be asked for. Of any other name its library says which characters it takes."""
 
 OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
 """Files of older checkpoints that may add tokens."""
@@ -50,7 +46,7 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     """
     name = os.path.expanduser(name)
     directory = Path(name)
-    gguf = directory if directory.suffix == GGUF else None
+    gguf = directory if directory.suffix == ".gguf" else None
     if os.path.isdir(name):  # Why not the path's: it raises for a name that is too long.
         _refuse_special_files(directory)
         gguf = _find_gguf(directory)
@@ -58,11 +54,6 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
         from nanoengine.text.gguf_tokenizer import read_tokenizer
 
         return read_tokenizer(gguf)
-    if not os.path.isdir(name) and not HUB_ID.fullmatch(name):
-        raise ConfigError(
-            f"tokenizer {name!r} is no directory that exists, no {GGUF} file, and no hub id;"
-            f" {WAY_OUT}"
-        )
     return find_file(directory) or load_backend(name, trust_remote_code)
 
 
@@ -119,15 +110,21 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     """The tokenizer as transformers loads it."""
     from transformers import AutoTokenizer
 
+    way_out = (
+        "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass"
+        " token ids"
+    )
     try:
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise ConfigError(f"tokenizer {name!r} can't be loaded: {error}\n{WAY_OUT}") from error
+        is_named = os.path.isdir(name) or HUB_ID.fullmatch(name)
+        why = error if is_named else "it is no directory that exists, no .gguf file, and no hub id"
+        raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}\n{way_out}") from error
     # Why: without its files transformers makes a tokenizer of special tokens alone.
     if len(found) <= len(found.added_tokens_decoder):
         raise ConfigError(
             f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json with a"
-            f" vocabulary; {WAY_OUT}"
+            f" vocabulary; {way_out}"
         )
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from nanoengine.as_vllm.processors import (
     process_dict_updates,
 )
 from nanoengine.assets import demo_model_path
-from nanoengine.errors import RequestError
+from nanoengine.errors import EngineDeadError, NanoEngineError, RequestError
 from nanoengine.features.processors import ShownIds
 
 MODEL = str(demo_model_path())
@@ -218,3 +219,68 @@ def test_what_a_step_raises_reaches_who_waits(
         asyncio.run(collect(engine, "Once", VLLMParams(max_tokens=3), "x"))
     with pytest.raises(AttributeError, match=r"AsyncLLM\.encode"):
         engine.encode("Once")
+
+
+LONG = VLLMParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+def test_steps_end_though_who_has_all_is_slow_to_ask_on(engine: VLLMAsync) -> None:
+    """An engine without requests was stepped for ever, and each step's error kept."""
+
+    async def run() -> None:
+        held = engine.generate("Once", VLLMParams(max_tokens=1), "held")
+        assert (await anext(held)).finished
+        assert engine._stepping is not None
+        await asyncio.wait_for(engine._stepping, 20)
+        cut = engine.generate("Once", LONG, "cut")
+        await anext(cut)
+        engine._llm.generate("Tom", VLLMParams(max_tokens=1), use_tqdm=False)
+        await asyncio.wait_for(engine._stepping, 20)
+        with pytest.raises(NanoEngineError, match="cut off"):
+            _ = [one async for one in cut]
+        again = await collect(engine, "Once", VLLMParams(max_tokens=1), "held")
+        assert again[-1].finished
+        await held.aclose()
+
+    asyncio.run(run())
+
+
+def test_who_is_cancelled_while_a_request_is_added_leaves_none(
+    engine: VLLMAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, cancelled, add = threading.Event(), threading.Event(), engine._engine.add_request
+
+    def slow(*args: Any, **options: Any) -> str:
+        begun.set()
+        assert cancelled.wait(20)
+        return add(*args, **options)
+
+    async def run() -> None:
+        monkeypatch.setattr(engine._engine, "add_request", slow)
+        asked = asyncio.create_task(collect(engine, "Once", LONG, "gone"))
+        await asyncio.to_thread(begun.wait)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        cancelled.set()
+        await engine._call(lambda: None)  # behind all that the thread has to do
+        assert not engine._engine.has_unfinished_requests()
+
+    asyncio.run(run())
+
+
+def test_a_shutdown_ends_who_waits() -> None:
+    """Both hung: no step could be asked for, and none was waited for."""
+    engine = VLLMAsync.from_engine_args(EngineArgs(model=MODEL, num_gpu_blocks_override=64))
+
+    async def run() -> None:
+        asked = asyncio.create_task(collect(engine, "Once", LONG, "a"))
+        while not engine._outputs:
+            await asyncio.sleep(0)
+        engine.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await asked
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await collect(engine, "Once", LONG, "b")
+
+    asyncio.run(run())

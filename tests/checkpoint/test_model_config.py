@@ -310,7 +310,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "num_attention_heads=4 must be a multiple of num_key_value_heads=3": {"num_key_value_heads": 3},
     "needs vocab_size, from 1 to 524,288, got None": {"vocab_size": None},
     "attention_bias=True": {"architectures": ["MistralForCausalLM"], "attention_bias": True},
-    "needs num_experts_per_tok": {
+    "needs num_experts_per_tok, from": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 8,
     },

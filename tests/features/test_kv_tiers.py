@@ -352,6 +352,10 @@ def test_rates_are_learned_from_steps():
             "needs enable_prefix_caching",
         ),
         (lambda: small_engine([HostTier(gib=1e-9)]), "holds no block of 16384 bytes"),
+        (
+            lambda: small_engine([HostTier(gib=0.01), DiskTier("~no such user/kv", gib=1)]),
+            "path '~no such user/kv' is in no home",
+        ),
     ],
 )
 def test_settings_that_cannot_be_obeyed_are_refused(make, message):

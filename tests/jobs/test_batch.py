@@ -558,6 +558,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["*.nothing"], "input '*.nothing' matches no file"),
     (["in.xml"], "ends in no known suffix"),
     (["in.jsonl", "in.jsonl"], "input 'in.jsonl' is given twice"),
+    (["in.jsonl", "./in.jsonl"], "input './in.jsonl' is given twice"),
     (["in.jsonl", "--output", "nodir/out.jsonl"], "output 'nodir/out.jsonl' can't be written"),
     (["in.jsonl", "--output", "."], "can't be written"),
     (["in.jsonl", "--output", "in.jsonl"], "output 'in.jsonl' is an input"),

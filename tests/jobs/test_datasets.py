@@ -82,6 +82,23 @@ def test_with_an_output_it_is_resumed(llm: LLM, tmp_path: Path, monkeypatch: Any
         llm.generate_dataset(ROWS[:2], output=output, sampling_params=GREEDY)
 
 
+def test_a_second_call_does_not_replace_the_rows_of_one_that_runs(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused, but its rows lay there by then, and the first one's answers were void."""
+    output, stream = tmp_path / "out.jsonl", LLM.stream
+
+    def beside(self: LLM, rows: Any, **options: Any) -> Any:
+        with pytest.raises(ConfigError, match="being written by another process"):
+            llm.generate_dataset(["dog"] * 3, output=output, sampling_params=GREEDY)
+        return stream(self, rows, **options)
+
+    monkeypatch.setattr(LLM, "stream", beside)
+    check(llm.generate_dataset(ROWS, output=output, sampling_params=GREEDY))
+    left = {"out.jsonl", "out.jsonl.job.json", "out.jsonl.rows.jsonl", "model"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
 def test_what_reading_the_rows_raises_is_no_fault_of_the_output(llm: LLM, tmp_path: Path) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield ROWS[0]
