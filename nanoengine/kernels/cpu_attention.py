@@ -244,7 +244,7 @@ def _attend_tasks(
     for i in range(lo, hi):
         most = max(most, tasks[i, NUM_QUERIES])
     space = -(-most * group_size // ROWS) * ROWS
-    per = numbers_a_word(operand)
+    per, of_result = numbers_a_word(operand), numbers_a_word(result)
     tile = zeros((space, head_dim // per), operand.dtype)
     scores = zeros((space, KV_TILE), q.dtype)
     weights = place_of_weights(scores, operand, k)
@@ -273,7 +273,7 @@ def _attend_tasks(
                 head = task[HEAD] * group_size + r % group_size
                 at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
                 inverse = _inverse(maximum[r], total[r], sinks, head)
-                scale_row(sums, r * head_dim, inverse, result, at, head_dim)
+                scale_row(sums, r * head_dim, inverse, result, at // of_result, head_dim)
         else:
             base = task[PARTIAL] * room
             for r in range(rows):
@@ -291,7 +291,8 @@ def attend(
 
     Share i is tasks bounds[i] ... bounds[i + 1] - 1. `operand` is an empty array of what
     queries and weights are made before they are multiplied: the queries' own floats, or uint32 for
-    pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none.
+    pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none. `out_rows`
+    may be pairs of bfloat16 as well.
     """
     parallel_for(
         _attend_tasks, len(bounds) - 1, workers,
@@ -301,12 +302,12 @@ def attend(
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
-    """`combine` for one tile."""
+def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats, line):
+    """`combine` for one tile; adds up in `line` [D]."""
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     result = out_rows.reshape(-1)
-    ln2 = result.dtype.type(LN2)  # maxima are in units of it
+    ln2 = line.dtype.type(LN2)  # maxima are in units of it
     rows_of = parts[merge[FIRST] : merge[FIRST] + merge[COUNT]]
     for r in range(merge[OF_QUERIES] * group_size):
         highest = partial_stats[rows_of[0] + r, 0]
@@ -314,7 +315,7 @@ def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
             highest = max(highest, partial_stats[rows_of[s] + r, 0])
         head = merge[OF_HEAD] * group_size + r % group_size
         at = ((merge[OF_QUERY] + r // group_size) * num_heads + head) * head_dim
-        total, line = result.dtype.type(0), result[at : at + head_dim]
+        total = line.dtype.type(0)
         for d in range(head_dim):
             line[d] = 0
         for s in range(len(rows_of)):
@@ -325,14 +326,14 @@ def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
             for d in range(head_dim):
                 line[d] += weight * part[d]
         inverse = _inverse(highest, total, sinks, head)
-        for d in range(head_dim):
-            line[d] *= inverse
+        scale_row(line, 0, inverse, result, at // numbers_a_word(result), head_dim)
 
 
 @compiled(fastmath=FASTMATH)
 def _combine_merges(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, lo, hi):
+    line = empty((partial_out.shape[1],), partial_out.dtype)
     for i in range(lo, hi):
-        _combine(merges[i], parts, sizes, sinks, out_rows, partial_out, partial_stats)
+        _combine(merges[i], parts, sizes, sinks, out_rows, partial_out, partial_stats, line)
 
 
 @compiled(fastmath=FASTMATH)
