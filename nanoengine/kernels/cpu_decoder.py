@@ -96,7 +96,7 @@ def entered(x, residual, norm, eps, before, weights, workers):
 
 @by_types()
 def room_of_attended(q, gates, o):
-    """[T, H, D] of attention's results, in pairs where nothing but the product with o reads them."""
+    """[T, H, D] of attention's results, in pairs where only the product with o reads them."""
     if len(gates) == 0 and reads_pairs(o):
         return lambda q, gates, o: empty((len(q), q.shape[1], q.shape[2] // 2), np.uint32)
     return lambda q, gates, o: empty(q.shape, q.dtype)
