@@ -260,7 +260,7 @@ def _attend_tasks(
     for i in range(lo, hi):
         most = max(most, tasks[i, NUM_QUERIES])
     space = -(-most * group_size // ROWS) * ROWS
-    per, of_result = numbers_a_word(operand), numbers_a_word(result)
+    per = numbers_a_word(operand)
     tile = zeros((space, head_dim // per), operand.dtype)
     scores = zeros((space, KV_TILE), q.dtype)
     weights = place_of_weights(scores, operand, k)
@@ -291,7 +291,7 @@ def _attend_tasks(
                 head = task[HEAD] * group_size + r % group_size
                 at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
                 inverse = _inverse(maximum[r], total[r], sinks, head)
-                scale_row(sums, r * head_dim, inverse, result, at // of_result, head_dim)
+                scale_row(sums, r * head_dim, inverse, result, at, head_dim)
         else:
             base = task[PARTIAL] * room
             for r in range(rows):
@@ -309,8 +309,7 @@ def attend(
 
     Share i is tasks bounds[i] ... bounds[i + 1] - 1. `operand` is an empty array of what
     queries and weights are made before they are multiplied: the queries' own floats, or uint32 for
-    pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none. `out_rows`
-    may be pairs of bfloat16 as well.
+    pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none.
     """
     parallel_for(
         _attend_tasks, len(bounds) - 1, workers,
@@ -320,12 +319,12 @@ def attend(
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats, line):
-    """`combine` for one tile; adds up in `line` [D]."""
+def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
+    """`combine` for one tile."""
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     result = out_rows.reshape(-1)
-    ln2 = line.dtype.type(LN2)  # maxima are in units of it
+    ln2 = result.dtype.type(LN2)  # maxima are in units of it
     rows_of = parts[merge[FIRST] : merge[FIRST] + merge[COUNT]]
     for r in range(merge[OF_QUERIES] * group_size):
         highest = partial_stats[rows_of[0] + r, 0]
@@ -333,7 +332,7 @@ def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats, l
             highest = max(highest, partial_stats[rows_of[s] + r, 0])
         head = merge[OF_HEAD] * group_size + r % group_size
         at = ((merge[OF_QUERY] + r // group_size) * num_heads + head) * head_dim
-        total = line.dtype.type(0)
+        total, line = result.dtype.type(0), result[at : at + head_dim]
         for d in range(head_dim):
             line[d] = 0
         for s in range(len(rows_of)):
@@ -344,14 +343,14 @@ def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats, l
             for d in range(head_dim):
                 line[d] += weight * part[d]
         inverse = _inverse(highest, total, sinks, head)
-        scale_row(line, 0, inverse, result, at // numbers_a_word(result), head_dim)
+        for d in range(head_dim):
+            line[d] *= inverse
 
 
 @compiled(fastmath=FASTMATH)
 def _combine_merges(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, lo, hi):
-    line = empty((partial_out.shape[1],), partial_out.dtype)
     for i in range(lo, hi):
-        _combine(merges[i], parts, sizes, sinks, out_rows, partial_out, partial_stats, line)
+        _combine(merges[i], parts, sizes, sinks, out_rows, partial_out, partial_stats)
 
 
 @compiled(fastmath=FASTMATH)

@@ -37,7 +37,6 @@ from nanoengine.kernels.cpu_layers import (
     rotate_and_store,
 )
 from nanoengine.kernels.cpu_linear import (
-    DOTS,
     ROW_BLOCK,
     as_read,
     cut,
@@ -70,38 +69,6 @@ def enter(x, residual, norm, eps, before, workers):
                 x[t, i] = residual[t, i]
 
 
-def reads_pairs(weight):
-    """Whether the product with a weight of this type reads pairs of bfloat16."""
-    return DOTS and isinstance(weight, types.BaseTuple) and weight[0].dtype == types.uint32
-
-
-@by_types(FASTMATH)
-def entered(x, residual, norm, eps, before, weights, workers):
-    """`enter`, and what the product with the first of the weights reads; nothing is in x then."""
-
-    def floats(x, residual, norm, eps, before, weights, workers):
-        enter(x, residual, norm, eps, before, workers)
-        return x
-
-    def pairs(x, residual, norm, eps, before, weights, workers):
-        if not before:
-            enter(x, residual, norm, eps, before, workers)
-            return rounded_rows(x, workers)
-        out = empty((len(x), x.shape[1] // 2), np.uint32)
-        rms_norm(x, residual, ADDS, norm, eps, out, workers)
-        return out
-
-    return pairs if len(weights) and reads_pairs(weights[0]) else floats
-
-
-@by_types()
-def room_of_attended(q, gates, o):
-    """[T, H, D] of attention's results, in pairs where only the product with o reads them."""
-    if len(gates) == 0 and reads_pairs(o):
-        return lambda q, gates, o: empty((len(q), q.shape[1], q.shape[2] // 2), np.uint32)
-    return lambda q, gates, o: empty(q.shape, q.dtype)
-
-
 @compiled(fastmath=FASTMATH, part=True)
 def _leave(x, norm, eps, behind, scale, workers):
     """In place: what attention or MLP adds, normed where a norm is behind it, times the scale."""
@@ -121,7 +88,7 @@ def as_multiplied(x, weight, workers):
         values, scales, offsets = quantize_rows(x, workers)
         return values, scales, sums8(offsets)
 
-    if weight[0].dtype == types.uint32 and x.dtype != types.uint32:
+    if weight[0].dtype == types.uint32:
         return lambda x, weight, workers: (rounded_rows(x, workers),)
     return of_bytes if len(weight) == 3 else lambda x, weight, workers: (x,)
 
@@ -190,7 +157,7 @@ def _activate_panels(inputs, weight, activation, out, tiles, parts, lo, hi):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _multiply_and_gate(x, weight, activation, out, workers):
-    both = empty((len(x), 2 * out.shape[1]), out.dtype)
+    both = empty((len(x), 2 * out.shape[1]), x.dtype)
     multiply(x, weight, both, workers)
     gate(both, activation, out, workers)
 
@@ -229,15 +196,15 @@ def activate(x, weight, activation, out, workers):
 
 
 @by_types(FASTMATH)
-def gated_mlp(x, inputs, mlp, eps, behind, factor, workers):
-    """x [L, N] becomes what a gated MLP gives, or a mixture of experts, from its inputs, x or of
-    `entered`; nothing where `mlp` is ()."""
+def gated_mlp(x, mlp, eps, behind, factor, workers):
+    """In place: x [L, N] becomes what a gated MLP gives, or a mixture of experts; nothing where
+    `mlp` is ()."""
     if len(mlp) == 0:
-        return lambda x, inputs, mlp, eps, behind, factor, workers: None
+        return lambda x, mlp, eps, behind, factor, workers: None
     if isinstance(mlp[-1], types.Array):
         from nanoengine.kernels.cpu_experts import mixture
 
-        def mixed(x, inputs, mlp, eps, behind, factor, workers):
+        def mixed(x, mlp, eps, behind, factor, workers):
             router, correction, routing, gate_up, down, sizes, shared, output_norm = mlp
             out = empty(x.shape, x.dtype)
             mixture(x, router, correction, routing, gate_up, down, sizes, shared, out, workers)
@@ -248,10 +215,10 @@ def gated_mlp(x, inputs, mlp, eps, behind, factor, workers):
 
         return mixed
 
-    def computed(x, inputs, mlp, eps, behind, factor, workers):
+    def computed(x, mlp, eps, behind, factor, workers):
         gate_up, down, output_norm, operand, inner, activation = mlp
         gated = empty((len(x), inner // numbers_a_word(operand)), operand.dtype)
-        activate(inputs, gate_up, activation, gated, workers)
+        activate(x, gate_up, activation, gated, workers)
         multiply(gated, down, x, workers)
         _leave(x, output_norm, eps, behind, factor, workers)
 
@@ -274,8 +241,8 @@ def finish_layer(
     (o, attention_output_norm, mlp_norm), mlp, (mlp_eps, behind, factor) = second
     multiply(attended, o, x_on, workers)
     _leave(x_on, attention_output_norm, mlp_eps, behind, factor, workers)
-    inputs = entered(x_on, residual_on, mlp_norm, mlp_eps, before, mlp, workers)
-    gated_mlp(x_on, inputs, mlp, mlp_eps, behind, factor, workers)
+    enter(x_on, residual_on, mlp_norm, mlp_eps, before, workers)
+    gated_mlp(x_on, mlp, mlp_eps, behind, factor, workers)
 
 
 @by_types()
@@ -328,22 +295,22 @@ def _decoder_layer(
     projected = empty((tokens, of_gates + (num_heads + 2 * num_kv_heads) * head_dim), x.dtype)
     if projected.size <= SMALL:  # This thread will write them, see `rotate_and_store`.
         ask_for_slots(slots, k_cache, v_cache, heads_and_dims)
-    inputs = entered(x, residual, norm, eps, before, (qkv,), workers)
-    multiply(inputs, qkv, projected, workers)
+    enter(x, residual, norm, eps, before, workers)
+    multiply(x, qkv, projected, workers)
     heads = heads_of(projected, gates, of_gates, workers)
     q = empty((tokens, num_heads, head_dim), x.dtype)
     rotate_and_store(
         heads.reshape(tokens, num_heads + 2 * num_kv_heads, head_dim), table, head_norm,
         head_eps, normed, slots, k_cache, v_cache, q, heads_and_dims, workers,
     )  # fmt: skip
-    of_heads = room_of_attended(q, gates, second[0][0])
+    of_heads = empty(q.shape, x.dtype)
     attend(
         q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window, operand,
         sinks, of_heads, partial_out, partial_stats, workers,
     )  # fmt: skip
     if len(merges):
         combine(merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats, workers)
-    attended = of_heads.reshape(tokens, -1)
+    attended = of_heads.reshape(tokens, num_heads * head_dim)
     weigh(attended, projected, gates, workers)
     finish_layer(attended, residual, before, all_rows, rows, x_on, residual_on, second, workers)
 

@@ -167,7 +167,7 @@ def _latent_layer(
             for i in range(x.shape[1]):
                 x_on[t, i] *= factor
     rms_norm(x_on, residual_on, ADDS, mlp_norm, eps, x_on, workers)
-    gated_mlp(x_on, x_on, mlp, eps, False, factor, workers)
+    gated_mlp(x_on, mlp, eps, False, factor, workers)
 
 
 @compiled(fastmath=FASTMATH)

@@ -18,11 +18,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.attention_tiles import scale_row, strips
+from nanoengine.kernels.attention_tiles import strips
 from nanoengine.kernels.cpu_attention import store_head
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
-from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
 
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
@@ -86,36 +86,21 @@ def norm_row(x, weight, eps, out):
         out[i] = x[i] * scale * weight[i]
 
 
-@by_types(FASTMATH)
-def keep_normed(x, weight, eps, room, out):
-    """`norm_row`, by way of `room` where out is of pairs of bfloat16."""
-
-    def pairs(x, weight, eps, room, out):
-        norm_row(x, weight, eps, room)
-        scale_row(room, 0, np.float32(1), out, 0, len(room))
-
-    if out.dtype == types.uint32:
-        return pairs
-    return lambda x, weight, eps, room, out: norm_row(x, weight, eps, out)
-
-
 @compiled(fastmath=FASTMATH)
 def _norm_rows(x, residual, adds, weight, eps, out, lo, hi):
-    room = empty(weight.shape, weight.dtype)
     for t in range(lo, hi):
         if adds:
             row, added = residual[t], x[t]
             for i in range(len(row)):
                 row[i] += added[i]
-            keep_normed(row, weight, eps, room, out[t])
+            norm_row(row, weight, eps, out[t])
         else:
-            keep_normed(x[t], weight, eps, room, out[t])
+            norm_row(x[t], weight, eps, out[t])
 
 
 @compiled(fastmath=FASTMATH)
 def rms_norm(x, residual, adds, weight, eps, out, workers):
-    """out[t] = x[t] / rms(x[t]) * weight; all [T, N], weight [N]; out may be x, or pairs of
-    bfloat16.
+    """out[t] = x[t] / rms(x[t]) * weight; all [T, N], weight [N]; out may be x.
 
     adds: ADDS: residual += x, in place, and the norm is that of the residual; or ALONE.
     """
