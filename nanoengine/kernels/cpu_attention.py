@@ -75,6 +75,7 @@ from nanoengine.kernels.tiles import LINE
 
 MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
 LN2 = math.log(2)
+PAGE = 4096  # bytes
 WIDENED_ROWS = 16  # from which on a run is widened once, not for every four rows; half for pairs
 
 
@@ -125,6 +126,21 @@ def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
     if in_part and token == last > task[KV_START]:
         first = max(first, (following[KV_STOP] - 1) // lanes * lanes)
     return _place(cache, next_table, following[HEAD], first, sizes)
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _ask_for_pages(k, v, task, table, sizes):
+    """Asks for one line of each page of memory that a task will read.
+
+    Why: what asks for lines waits itself while their page is looked up, in tables that products
+    have driven out of the cache.
+    """
+    lanes, head_dim = min(sizes[3], KV_TILE), sizes[2]
+    for begin in range(task[KV_START] // lanes * lanes, task[KV_STOP], lanes):
+        at = _place(k, table, task[HEAD], begin, sizes)
+        for i in range(at, at + lanes * head_dim // numbers_a_word(k), PAGE // k.itemsize):
+            ask_for(k, i, 0)
+            ask_for(v, i, 0)
 
 
 @compiled(fastmath=FASTMATH)
@@ -265,6 +281,8 @@ def _attend_tasks(
         rows = task[NUM_QUERIES] * group_size
         what = task, tables[task[SEQ]], following, tables[following[SEQ]]
         if rows * per < WIDENED_ROWS:
+            later = tasks[min(i + 2, len(tasks) - 1)]
+            _ask_for_pages(k, v, later, tables[later[SEQ]], sizes)
             _run_task(*what, room_of_few(k, wide), *others)
         else:
             _run_task(*what, wide, *others)

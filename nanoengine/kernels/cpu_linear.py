@@ -101,13 +101,13 @@ def linear_panels(x, w, bias, out, lo, hi):
     step = num_inputs * PANEL  # from one panel to the next
     few = num_rows <= MOST_FEW
     at_once = PANELS_OF_FEW[num_rows] if few else PANELS
-    cut = num_inputs if few else INPUTS
+    most = num_inputs if few else INPUTS
     blocks = -(-num_rows // ROW_BLOCK)
     for block in range(blocks):
         row, behind = rows_of_block(num_rows, block, blocks)
         rows = behind - row
-        for first in range(0, num_inputs, cut):
-            size, a, p = min(cut, num_inputs - first), row * num_inputs + first, lo
+        for first in range(0, num_inputs, most):
+            size, a, p = min(most, num_inputs - first), row * num_inputs + first, lo
             while p < hi:
                 panels = at_once if p + at_once <= hi else 1
                 n, o = p * PANEL, row * num_outputs + p * PANEL

@@ -275,15 +275,13 @@ def _search_panels(outputs, first_row, panel, masks, ids, largest, second):
     for r in range(len(outputs)):
         row, to = outputs[r], first_row + r
         index, best, other = np.int64(-1), largest[to], second[to]
-        for first in range(0, panels, SEARCHED):
-            last = min(first + SEARCHED, panels)
-            if _highest(row, first * PANEL, last * PANEL) <= _ordered(best):
-                continue
-            for p in range(first, last):
-                index, best, other = _first_largest(
-                    row, p * PANEL, (p + 1) * PANEL, _allowed(masks, to, panel + p),
-                    index, best, other,
-                )  # fmt: skip
+        if _highest(row, 0, panels * PANEL) <= _ordered(best):
+            continue
+        for p in range(panels):
+            index, best, other = _first_largest(
+                row, p * PANEL, (p + 1) * PANEL, _allowed(masks, to, panel + p),
+                index, best, other,
+            )  # fmt: skip
         if index >= 0:
             ids[to] = panel * PANEL + index
         largest[to], second[to] = best, other
