@@ -11,10 +11,9 @@ those of the linear layers, whose worker is called here once an expert; so a row
 its expert gives it alone, and a token's results are added in the order of experts: **a token's
 result has the same bits alone and in any batch**.
 
-Weights of a layer's experts lie at equal distances (`layers/placement.py`). A weight is a tuple, as
-in `multiply.py`, but that each array reaches from the first expert's to the last's, and is
-followed by the distance. The number of entries says which form it is: 4 floats or, of bytes, in
-groups, 6 int8, 10 weight-only.
+Weights of a layer's experts lie at equal distances (`layers/placement.py`). A weight is two tuples:
+one as in `multiply.py`, but that each array reaches from the first expert's to the last's, and how
+far apart experts are in each.
 
 The readable form is `layers/moe.py`; `tests/layers/test_cpu_experts.py` compares the two.
 
@@ -25,22 +24,13 @@ size of an expert.
 from __future__ import annotations
 
 import numpy as np
-from numba import types
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.cpu_grouped import grouped_float_panels, grouped_panels
 from nanoengine.kernels.cpu_layers import gate
-from nanoengine.kernels.cpu_linear import (
-    as_read,
-    linear,
-    linear_panels,
-    rounded_rows,
-)
-from nanoengine.kernels.cpu_quantized import linear8_panels, quantize_rows, sums8
-from nanoengine.kernels.cpu_weight_only import dequantized_panels
+from nanoengine.kernels.cpu_linear import as_read, linear
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.multiply import multiply
+from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL
 
@@ -54,64 +44,18 @@ FASTMATH = ("nsz",)
 
 
 @by_types()
-def prepared(x, weight, num_workers):
-    """x [R, K] as the kernel for the weight's form reads it: a tuple of arrays, rows first."""
-    if len(weight) == 4 and weight[0].dtype == types.uint32:
-        return lambda x, weight, num_workers: (rounded_rows(x, num_workers),)
-    if len(weight) == 6:
-
-        def of_bytes(x, weight, num_workers):
-            values, scales, offsets = quantize_rows(x, num_workers)
-            return values, scales, sums8(offsets)
-
-        return of_bytes
-    if weight[0].dtype == types.uint8:
-        return lambda x, weight, num_workers: quantize_rows(x, num_workers)
-    return lambda x, weight, num_workers: (x,)
-
-
-@by_types()
-def rows_of(inputs, first, last):
-    """Rows first ... last - 1 of what `prepared` gave."""
-    if len(inputs) == 1:
-        return lambda inputs, first, last: (inputs[0][first:last],)
-    return lambda inputs, first, last: (
-        inputs[0][first:last], inputs[1][first:last], inputs[2][first:last]
-    )  # fmt: skip
-
-
-@by_types()
 def of_expert(weight, e):
     """One expert's weight, as the kernel for its form reads it."""
     forms = {
-        4: lambda weight, e: (as_read(weight[0][e * weight[1] :]), weight[2][e * weight[3] :]),
-        6: lambda weight, e: (
-            weight[0][e * weight[1] :], weight[2][e * weight[3] :], weight[4][e * weight[5] :]
-        ),
-        10: lambda weight, e: (
-            weight[0][e * weight[1] :], weight[2], weight[3][e * weight[4] :],
-            weight[5][e * weight[6] :], weight[7], weight[8][e * weight[9] :],
-        ),
+        2: lambda weight, e: (as_read(weight[0][0][e * weight[1][0] :]),
+                              weight[0][1][e * weight[1][1] :]),
+        3: lambda weight, e: (weight[0][0][e * weight[1][0] :], weight[0][1][e * weight[1][1] :],
+                              weight[0][2][e * weight[1][2] :]),
+        6: lambda weight, e: (weight[0][0][e * weight[1][0] :], weight[0][1],
+                              weight[0][2][e * weight[1][2] :], weight[0][3][e * weight[1][3] :],
+                              weight[0][4], weight[0][5][e * weight[1][5] :]),
     }  # fmt: skip
-    return forms[len(weight)]
-
-
-KERNELS = {4: linear_panels, 6: linear8_panels, 10: dequantized_panels}
-IN_GROUPS = {types.uint8: grouped_panels, types.int8: grouped_float_panels}
-
-
-@by_types()
-def panels_of_expert(inputs, weight, expert, first, last, lo, hi, out):
-    """out[first : last] for panels lo ... hi - 1 of one expert's weight; inputs: of `prepared`."""
-    kernel = KERNELS[len(weight)]
-    if len(weight) == 4:
-        kernel = IN_GROUPS.get(weight[0].dtype, kernel)
-
-    def panels(inputs, weight, expert, first, last, lo, hi, out):
-        rows, operands = rows_of(inputs, first, last), of_expert(weight, expert)
-        kernel(*rows, *operands, out[first:last], lo, hi)
-
-    return panels
+    return forms[len(weight[0])]
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -132,7 +76,8 @@ def _multiply_part(inputs, weight, starts, out, begin, end):
         lo = _panels_before(begin, at, cost, panels)
         hi = _panels_before(end, at, cost, panels)
         if lo < hi:
-            panels_of_expert(inputs, weight, expert, first, last, lo, hi, out)
+            own = of_expert(weight, expert)
+            multiply_panels(inputs, first, last, own, out[first:last], lo, hi)
         at += panels * cost
 
 
@@ -287,9 +232,9 @@ def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, 
         both = empty((len(part), 2 * inner), x.dtype)
         gated = empty((len(part), inner), x.dtype)
         gather(x, part, taken, rows, num_workers)
-        _multiply(prepared(rows, gate_up, num_workers), gate_up, edges, both, num_workers)
+        _multiply(as_multiplied(rows, gate_up[0], num_workers), gate_up, edges, both, num_workers)
         gate(both, activation, gated, num_workers)
-        _multiply(prepared(gated, down, num_workers), down, edges, rows, num_workers)
+        _multiply(as_multiplied(gated, down[0], num_workers), down, edges, rows, num_workers)
         add(rows, part, taken, weights, out, num_workers)
 
 
