@@ -249,11 +249,34 @@ def _gather(x, order, taken, out, lo, hi):
             row[i] = source[i]
 
 
-@compiled(fastmath=FASTMATH)
-def gather(x, order, taken, out, num_workers):
-    """out[r] = the row of x of the token that place order[r] is of."""
-    workers = 1 if out.size <= SMALL else num_workers
-    parallel_for(_gather, len(out), workers, (x, order, taken, out))
+@by_types(FASTMATH)
+def gather(x, order, taken, num_workers):
+    """[R, ...]: of x [T, ...] what the token has that place order[r] is of."""
+
+    def rows(x, order, taken, num_workers):
+        out = empty((len(order), x.shape[1]), x.dtype)
+        workers = 1 if out.size <= SMALL else num_workers
+        parallel_for(_gather, len(out), workers, (x, order, taken, out))
+        return out
+
+    def numbers(x, order, taken, num_workers):
+        out = empty((len(order),), x.dtype)
+        for r in range(len(order)):
+            out[r] = x[order[r] // taken]
+        return out
+
+    return rows if x.ndim == 2 else numbers
+
+
+@by_types()
+def gathered(inputs, order, taken, workers):
+    """`gather` of each array that `prepared` gave. Why not before it: a token's rows are alike."""
+    if len(inputs) == 1:
+        return lambda inputs, order, taken, workers: (gather(inputs[0], order, taken, workers),)
+    return lambda inputs, order, taken, workers: (
+        gather(inputs[0], order, taken, workers), gather(inputs[1], order, taken, workers),
+        gather(inputs[2], order, taken, workers),
+    )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
@@ -280,17 +303,18 @@ def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, 
     """
     taken = ids.shape[1]
     order, starts = _sorted_by_expert(ids, num_experts)
+    inputs = prepared(x, gate_up, num_workers)
     for first in range(0, len(order), MOST_ROWS):
         part = order[first : first + MOST_ROWS]
         edges = np.minimum(np.maximum(starts - first, 0), len(part))
-        rows = empty((len(part), x.shape[1]), x.dtype)
+        results = empty((len(part), x.shape[1]), x.dtype)
         both = empty((len(part), 2 * inner), x.dtype)
         gated = empty((len(part), inner), x.dtype)
-        gather(x, part, taken, rows, num_workers)
-        _multiply(prepared(rows, gate_up, num_workers), gate_up, edges, both, num_workers)
+        rows = gathered(inputs, part, taken, num_workers)
+        _multiply(rows, gate_up, edges, both, num_workers)
         gate(both, activation, gated, num_workers)
-        _multiply(prepared(gated, down, num_workers), down, edges, rows, num_workers)
-        add(rows, part, taken, weights, out, num_workers)
+        _multiply(prepared(gated, down, num_workers), down, edges, results, num_workers)
+        add(results, part, taken, weights, out, num_workers)
 
 
 @compiled(fastmath=FASTMATH)
