@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from side_by_side import Clock, Run, compare, parser, record, report
-from torch import nn
+from torch import get_num_threads, nn
 
 from benchmarks.suite.peak import measure_cpu_peaks
 from benchmarks.suite.shapes import SHAPES, write_shape
@@ -185,18 +185,20 @@ def _size(method: Any) -> np.ndarray:
 
 
 def steps_ms(llm: LLM, prompts: list[list[int]], tokens: int) -> list[float]:
-    """The time from each step's beginning to the next one's or to the end, in order."""
+    """The time from each step's beginning to the next one's or to the end, in order; of one thread
+    its CPU time, which other programs disturb less."""
     begun, step = [], llm.engine.step
+    clock = time.process_time if get_num_threads() == 1 else time.perf_counter
 
     def noted(*given: Any, **named: Any) -> Any:
-        begun.append(time.perf_counter())
+        begun.append(clock())
         return step(*given, **named)
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     llm.engine.step = noted  # type: ignore[method-assign]
     llm.generate(prompts, params, use_tqdm=False)
     del llm.engine.step
-    return [1e3 * taken for taken in np.diff([*begun, time.perf_counter()])]
+    return [1e3 * taken for taken in np.diff([*begun, clock()])]
 
 
 def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, Any]:
@@ -228,9 +230,9 @@ def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, A
                 given = prompts(1, 512) if is_prompt else prompts(rows, args.context)
                 if not is_prompt:  # Behind the prefix cache, so that only the first is no decode.
                     steps_ms(llm, given, 1)
-                before = measure_cpu_peaks([kind], seconds=0.1)
+                before = measure_cpu_peaks([kind], seconds=0.2, buffer_bytes=2**27)
                 taken = steps_ms(llm, given, 1 if is_prompt else 1 + max(2, round(64 * args.scale)))
-                after = measure_cpu_peaks([kind], seconds=0.1)
+                after = measure_cpu_peaks([kind], seconds=0.2, buffer_bytes=2**27)
                 ms = float(np.quantile(taken if is_prompt else taken[1:], 0.1))
                 gbs = (before.read_gbs + after.read_gbs) / 2
                 gflops = sum(next(iter(each.gflops.values())) for each in (before, after)) / 2
