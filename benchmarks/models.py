@@ -3,22 +3,37 @@
 Random weights of one shape, each family with its own norms, biases, factors and rotation; and a
 mixture of experts that computes as much a token as the dense model. Models take turns, round by
 round, decoding `--streams` prompts of `--context` tokens at once; `--only` names some of them.
+
+    python benchmarks/models.py --limits qwen3-30b-a3b gpt-oss-20b --ways bfloat16 int8 --layers 4
+
+`--limits` sets shapes beside what the machine allows instead: a step of 1, 8 and 32 streams and a
+prompt of 512 tokens beside the bytes of weights that it must read and the products that it must
+compute, by rates that are measured around each. Of a shape's layers `--layers` are kept, and as
+much of its vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import statistics
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from side_by_side import Clock, Run, compare, parser, report
+import numpy as np
+from side_by_side import Clock, Run, compare, parser, record, report
+from torch import get_num_threads, nn
 
+from benchmarks.suite.peak import measure_cpu_peaks
 from benchmarks.suite.shapes import SHAPES, write_shape
 from nanoengine import LLM, SamplingParams
+from nanoengine.layers.kernels import LinearMethod
+from nanoengine.layers.moe import Experts
 
 MOE = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True}
 LATENT = {
@@ -108,8 +123,139 @@ def timed(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
     return Run(seconds=clock.read(), tokens=[list(o.outputs[0].token_ids) for o in outputs])
 
 
+WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "float32": ("float32", {"dtype": "float32"}, {"torch_dtype": "float32"}),
+    "bfloat16": ("bfloat16", {"dtype": "bfloat16"}, {}),
+    "int8": ("int8", {"quantization": "int8"}, {}),
+    "int4": ("int8", {"quantization": "int4"}, {}),
+    "mxfp4": ("float32", {"dtype": "float32"}, {"quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
+                                   "model.embed_tokens", "lm_head"],
+    }}),
+}  # fmt: skip
+"""What weights are stored in -> the numbers that are multiplied; options; keys of the config."""
+
+
+class Weights:
+    """Bytes that are read of a model's weights, and numbers that a row is multiplied by.
+
+    Attributes:
+        every, head, experts: [bytes, numbers] of what each row takes, of the head, and of all
+            experts. Of a head with a screen the screen's bytes count alone.
+        taken: the share of its experts that a row takes.
+        layers: so many have experts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.every, self.head, self.experts = np.zeros((3, 2))
+        self.taken, self.layers = 1.0, 0
+        for name, module in model.named_modules():
+            method = getattr(module, "method", None)
+            if isinstance(module, Experts):
+                self.taken = module.moe.num_experts_per_tok / len(module.experts)
+                self.layers += 1
+                for expert in module.experts:
+                    self.experts += _size(expert.gate_up) + _size(expert.down)
+            elif isinstance(method, LinearMethod) and name == "lm_head":
+                self.head += _size(method)
+            elif isinstance(method, LinearMethod) and "embed" not in name:
+                self.every += _size(method)
+
+    def least_ms(self, rows: int, is_prompt: bool, gbs: float, gflops: float) -> float:
+        """What the machine needs to read the weights of a step, each once, or to multiply its rows
+        by them, whichever takes longer. Rows choose their experts by chance.
+
+        Of a prompt one row alone passes the head and the last layer's experts.
+        """
+        shares = np.array([1 - (1 - self.taken) ** rows, rows * self.taken])
+        experts, last = self.experts * shares, 1 if is_prompt else rows
+        if is_prompt and self.layers:
+            experts += (self.experts * self.taken - experts) / self.layers
+        nbytes, numbers = self.every * [1, rows] + self.head * [1, last] + experts
+        return float(max(nbytes / gbs, 2 * numbers / gflops) / 1e6)
+
+
+def _size(method: Any) -> np.ndarray:
+    """Bytes that are read of one weight, and its numbers."""
+    screen = method.values.numpy() if getattr(method, "slack", None) is not None else None
+    read = method.weight_operands() if screen is None else (screen,)
+    rows, inputs = getattr(method, "shape", None) or (method.out_features, method.in_features)
+    return np.array([sum(w.nbytes for w in read if isinstance(w, np.ndarray)), rows * inputs])
+
+
+def steps_ms(llm: LLM, prompts: list[list[int]], tokens: int) -> list[float]:
+    """The time from each step's beginning to the next one's or to the end, in order; of one thread
+    its CPU time, which other programs disturb less."""
+    begun, step = [], llm.engine.step
+    clock = time.process_time if get_num_threads() == 1 else time.perf_counter
+
+    def noted(*given: Any, **named: Any) -> Any:
+        begun.append(clock())
+        return step(*given, **named)
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    llm.engine.step = noted  # type: ignore[method-assign]
+    llm.generate(prompts, params, use_tqdm=False)
+    del llm.engine.step
+    return [1e3 * taken for taken in np.diff([*begun, clock()])]
+
+
+def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, Any]:
+    """Each step's time and the share of it that the machine needs: the medians over `--rounds` of a
+    round's fast steps, a tenth of which are faster, since rates are the fastest that are seen."""
+    kind, options, keys = WAYS[way]
+    draw, work = random.Random(0), {"1": 1, "8": 8, "32": 32, "prompt of 512": 512}
+    with TemporaryDirectory() as scratch:
+        write_shape(shape, Path(scratch))
+        file = Path(scratch) / "config.json"
+        raw = json.loads(file.read_text("utf-8")) | keys
+        raw["vocab_size"] = raw["vocab_size"] * args.layers // raw["num_hidden_layers"] // 16 * 16
+        raw["num_hidden_layers"] = args.layers
+        file.write_text(json.dumps(raw), "utf-8")
+        llm = LLM(
+            scratch, load_format="dummy", skip_tokenizer_init=True, max_model_len=1024,
+            max_num_seqs=32, kv_cache_gib=0.3, **options,
+        )  # fmt: skip
+
+    def prompts(count: int, size: int) -> list[list[int]]:
+        return [[draw.randrange(10, raw["vocab_size"]) for _ in range(size)] for _ in range(count)]
+
+    with llm:
+        weights = Weights(llm.engine.executor.model)
+        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in work}
+        for number in range(args.rounds + 1):
+            for name, rows in work.items():
+                is_prompt = rows == 512
+                given = prompts(1, 512) if is_prompt else prompts(rows, args.context)
+                if not is_prompt:  # Behind the prefix cache, so that only the first is no decode.
+                    steps_ms(llm, given, 1)
+                before = measure_cpu_peaks([kind], seconds=0.2, buffer_bytes=2**27)
+                taken = steps_ms(llm, given, 1 if is_prompt else 1 + max(2, round(64 * args.scale)))
+                after = measure_cpu_peaks([kind], seconds=0.2, buffer_bytes=2**27)
+                ms = float(np.quantile(taken if is_prompt else taken[1:], 0.1))
+                gbs = (before.read_gbs + after.read_gbs) / 2
+                gflops = sum(next(iter(each.gflops.values())) for each in (before, after)) / 2
+                if number:
+                    least = weights.least_ms(rows, is_prompt, gbs, gflops)
+                    found[name].append((ms, least / ms, gbs, gflops))
+    active = weights.every + weights.head + weights.experts * weights.taken
+    line = {
+        "shape": shape, "way": way, "layers": args.layers, "MB a token": round(active[0] / 1e6, 1),
+        "steps": {
+            name: {
+                what: [round(number, 3) for number in (statistics.median(each), *each)]
+                for what, each in zip(("ms", "share", "GB/s", "GFLOP/s"), of.T, strict=True)
+            }
+            for name, of in ((name, np.array(each)) for name, each in found.items())
+        },
+    }  # fmt: skip
+    print(json.dumps(line), flush=True)
+    return line
+
+
 def main() -> None:
-    """Loads all models and lets them take turns."""
+    """Loads all models and lets them take turns, or each by itself beside the machine's limits."""
     options = parser(__doc__)
     options.set_defaults(model="small")
     options.add_argument("--scale", type=float, default=1.0, help="share of the 128 output tokens")
@@ -118,7 +264,15 @@ def main() -> None:
     options.add_argument("--quantization")
     options.add_argument("--dtype", default="float32")
     options.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    options.add_argument("--limits", nargs="+", choices=SHAPES, help="shapes to set beside limits")
+    options.add_argument("--ways", nargs="+", choices=WAYS, default=["bfloat16", "int8", "int4"])
+    options.add_argument("--layers", type=int, default=4)
     args = options.parse_args()
+    if args.limits:
+        args.model = " ".join(args.limits)
+        lines = [beside_limits(args, shape, way) for shape in args.limits for way in args.ways]
+        record(args, lines)
+        return
     if args.model not in SHAPES:
         options.error(f"--model must be one of {', '.join(SHAPES)}, got {args.model}")
     draw, output_len = random.Random(0), max(2, round(128 * args.scale))

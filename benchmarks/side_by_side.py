@@ -138,11 +138,16 @@ def model_options(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def report(args: argparse.Namespace, comparisons: list[dict[str, Any]]) -> None:
-    """Prints all comparisons, and writes them to `--json` with date, hardware and versions."""
-    import torch
-
+    """Prints all comparisons, and writes them to `--json`."""
     for found in comparisons:
         show(found)
+    record(args, comparisons)
+
+
+def record(args: argparse.Namespace, comparisons: list[dict[str, Any]]) -> None:
+    """Writes what was found to `--json`, if it is given, with date, hardware and versions."""
+    import torch
+
     if args.json:
         whole = {
             "date": datetime.date.today().isoformat(),

@@ -42,15 +42,12 @@ from nanoengine.kernels.cpu_linear import (
     ROW_BLOCK,
     as_read,
     cut,
-    linear_panels,
-    rounded_rows,
     rows_of_block,
     share_of_cut,
 )
-from nanoengine.kernels.cpu_quantized import linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.multiply import multiply
+from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL, PANELS
 
@@ -83,36 +80,25 @@ def _leave(x, norm, eps, behind, scale, workers):
 
 
 @by_types()
-def as_multiplied(x, weight, workers):
-    """x [T, inputs] as `some_panels` reads it: a tuple of arrays, rows first."""
+def from_panel(weight, panel):
+    """What a weight of floats or int8 is from a panel on."""
 
-    def of_bytes(x, weight, workers):
-        values, scales, offsets = quantize_rows(x, workers)
-        return values, scales, sums8(offsets)
+    def of_floats(weight, panel):
+        w, bias = as_read(weight[0]), weight[1]
+        return w[panel * (len(w) // (len(bias) // PANEL)) :], bias[panel * PANEL :]
 
-    if weight[0].dtype == types.uint32:
-        return lambda x, weight, workers: (rounded_rows(x, workers),)
-    return of_bytes if len(weight) == 3 else lambda x, weight, workers: (x,)
-
-
-@by_types()
-def some_panels(inputs, first, last, weight, panel, count, out):
-    """out [R, 16 * count] = rows first ... last - 1 times `count` panels of the weight."""
-
-    def of_floats(inputs, first, last, weight, panel, count, out):
-        x, (w, bias) = inputs[0][first:last], weight
-        w = as_read(w)[panel * (len(w) // (len(bias) // PANEL)) :]
-        linear_panels(x, w, bias[panel * PANEL :], out, 0, count)
-
-    def of_bytes(inputs, first, last, weight, panel, count, out):
-        (values, scales, starts), (w, w_scales, bias) = inputs, weight
-        linear8_panels(
-            values[first:last], scales[first:last], starts[first:last],
-            w[panel * PANEL * values.shape[1] :], w_scales[panel * PANEL :], bias[panel * PANEL :],
-            out, 0, count,
-        )  # fmt: skip
+    def of_bytes(weight, panel):
+        w, scales, bias = weight
+        first = panel * (len(w) // (len(bias) // PANEL))
+        return w[first:], scales[panel * PANEL :], bias[panel * PANEL :]
 
     return of_bytes if len(weight) == 3 else of_floats
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def some_panels(inputs, first, last, weight, panel, count, out):
+    """out [R, 16 * count] = rows first ... last - 1 times `count` panels of the weight."""
+    multiply_panels(inputs, first, last, from_panel(weight, panel), out, 0, count)
 
 
 @by_types()

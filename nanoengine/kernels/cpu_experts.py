@@ -11,10 +11,9 @@ those of the linear layers, whose worker is called here once an expert; so a row
 its expert gives it alone, and a token's results are added in the order of experts: **a token's
 result has the same bits alone and in any batch**.
 
-Weights of a layer's experts lie at equal distances (`layers/placement.py`). A weight is a tuple, as
-in `multiply.py`, but that each array reaches from the first expert's to the last's, and is
-followed by the distance. The number of entries says which form it is: 4 floats or, of bytes, in
-groups, 6 int8, 10 weight-only.
+Weights of a layer's experts lie at equal distances (`layers/placement.py`). A weight is two tuples:
+one as in `multiply.py`, but that each array reaches from the first expert's to the last's, and how
+far apart experts are in each.
 
 The readable form is `layers/moe.py`; `tests/layers/test_cpu_experts.py` compares the two.
 
@@ -25,28 +24,22 @@ size of an expert.
 from __future__ import annotations
 
 import numpy as np
-from numba import types
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.cpu_grouped import grouped_float_panels, grouped_panels
 from nanoengine.kernels.cpu_layers import gate
-from nanoengine.kernels.cpu_linear import (
-    as_read,
-    linear,
-    linear_panels,
-    rounded_rows,
-)
-from nanoengine.kernels.cpu_quantized import linear8_panels, quantize_rows, sums8
-from nanoengine.kernels.cpu_weight_only import dequantized_panels
+from nanoengine.kernels.cpu_linear import as_read, linear
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.multiply import multiply
+from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL
 
 READING = 6  # rows that a panel could be multiplied with while it is read
-MOST_ROWS = 4096  # sorted rows at a time, so that what stands between the products stays small
+# Sorted rows at a time. Why: what stands between the products then stays in the cache, and the C
+# library keeps its memory, so that the system does not give new pages each time.
+MOST_ROWS = 512
 SMALL = 16384  # numbers; about 4 us of work, twice the price of a parallel region
+ROUTED = 512  # scores; about as much work
 
 # Why no "contract": a weighted result is rounded before it is added, as torch does. No "nnan" and
 # "ninf": a row with NaN or infinity must come out as NaN, there and only there.
@@ -54,64 +47,18 @@ FASTMATH = ("nsz",)
 
 
 @by_types()
-def prepared(x, weight, num_workers):
-    """x [R, K] as the kernel for the weight's form reads it: a tuple of arrays, rows first."""
-    if len(weight) == 4 and weight[0].dtype == types.uint32:
-        return lambda x, weight, num_workers: (rounded_rows(x, num_workers),)
-    if len(weight) == 6:
-
-        def of_bytes(x, weight, num_workers):
-            values, scales, offsets = quantize_rows(x, num_workers)
-            return values, scales, sums8(offsets)
-
-        return of_bytes
-    if weight[0].dtype == types.uint8:
-        return lambda x, weight, num_workers: quantize_rows(x, num_workers)
-    return lambda x, weight, num_workers: (x,)
-
-
-@by_types()
-def rows_of(inputs, first, last):
-    """Rows first ... last - 1 of what `prepared` gave."""
-    if len(inputs) == 1:
-        return lambda inputs, first, last: (inputs[0][first:last],)
-    return lambda inputs, first, last: (
-        inputs[0][first:last], inputs[1][first:last], inputs[2][first:last]
-    )  # fmt: skip
-
-
-@by_types()
 def of_expert(weight, e):
     """One expert's weight, as the kernel for its form reads it."""
     forms = {
-        4: lambda weight, e: (as_read(weight[0][e * weight[1] :]), weight[2][e * weight[3] :]),
-        6: lambda weight, e: (
-            weight[0][e * weight[1] :], weight[2][e * weight[3] :], weight[4][e * weight[5] :]
-        ),
-        10: lambda weight, e: (
-            weight[0][e * weight[1] :], weight[2], weight[3][e * weight[4] :],
-            weight[5][e * weight[6] :], weight[7], weight[8][e * weight[9] :],
-        ),
+        2: lambda weight, e: (as_read(weight[0][0][e * weight[1][0] :]),
+                              weight[0][1][e * weight[1][1] :]),
+        3: lambda weight, e: (weight[0][0][e * weight[1][0] :], weight[0][1][e * weight[1][1] :],
+                              weight[0][2][e * weight[1][2] :]),
+        6: lambda weight, e: (weight[0][0][e * weight[1][0] :], weight[0][1],
+                              weight[0][2][e * weight[1][2] :], weight[0][3][e * weight[1][3] :],
+                              weight[0][4], weight[0][5][e * weight[1][5] :]),
     }  # fmt: skip
-    return forms[len(weight)]
-
-
-KERNELS = {4: linear_panels, 6: linear8_panels, 10: dequantized_panels}
-IN_GROUPS = {types.uint8: grouped_panels, types.int8: grouped_float_panels}
-
-
-@by_types()
-def panels_of_expert(inputs, weight, expert, first, last, lo, hi, out):
-    """out[first : last] for panels lo ... hi - 1 of one expert's weight; inputs: of `prepared`."""
-    kernel = KERNELS[len(weight)]
-    if len(weight) == 4:
-        kernel = IN_GROUPS.get(weight[0].dtype, kernel)
-
-    def panels(inputs, weight, expert, first, last, lo, hi, out):
-        rows, operands = rows_of(inputs, first, last), of_expert(weight, expert)
-        kernel(*rows, *operands, out[first:last], lo, hi)
-
-    return panels
+    return forms[len(weight[0])]
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -132,7 +79,8 @@ def _multiply_part(inputs, weight, starts, out, begin, end):
         lo = _panels_before(begin, at, cost, panels)
         hi = _panels_before(end, at, cost, panels)
         if lo < hi:
-            panels_of_expert(inputs, weight, expert, first, last, lo, hi, out)
+            own = of_expert(weight, expert)
+            multiply_panels(inputs, first, last, own, out[first:last], lo, hi)
         at += panels * cost
 
 
@@ -194,15 +142,11 @@ def _keep_best_groups(preferred, groups, kept, compared):
 
 
 @compiled(fastmath=FASTMATH)
-def route(logits, correction, routing, ids, weights):
-    """ids, weights [T, k]: the experts with the largest scores, and these; see `Router`.
-
-    logits: [T, E], become scores. Of equals the first is chosen. The rest is as in `mixture`.
-    """
+def _route(logits, correction, routing, ids, weights, lo, hi):
     sigmoid, groups, kept, compared, normalized, least, epsilon, factor = routing
     num_experts, taken = logits.shape[1], ids.shape[1]
     preferred = empty((num_experts,), logits.dtype)
-    for t in range(len(logits)):
+    for t in range(lo, hi):
         scores, total = logits[t], logits.dtype.type(0)
         if sigmoid:
             _sigmoid(scores)
@@ -222,6 +166,16 @@ def route(logits, correction, routing, ids, weights):
         total = (least if total < least else total) + epsilon
         for i in range(taken):
             weights[t, i] = (weights[t, i] / total if normalized else weights[t, i]) * factor
+
+
+@compiled(fastmath=FASTMATH)
+def route(logits, correction, routing, ids, weights, num_workers):
+    """ids, weights [T, k]: the experts with the largest scores, and these; see `Router`.
+
+    logits: [T, E], become scores. Of equals the first is chosen. The rest is as in `mixture`.
+    """
+    operands = logits, correction, routing, ids, weights
+    parallel_for(_route, len(logits), 1 if logits.size <= ROUTED else num_workers, operands)
 
 
 @compiled(fastmath=FASTMATH)
@@ -249,11 +203,34 @@ def _gather(x, order, taken, out, lo, hi):
             row[i] = source[i]
 
 
-@compiled(fastmath=FASTMATH)
-def gather(x, order, taken, out, num_workers):
-    """out[r] = the row of x of the token that place order[r] is of."""
-    workers = 1 if out.size <= SMALL else num_workers
-    parallel_for(_gather, len(out), workers, (x, order, taken, out))
+@by_types(FASTMATH)
+def gather(x, order, taken, num_workers):
+    """[R, ...]: of x [T, ...] what the token has that place order[r] is of."""
+
+    def rows(x, order, taken, num_workers):
+        out = empty((len(order), x.shape[1]), x.dtype)
+        workers = 1 if out.size <= SMALL else num_workers
+        parallel_for(_gather, len(out), workers, (x, order, taken, out))
+        return out
+
+    def numbers(x, order, taken, num_workers):
+        out = empty((len(order),), x.dtype)
+        for r in range(len(order)):
+            out[r] = x[order[r] // taken]
+        return out
+
+    return rows if x.ndim == 2 else numbers
+
+
+@by_types()
+def gathered(inputs, order, taken, workers):
+    """`gather` of each array of `as_multiplied`. Why not before it: a token's rows are alike."""
+    if len(inputs) == 1:
+        return lambda inputs, order, taken, workers: (gather(inputs[0], order, taken, workers),)
+    return lambda inputs, order, taken, workers: (
+        gather(inputs[0], order, taken, workers), gather(inputs[1], order, taken, workers),
+        gather(inputs[2], order, taken, workers),
+    )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
@@ -273,6 +250,16 @@ def add(results, order, taken, weights, out, num_workers):
 
 
 @compiled(fastmath=FASTMATH)
+def _end_of_part(starts, first):
+    """Where rows end that are multiplied together from `first` on: behind whole experts, or within
+    one that has more."""
+    last, expert = first + MOST_ROWS, len(starts) - 1
+    while starts[expert] > last:
+        expert -= 1
+    return starts[expert] if starts[expert] > first else last
+
+
+@compiled(fastmath=FASTMATH)
 def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, out, num_workers):
     """out [T, N] += the results of each token's experts, times their weights.
 
@@ -280,17 +267,19 @@ def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, 
     """
     taken = ids.shape[1]
     order, starts = _sorted_by_expert(ids, num_experts)
-    for first in range(0, len(order), MOST_ROWS):
-        part = order[first : first + MOST_ROWS]
+    inputs, last = as_multiplied(x, gate_up[0], num_workers), 0
+    while last < len(order):
+        first, last = last, _end_of_part(starts, last)
+        part = order[first:last]
         edges = np.minimum(np.maximum(starts - first, 0), len(part))
-        rows = empty((len(part), x.shape[1]), x.dtype)
+        results = empty((len(part), x.shape[1]), x.dtype)
         both = empty((len(part), 2 * inner), x.dtype)
         gated = empty((len(part), inner), x.dtype)
-        gather(x, part, taken, rows, num_workers)
-        _multiply(prepared(rows, gate_up, num_workers), gate_up, edges, both, num_workers)
+        rows = gathered(inputs, part, taken, num_workers)
+        _multiply(rows, gate_up, edges, both, num_workers)
         gate(both, activation, gated, num_workers)
-        _multiply(prepared(gated, down, num_workers), down, edges, rows, num_workers)
-        add(rows, part, taken, weights, out, num_workers)
+        _multiply(as_multiplied(gated, down[0], num_workers), down, edges, results, num_workers)
+        add(results, part, taken, weights, out, num_workers)
 
 
 @compiled(fastmath=FASTMATH)
@@ -355,7 +344,7 @@ def mixture(x, router, correction, routing, gate_up, down, sizes, shared, out, n
     logits = empty((len(x), num_experts), x.dtype)
     linear(x, router[0], router[1], logits, num_workers)
     ids, weights = empty((len(x), taken), np.int64), empty((len(x), taken), x.dtype)
-    route(logits, correction, routing, ids, weights)
+    route(logits, correction, routing, ids, weights, num_workers)
     out[:] = 0
     add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, out, num_workers)
     add_shared(x, shared, out, num_workers)

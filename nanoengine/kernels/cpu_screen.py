@@ -44,12 +44,13 @@ from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.byte_tiles import most_rows, multiply16
-from nanoengine.kernels.cpu_decoder import as_multiplied, some_panels
+from nanoengine.kernels.cpu_decoder import some_panels
 from nanoengine.kernels.cpu_linear import FASTMATH, ROW_BLOCK, last_outputs, rows_of_block
 from nanoengine.kernels.cpu_quantized import INFINITY
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.multiply import as_multiplied
 from nanoengine.kernels.pool import PIECES, parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL, number, place, tile
 

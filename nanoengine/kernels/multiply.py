@@ -1,4 +1,5 @@
-"""multiply: the product with a weight by the kernel for its form, for kernels of whole layers.
+"""multiply: the product with a weight by the kernel for its form, for kernels of whole layers; and
+its steps, for those that multiply by some panels.
 
 A weight is a tuple, whose form says what it is:
 
@@ -14,9 +15,14 @@ from __future__ import annotations
 
 from numba import types
 
-from nanoengine.kernels.cpu_grouped import linear_floats, linear_grouped
-from nanoengine.kernels.cpu_linear import linear, linear_of_rounded
-from nanoengine.kernels.cpu_quantized import linear8
+from nanoengine.kernels.cpu_grouped import (
+    grouped_float_panels,
+    grouped_panels,
+    linear_floats,
+    linear_grouped,
+)
+from nanoengine.kernels.cpu_linear import linear, linear_of_rounded, linear_panels, rounded_rows
+from nanoengine.kernels.cpu_quantized import linear8, linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.jit import by_types
 
 
@@ -35,3 +41,46 @@ def multiply(x, weight, out, workers):
     else:
         from nanoengine.kernels.cpu_weight_only import linear_dequantized as kernel
     return lambda x, weight, out, workers: kernel(x, *weight, out, workers)
+
+
+@by_types()
+def as_multiplied(x, weight, workers):
+    """x [T, inputs] as `multiply_panels` reads it: a tuple of arrays, rows first."""
+
+    def of_bytes(x, weight, workers):
+        values, scales, offsets = quantize_rows(x, workers)
+        return values, scales, sums8(offsets)
+
+    if len(weight) == 3:
+        return of_bytes
+    if len(weight) == 2 and weight[0].dtype == types.uint8:
+        return lambda x, weight, workers: quantize_rows(x, workers)
+    if weight[0].dtype == types.uint32:
+        return lambda x, weight, workers: (rounded_rows(x, workers),)
+    return lambda x, weight, workers: (x,)
+
+
+@by_types()
+def rows_of(inputs, first, last):
+    """Rows first ... last - 1 of what `as_multiplied` gave."""
+    if len(inputs) == 1:
+        return lambda inputs, first, last: (inputs[0][first:last],)
+    return lambda inputs, first, last: (
+        inputs[0][first:last], inputs[1][first:last], inputs[2][first:last]
+    )  # fmt: skip
+
+
+@by_types()
+def multiply_panels(inputs, first, last, weight, out, lo, hi):
+    """out [last - first, outputs] = rows of `as_multiplied` times panels lo ... hi - 1 of a weight,
+    whose pairs are those of `as_read`."""
+    of_panels = {types.uint8: grouped_panels, types.int8: grouped_float_panels}
+    if len(weight) == 2:
+        kernel = of_panels.get(weight[0].dtype, linear_panels)
+    elif len(weight) == 3:
+        kernel = linear8_panels
+    else:
+        from nanoengine.kernels.cpu_weight_only import dequantized_panels as kernel
+    return lambda inputs, first, last, weight, out, lo, hi: kernel(
+        *rows_of(inputs, first, last), *weight, out, lo, hi
+    )

@@ -98,15 +98,18 @@ def _are_alike(methods: Sequence[LinearMethod]) -> bool:
 
 def _over_all(
     methods: Sequence[LinearMethod], bias: torch.Tensor | None, outputs: int
-) -> tuple[Any, ...]:
-    """What kernels read of one weight of all experts: each array that reaches over all of them and
-    how far apart they are in it, and numbers, which are the same for all; last the biases."""
-    found: list[Any] = []
-    for column in zip(*(method.weight_operands() for method in methods), strict=True):
-        found += _reaching(column) if isinstance(column[0], np.ndarray) else column[:1]
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """What kernels read of one weight of all experts: each array, which reaches over all of them,
+    and numbers, which are the same for all; last the biases. And how far apart experts are in each.
+    """
+    columns = zip(*(method.weight_operands() for method in methods), strict=True)
+    found = [_reaching(of) if isinstance(of[0], np.ndarray) else (of[0], 0) for of in columns]
     if bias is None:
-        return *found, np.zeros(outputs, np.float32), 0
-    return *found, bias.numpy().reshape(-1), outputs
+        found.append((np.zeros(outputs, np.float32), 0))
+    else:
+        found.append((bias.numpy().reshape(-1), outputs))
+    arrays, steps = zip(*found, strict=True)
+    return arrays, steps
 
 
 def _reaching(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:

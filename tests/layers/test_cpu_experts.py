@@ -96,7 +96,7 @@ def test_the_same_experts_are_chosen(family: str) -> None:
     logits = mlp.gate.method.apply(x, mlp.gate.bias).numpy()
     ids = np.empty((300, moe.num_experts_per_tok), np.int64)
     weights = np.empty(ids.shape, np.float32)
-    kernels.route(logits, *mlp.routed.first[1:3], ids, weights)
+    kernels.route(logits, *mlp.routed.first[1:3], ids, weights, 2)
     expected, experts = mlp.gate(x)
     found = torch.from_numpy(weights), torch.from_numpy(ids)
     order, expected_order = (each.argsort(1) for each in (found[1], experts))
