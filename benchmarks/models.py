@@ -222,7 +222,8 @@ def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, A
         return [[draw.randrange(10, raw["vocab_size"]) for _ in range(size)] for _ in range(count)]
 
     with llm:
-        weights = Weights(llm.engine.executor.model)
+        executor: Any = llm.engine.executor
+        weights = Weights(executor.model)
         found: dict[str, list[tuple[float, ...]]] = {name: [] for name in work}
         for number in range(args.rounds + 1):
             for name, rows in work.items():
