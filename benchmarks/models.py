@@ -222,7 +222,8 @@ def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, A
         return [[draw.randrange(10, raw["vocab_size"]) for _ in range(size)] for _ in range(count)]
 
     with llm:
-        weights = Weights(llm.engine.executor.model)
+        executor: Any = llm.engine.executor
+        weights = Weights(executor.model)
         found: dict[str, list[tuple[float, ...]]] = {name: [] for name in work}
         for number in range(args.rounds + 1):
             for name, rows in work.items():
@@ -230,9 +231,9 @@ def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, A
                 given = prompts(1, 512) if is_prompt else prompts(rows, args.context)
                 if not is_prompt:  # Behind the prefix cache, so that only the first is no decode.
                     steps_ms(llm, given, 1)
-                before = measure_cpu_peaks([kind], seconds=0.2, buffer_bytes=2**27)
+                before = measure_cpu_peaks([kind], seconds=0.2)
                 taken = steps_ms(llm, given, 1 if is_prompt else 1 + max(2, round(64 * args.scale)))
-                after = measure_cpu_peaks([kind], seconds=0.2, buffer_bytes=2**27)
+                after = measure_cpu_peaks([kind], seconds=0.2)
                 ms = float(np.quantile(taken if is_prompt else taken[1:], 0.1))
                 gbs = (before.read_gbs + after.read_gbs) / 2
                 gflops = sum(next(iter(each.gflops.values())) for each in (before, after)) / 2

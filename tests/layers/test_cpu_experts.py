@@ -72,9 +72,11 @@ def test_weights_of_every_form(way: str) -> None:
     check(mlp, 33)
 
 
-def test_more_rows_than_are_multiplied_at_a_time() -> None:
-    tokens = kernels.MOST_ROWS // 2 + 100  # two rows each
-    check(mixture(checkpoint("qwen3_moe")), tokens)
+@pytest.mark.parametrize("tokens", [kernels.MOST_ROWS // 2 + 100, 4 * kernels.MOST_ROWS])
+def test_more_rows_than_are_multiplied_at_a_time(tokens: int) -> None:
+    """Parts of whole experts; and experts that have more rows than a part."""
+    mlp = mixture(checkpoint("qwen3_moe"))  # two rows a token
+    check(mlp, tokens)
 
 
 def test_experts_give_the_bits_of_each_alone() -> None:
