@@ -139,6 +139,7 @@ def test_every_instruction_set_gives_the_same_bits(form):
             out = spread_results(isa, layout.form, rows, data.numpy(), place)
             np.testing.assert_array_equal(out, seen[:rows], name)
         assert has_spread(isa) == (len(rows_of_spread(isa)) > 0)
+    assert seen is not None, "no set of them runs here"
 
 
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_K", "Q6_K", "GPTQ 4"])
@@ -170,3 +171,4 @@ def test_a_row_of_floats_has_the_same_bits_beside_other_panels_and_everywhere(fo
             assert (np.abs(out - (products.sum(1) + bias)) <= 1e-5 * size).all(), name
             seen = out if seen is None else seen
             np.testing.assert_array_equal(out, seen, name)
+    assert seen is not None, "no set of them runs here"
