@@ -171,7 +171,7 @@ def test_of_equal_scores_those_of_the_lowest_indices_are_taken(few_blocks, form)
         np.float32(moe.scaling_factor),
     )  # fmt: skip
     correction = none if correction is None else correction.cpu().numpy()
-    cpu_experts.route(logits.numpy(), correction, routing, expected, weights)
+    cpu_experts.route(logits.numpy(), correction, routing, expected, weights, 1)
     assert ids.tolist() == expected.tolist()
     assert ids[7].tolist() == list(range(moe.num_experts_per_tok))
     check_places(ids, places, moe.num_experts)
