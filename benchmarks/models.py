@@ -94,6 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"block_auto_adjust_ff_dim": False, "block_ff_dim": 1920, "conv_L_cache": 3}
         | {"full_attn_idxs": [2, 5, 8, 11, 14], "norm_eps": 1e-5},
     ),
+    "lfm3": ("Lfm3ForCausalLM", {"conv_L_cache": 7, "sliding_window": 256, "norm_eps": 1e-5}),
 }
 """Name -> architecture and the keys that make it what it is; the sizes are the shape's."""
 

@@ -15,27 +15,27 @@ from __future__ import annotations
 
 from numba import types
 
-from nanoengine.kernels.cpu_grouped import (
-    grouped_float_panels,
-    grouped_panels,
-    linear_floats,
-    linear_grouped,
-)
 from nanoengine.kernels.cpu_linear import linear, linear_of_rounded, linear_panels, rounded_rows
 from nanoengine.kernels.cpu_quantized import linear8, linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.jit import by_types
 
 
+def _in_groups(weight):
+    """Whether a weight of this type is bytes, in groups."""
+    return len(weight) == 2 and weight[0].dtype in (types.uint8, types.int8)
+
+
 @by_types()
 def multiply(x, weight, out, workers):
     """out[T, outputs] = x[T, inputs] times the weight, by the kernel for its form."""
-    of_panels = {
-        types.uint32: linear_of_rounded, types.uint8: linear_grouped, types.int8: linear_floats
-    }  # fmt: skip
     if x.dtype == types.uint32:
         kernel = linear
+    elif _in_groups(weight):
+        from nanoengine.kernels.cpu_grouped import linear_floats, linear_grouped
+
+        kernel = linear_grouped if weight[0].dtype == types.uint8 else linear_floats
     elif len(weight) == 2:
-        kernel = of_panels.get(weight[0].dtype, linear)
+        kernel = linear_of_rounded if weight[0].dtype == types.uint32 else linear
     elif len(weight) == 3:
         kernel = linear8
     else:
@@ -74,9 +74,12 @@ def rows_of(inputs, first, last):
 def multiply_panels(inputs, first, last, weight, out, lo, hi):
     """out [last - first, outputs] = rows of `as_multiplied` times panels lo ... hi - 1 of a weight,
     whose pairs are those of `as_read`."""
-    of_panels = {types.uint8: grouped_panels, types.int8: grouped_float_panels}
-    if len(weight) == 2:
-        kernel = of_panels.get(weight[0].dtype, linear_panels)
+    if _in_groups(weight):
+        from nanoengine.kernels.cpu_grouped import grouped_float_panels, grouped_panels
+
+        kernel = grouped_panels if weight[0].dtype == types.uint8 else grouped_float_panels
+    elif len(weight) == 2:
+        kernel = linear_panels
     elif len(weight) == 3:
         kernel = linear8_panels
     else:

@@ -299,7 +299,7 @@ def test_peer_bug_01_a_sequence_that_outgrows_the_pool_ends_alone(loop):
     assert_outputs(small)
     (seq,) = large.sequences
     assert seq.finish_reason == "error"
-    assert "33 tokens need 9 KV blocks of 4 tokens, the pool has 8" in large.error
+    assert "33 tokens needs 9 KV blocks of 4 tokens, the pool has 8" in large.error
     assert "num_kv_blocks" in large.error
     expected = expected_output([2] * 20, seq.seed, 100, ())
     assert seq.output_token_ids == expected[: seq.num_output_tokens]
