@@ -26,7 +26,7 @@ ROOMS = {
     "attention": 1678,
     "bench": 714,
     "checkpoint": 4110,
-    "cli": 997,
+    "cli": 995,
     "core": 2828,
     "features": 2442,
     "jobs": 2559,

@@ -22,8 +22,7 @@ OBJECTS = ("structured_outputs", "logits_processors", "extra_args", "kv_tiers")
 # Why not the class's own words: there None has a meaning, and here it means that none is given.
 MAX_TOKENS = (
     "most tokens to generate. Without it: what the row says, else the model's own default, else"
-    " 256. In OpenAI's form these are 16 in a completion and all of the context in a chat, in"
-    " `nanoengine chat` all of the context."
+    " 256; in OpenAI's form 16 in a completion, all of the context in a chat, as in `chat`."
 )
 
 ModelName = Annotated[Positional[str], arg(metavar="MODEL")]
@@ -50,10 +49,9 @@ class EngineArgs(EngineConfig):
     kv_disk_gib: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.kv_disk is None) != (self.kv_disk_gib is None):
-            raise ConfigError("--kv-disk PATH and --kv-disk-gib GIB go together: give both")
-        if self.kv_disk is not None and self.kv_host_gib is None:
-            raise ConfigError("--kv-disk: blocks reach it by host memory: give --kv-host-gib too")
+        disk = self.kv_disk, self.kv_disk_gib, self.kv_host_gib
+        if None in disk and disk[:2] != (None, None):
+            raise ConfigError("--kv-disk needs --kv-disk-gib and --kv-host-gib: give all three")
         tiers: list[Tier] = [] if self.kv_host_gib is None else [HostTier(gib=self.kv_host_gib)]
         if self.kv_disk is not None and self.kv_disk_gib is not None:
             tiers.append(DiskTier(self.kv_disk, gib=self.kv_disk_gib))

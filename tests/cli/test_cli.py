@@ -98,11 +98,11 @@ def test_the_module_is_an_entry_point() -> None:
         (["info", "/no/such/dir"], "error: model directory '/no/such/dir' does not exist"),
         (
             ["info", "m", "--kv-disk", "d"],
-            "error: --kv-disk PATH and --kv-disk-gib GIB go together",
+            "error: --kv-disk needs --kv-disk-gib and --kv-host-gib",
         ),
         (
             ["info", "m", "--kv-disk", "d", "--kv-disk-gib", "1"],
-            "error: --kv-disk: blocks reach it by host memory: give --kv-host-gib too",
+            "error: --kv-disk needs --kv-disk-gib and --kv-host-gib",
         ),
         (["info", "m", "--kv-host-gib", "0"], "error: HostTier gib must be greater than 0"),
         (["info", "m", "--max-num-seqs", "0"], "error: max_num_seqs must be at least 1, got 0"),
