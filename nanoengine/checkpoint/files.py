@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -20,7 +21,14 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from nanoengine.errors import WeightLoadError
-from nanoengine.settings.checks import MOST_SHOWN, check_value, read_object, shown
+from nanoengine.settings.checks import (
+    brief,
+    check_value,
+    listed,
+    read_object,
+    shown,
+    wrong_content,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +37,10 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 GGUF = ".gguf"
-"""How the name of a checkpoint ends that is a GGUF file, and no directory."""
+"""How the names of GGUF files usually end."""
 
-MOST_NAMES = 10
-"""Names that one error message lists."""
+SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors", re.DOTALL)
+"""The name of one file of a set; numbers start at 1."""
 
 MAPPED_BYTES = 64 << 20
 """Bytes read before a file is opened anew. Why: a mapped file's pages stay counted as this
@@ -48,6 +56,18 @@ class Stored(NamedTuple):
     dtype: str
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file: one that starts with these four bytes, whatever its name, or
+    one of that name, whose reader then says what is wrong."""
+    try:
+        if not path.is_file():  # Why a regular one: a FIFO would be waited for.
+            return False
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF" or path.suffix.lower() == GGUF
+    except OSError:
+        return path.suffix.lower() == GGUF
+
+
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """The tensors of a checkpoint by name, from the headers of its files.
 
@@ -55,7 +75,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         WeightLoadError: see `checkpoint_files`; a file is damaged; a tensor is in two files, of
             which either may be meant.
     """
-    if directory.suffix == GGUF:
+    if is_gguf(directory):
         from nanoengine.checkpoint.gguf_tensors import GGUFModel
 
         entries = GGUFModel(directory).entries()
@@ -84,7 +104,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
         WeightLoadError: there are none, one that the index names is missing or outside of the
             checkpoint, or the index is no index.
     """
-    if directory.suffix == GGUF:
+    if is_gguf(directory):
         from nanoengine.checkpoint.gguf_tensors import files_of
 
         return files_of(directory)
@@ -108,6 +128,8 @@ def checkpoint_files(directory: Path) -> list[Path]:
         return [directory / name for name in names]
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
+    if found := _files_without_index(directory):
+        return found
     pickled = sorted(
         p.name for suffix in ("bin", "pt", "pth") for p in directory.glob(f"*.{suffix}")
     )
@@ -119,6 +141,29 @@ def checkpoint_files(directory: Path) -> list[Path]:
             f"  model.save_pretrained({str(directory)!r}, safe_serialization=True)"
         )
     raise WeightLoadError(f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def _files_without_index(directory: Path) -> list[Path]:
+    """The numbered files of a set, or else all safetensors files but those of an adapter.
+
+    Raises:
+        WeightLoadError: there are several sets, or files of the only one are missing.
+    """
+    files = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
+    named = [(path, SHARD.fullmatch(path.name)) for path in files]
+    sets = {(name["stem"], name["count"]): 0 for _, name in named if name}
+    if not sets:
+        return [path for path in files if not path.name.startswith("adapter_")]
+    if len(sets) > 1:
+        raise WeightLoadError(
+            f"{directory} has no {INDEX_NAME}, and several sets of files:"
+            f" {listed([path.name for path in files])}: keep one set"
+        )
+    ((stem, count),) = sets
+    wanted = [directory / f"{stem}-{n:05}-of-{count}.safetensors" for n in range(1, int(count) + 1)]
+    if missing := [path.name for path in wanted if path not in files]:
+        raise WeightLoadError(f"{directory} has no {INDEX_NAME}; missing: {listed(missing)}")
+    return wanted
 
 
 def file_digest(path: Path) -> bytes:
@@ -141,7 +186,7 @@ def read_tensors(
     Raises:
         WeightLoadError: the file is damaged, or can't be read.
     """
-    if file.suffix == GGUF:
+    if is_gguf(file):
         from nanoengine.checkpoint.gguf_tensors import read_entries
 
         yield from read_entries(file, parts)
@@ -158,7 +203,7 @@ def read_tensors(
                     read_bytes += tensor.nbytes
                     yield name, tensor
         except (SafetensorError, OSError) as error:
-            raise WeightLoadError(f"can't read {file}: {error}") from error
+            raise WeightLoadError(f"can't read {file}: {wrong_content(file) or brief(error)}") from error
 
 
 def _headers(file: Path) -> dict[str, Stored]:
@@ -170,11 +215,4 @@ def _headers(file: Path) -> dict[str, Stored]:
                 for name, one in slices.items()
             }
     except (SafetensorError, OSError) as error:
-        raise WeightLoadError(f"can't read {file}: {error}") from error
-
-
-def listed(names: list[str]) -> str:
-    """The first names, cut to a message's length, and how many more there are."""
-    rest = len(names) - MOST_NAMES
-    cut = [n if len(n) <= MOST_SHOWN else f"{n[:MOST_SHOWN]}..." for n in names[:MOST_NAMES]]
-    return ", ".join(cut) + (f" and {rest} more" if rest > 0 else "")
+        raise WeightLoadError(f"can't read {file}: {wrong_content(file) or brief(error)}") from error

@@ -5,6 +5,7 @@ Called by `build.py`, and by commands that look before they load.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import replace
@@ -12,8 +13,9 @@ from pathlib import Path, PurePath
 
 import torch
 
-from nanoengine.checkpoint.files import GGUF, listed
+from nanoengine.checkpoint.files import GGUF, is_gguf
 from nanoengine.errors import ConfigError
+from nanoengine.settings.checks import brief, listed
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.vllm_names import warn_idle
 
@@ -23,7 +25,7 @@ PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 def resolve_model(config: EngineConfig) -> Path:
     """The directory of the checkpoint, or its GGUF file: a local one, or what a hub id names,
-    brought into the hub's cache. A folder without a config.json may hold one GGUF.
+    brought into the hub's cache. A folder without safetensors may hold one GGUF, under any name.
 
     Raises:
         ConfigError: it is not there, or no repository that can be reached or is cached has it; the
@@ -32,25 +34,18 @@ def resolve_model(config: EngineConfig) -> Path:
     # Why not the path's own: they raise for an unknown user, and for a name that is too long.
     path = Path(os.path.expanduser(config.model))
     if os.path.isdir(path):
-        if (path / "config.json").exists():
-            return path
-        from nanoengine.checkpoint.gguf import find_gguf
-
-        if (found := find_gguf(path)) is None:
-            raise ConfigError(
-                f"model={config.model!r} is no checkpoint: it has no config.json, and no {GGUF}"
-            )
-        return found
+        return _in_folder(_snapshot(path, config.revision or "main"))
     if os.path.exists(path):
-        if path.suffix == GGUF:
+        if is_gguf(path):
             return path
+        hint = ": give its directory" if (path.parent / "config.json").exists() else ""
         raise ConfigError(
-            f"model must be a directory or a {GGUF} file, got the file {config.model!r}"
+            f"model must be a directory or a GGUF file, got the file {config.model!r}{hint}"
         )
-    named = re.fullmatch(r"(?![./~])([^/:]+/[^/:]+)(?::([^/:]+)|/(.+\.gguf))?", config.model)
+    named = re.fullmatch(r"(?![./~])([^/:]+/[^/:]+)(?::([^/:]+)|/(.+\.(?i:gguf)))?", config.model)
     if named is None:
-        what = "file" if path.suffix == GGUF else "directory"
-        raise ConfigError(f"model {what} {config.model!r} does not exist")
+        what = "file" if path.suffix.lower() == GGUF else "directory"
+        raise ConfigError(f"model {what} {config.model!r} does not exist{_near_names(path)}")
     repository, quantization, name = named.groups()
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -61,9 +56,56 @@ def resolve_model(config: EngineConfig) -> Path:
         return _gguf_of_hub(config, repository, quantization, name)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model {config.model!r} is no local directory or file, and the hub did not give it:"
-            f" {error}"
+            f"model {config.model!r} is no local directory or file{_near_names(path)}; and the hub"
+            f" did not give it: {brief(error)}"
         ) from error
+
+
+def _snapshot(folder: Path, revision: str) -> Path:
+    """Of a repository's folder in the hub's cache the one with the files of a revision; any other
+    folder as it is."""
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir():
+        return folder
+    ref = folder / "refs" / revision
+    found = snapshots / (ref.read_text().strip() if ref.is_file() else revision)
+    if not found.is_dir():
+        raise ConfigError(
+            f"{folder} has no snapshot of revision {revision!r}: give one of the folders"
+            f" {listed(sorted(map(str, snapshots.iterdir()))) or 'of a complete cache'}"
+        )
+    return found
+
+
+def _in_folder(folder: Path) -> Path:
+    """The folder itself if it has a config.json, or its one GGUF file."""
+    from nanoengine.checkpoint.gguf import find_gguf
+
+    if (found := find_gguf(folder)) is not None:
+        return found
+    if (folder / "config.json").exists():
+        return folder
+    names = (f"{at}/{name}" for at in ("*", "*/*") for name in ("config.json", f"*{GGUF}"))
+    below = {str(p if p.suffix == GGUF else p.parent) for one in names for p in folder.glob(one)}
+    below |= {str(path.parent) for path in folder.glob("*/snapshots")}
+    hint = f"; below it are {listed(sorted(below))}" if below else ""
+    raise ConfigError(
+        f"model={str(folder)!r} is no checkpoint: it has no config.json, and no GGUF file{hint}"
+    )
+
+
+def _near_names(path: Path) -> str:
+    """What the nearest directory that exists has in place of a missing path, for a message."""
+    while not os.path.isdir(path.parent):
+        path = path.parent
+    wanted = path.name.lower()[:255]
+    try:
+        names = {name.lower(): name for name in sorted(os.listdir(path.parent))}
+    except OSError:
+        return ""
+    near = [name for name in names if wanted and name.startswith(wanted)]
+    near = near or difflib.get_close_matches(wanted, names)
+    return f"; did you mean {listed([str(path.with_name(names[n])) for n in near])}?" * bool(near)
 
 
 def _from_hub(config: EngineConfig, repository: str, patterns: list[str]) -> Path:
@@ -86,8 +128,8 @@ def _gguf_of_hub(
 
     sets: dict[str, list[str]] = {}
     for file in sorted(HfApi().list_repo_files(repository, revision=config.revision)):
-        if file.endswith(GGUF) and not PurePath(file).name.startswith("mmproj"):
-            sets.setdefault(re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
+        if file.lower().endswith(GGUF) and not PurePath(file).name.startswith("mmproj"):
+            sets.setdefault(re.sub(r"(?i)-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
     end = re.compile(rf"(.*[-._/])?{re.escape(quantization or '')}\.gguf", re.IGNORECASE)
     found = [
         parts

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.files import Stored, listed, read_tensors
+from nanoengine.checkpoint.files import Stored, read_tensors
 from nanoengine.checkpoint.slots import TensorNames, WeightSlot
 from nanoengine.errors import WeightLoadError
 

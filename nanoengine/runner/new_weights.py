@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig, load_model_config
-from nanoengine.checkpoint.files import GGUF, Stored, listed, read_tensors, stored_tensors
+from nanoengine.checkpoint.files import Stored, is_gguf, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
 from nanoengine.checkpoint.weights import HARMLESS, drop_copy
 from nanoengine.errors import EngineDeadError, WeightLoadError
@@ -70,7 +70,7 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
             f"this model takes no new weights: {why}; make a new LLM of the new checkpoint"
         )
     from_gguf = [
-        isinstance(p, Path) and p.suffix == GGUF for p in (source, runner.options.directory)
+        isinstance(p, Path) and is_gguf(p) for p in (source, runner.options.directory)
     ]
     if from_gguf[0] != from_gguf[1]:
         raise WeightLoadError(
@@ -116,7 +116,7 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
 def _require_same_model(config: ModelConfig, folder: Path) -> None:
     """Raises WeightLoadError if the folder, or GGUF file, says that its model computes something
     else."""
-    if folder.suffix != GGUF and not (folder / "config.json").is_file():
+    if not is_gguf(folder) and not (folder / "config.json").is_file():
         return
     other = load_model_config(folder)
     names = [one.name for one in fields(config) if one.name not in NOT_COMPARED]

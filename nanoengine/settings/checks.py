@@ -31,6 +31,9 @@ T = TypeVar("T")
 MOST_SHOWN = 200
 """Characters of a wrong value that a message shows."""
 
+MOST_NAMES = 10
+"""Names that one message lists."""
+
 WORDS: dict[Any, tuple[str, ...]] = {
     bool: ("True", "False"),
     int: ("an integer",),
@@ -120,7 +123,26 @@ def shown(value: Any) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # too deep, or an integer of too many digits
         return f"a value of type {type(value).__name__}"
+    return brief(text)
+
+
+def brief(text: object) -> str:
+    """The start of a text that a file, a user or another library has made, such as an error's."""
+    text = str(text)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def listed(names: Collection[str], like: str | None = None) -> str:
+    """The first names, each cut to a message's length, and how many more there are.
+
+    Args:
+        like: an unknown name. The known names that resemble it most come first.
+    """
+    if like is not None:
+        names = difflib.get_close_matches(like[:MOST_SHOWN], names, n=len(names) or 1, cutoff=0)
+    rest = len(names) - MOST_NAMES
+    cut = map(brief, list(names)[:MOST_NAMES])
+    return ", ".join(cut) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: object, known: Collection[str]) -> str:
@@ -240,9 +262,34 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     except OSError as reason:
         raise error(f"{path} can't be read: {reason}") from reason
     except ValueError as reason:
-        raise error(f"{path} is not valid JSON: {reason}") from reason
+        raise error(f"{path} is not valid JSON: {wrong_content(path) or reason}") from reason
     except RecursionError as reason:
         raise error(f"{path} is nested too deeply") from reason
     if not isinstance(content, dict):
         raise error(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
+
+
+WRONG_STARTS = {
+    b"version https://git-lfs": "it is a Git LFS pointer, not the file: run `git lfs pull` there",
+    b"<!doctype": "it is a web page, not the file: download it again",
+    b"<html": "it is a web page, not the file: download it again",
+    b"\xef\xbb\xbf": "it starts with a byte order mark: save it as UTF-8 without one",
+    b"\xff\xfe": "it starts with a byte order mark: save it as UTF-8 without one",
+}
+"""First bytes of files of a checkpoint that are not what their names say -> what to do."""
+
+
+def wrong_content(path: Path) -> str:
+    """Why a file can't hold what its name says, and what to do; "" if its first bytes may be right.
+
+    Why: parsers only report that the first byte is wrong. Source: the specification of Git LFS.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(64).lower()
+    except OSError:
+        return ""
+    if not start:
+        return "it is empty: download it again"
+    return next((why for wrong, why in WRONG_STARTS.items() if start.startswith(wrong)), "")

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.errors import RequestError
+from nanoengine.errors import ConfigError, RequestError
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
@@ -68,11 +68,22 @@ class Tokenizer:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Tokenizer:
-        """Loads the one that an engine's settings name: their tokenizer, or that of their model."""
+        """Loads the one that an engine's settings name: their tokenizer, or that of their model.
+
+        Raises:
+            ConfigError, ModelError: see `load`; or what is wrong with the model's own files.
+        """
         from nanoengine.checkpoint.find import resolve_model
 
-        name = config.tokenizer or str(resolve_model(config))
-        return cls.load(name, trust_remote_code=config.trust_remote_code)
+        directory = config.tokenizer or str(resolve_model(config))
+        try:
+            return cls.load(directory, trust_remote_code=config.trust_remote_code)
+        except ConfigError:
+            from nanoengine.checkpoint.config import load_model_config
+
+            if not config.tokenizer:
+                load_model_config(directory)  # Why: transformers reads config.json for tokenizers.
+            raise
 
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
