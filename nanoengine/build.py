@@ -67,6 +67,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         device,
         backend=config.attention_backend,
         quantized=bool(config.quantization or model_config.quantization),
+        architecture=model_config.architecture,
     )
     backend = resolve_backend(config.attention_backend, device, dtype)
     quantization = resolve_quantization(

@@ -264,7 +264,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in named:
         if (generator := decoder_of(name, every)) is not None:
             return raw, generator, False
-    what = listed(named) or f"model_type={shown(given.get('model_type'))}"
+    what = listed([*map(shown, named)]) or f"model_type={shown(given.get('model_type'))}"
     raise UnsupportedModelError(
         f"unsupported architecture {what}; supported: {listed([*every, *TEXT_PARTS], like=what)}"
     )

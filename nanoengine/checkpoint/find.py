@@ -23,6 +23,11 @@ PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Names of a repository's files that make a checkpoint."""
 
 
+FLOAT16_OVERFLOWS = {"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM"}
+"""Architectures whose activations exceed what float16 holds, so that results become NaN. Source:
+the list in vLLM's `config/model.py`, which also has PLaMo 2; Gemma 3 was measured here."""
+
+
 def resolve_model(config: EngineConfig) -> Path:
     """The directory of the checkpoint, or its GGUF file: a local one, or what a hub id names,
     brought into the hub's cache. A folder without safetensors may hold one GGUF, under any name.
@@ -88,6 +93,7 @@ def _in_folder(folder: Path) -> Path:
     names = (f"{at}/{name}" for at in ("*", "*/*") for name in ("config.json", f"*{GGUF}"))
     below = {str(p if p.suffix == GGUF else p.parent) for one in names for p in folder.glob(one)}
     below |= {str(path.parent) for path in folder.glob("*/snapshots")}
+    below |= {str(path) for path in folder.glob("blobs")}  # as ollama has them
     hint = f"; below it are {listed(sorted(below))}" if below else ""
     raise ConfigError(
         f"model={str(folder)!r} is no checkpoint: it has no config.json, and no GGUF file{hint}"
@@ -175,17 +181,32 @@ def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def resolve_dtype(
-    name: str, stored: str, device: torch.device, *, backend: str = "auto", quantized: bool = False
+    name: str,
+    stored: str,
+    device: torch.device,
+    *,
+    backend: str = "auto",
+    quantized: bool = False,
+    architecture: str = "",
 ) -> torch.dtype:
     """The dtype to compute in. "auto" is the stored one, but on a CPU float32 in place of 16 bits.
 
     A CPU keeps bfloat16 where one of its instructions multiplies such numbers, the backend is "cpu"
     and linear layers are not quantized. Elsewhere bfloat16 would be no faster than float32.
+
+    Raises:
+        ConfigError: float16, in which the architecture's activations overflow.
     """
+    overflows = architecture in FLOAT16_OVERFLOWS
+    if overflows and name == "float16":
+        raise ConfigError(
+            f"dtype='float16' can't hold the activations of {architecture}, some of which exceed"
+            " 65,504: use bfloat16, float32 or auto"
+        )
     if name != "auto":
         return getattr(torch, name)
     if device.type != "cpu" or stored == "float64":
-        return getattr(torch, stored)
+        return torch.bfloat16 if overflows and stored == "float16" else getattr(torch, stored)
     if stored == "bfloat16" and backend in ("auto", "cpu") and not quantized:
         from nanoengine.kernels.isa import CURRENT
 

@@ -118,7 +118,7 @@ def in_its_words(model: GGUFModel, message: str) -> str:
     architecture, keys = model.given.architecture, KEYS | model.row.keys
     names = {ours: f"{architecture}.{key}" for key, ours in (OTHER_KEYS | keys).items()}
     names |= {ours: f"general.sampling.{key}" for key, ours in SAMPLING.items()}
-    names |= {"eos_token_id": "tokenizer.ggml.eos_token_id", "vocab_size": "token_embd.weight"}
+    names |= {"eos_token_id": "tokenizer.ggml.eos_token_id", "vocab_size": "tokens"}
     path = str(model.given.path)
     if path not in message:
         message = f"{path}: {re.sub(r'(generation_)?config.json:? ', '', message)}"

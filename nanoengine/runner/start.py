@@ -26,6 +26,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.models.loader import load_model, model_size
 from nanoengine.runner import kv_cache
+from nanoengine.runner.device_sampling import has_kernel
 from nanoengine.runner.greedy import check_vocabulary
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.memory import free_gpu_bytes, kv_groups, plan_memory, require_memory
@@ -105,6 +106,10 @@ class RunnerParts:
             raise ConfigError(
                 f"max_model_len must be at most the model's context of {context_len}, got {asked}"
             )
+        if has_kernel(self.device, self.dtype):
+            from nanoengine.kernels.launch import require_compiler
+
+            require_compiler()
         self.load()
         block_bytes = self.extra_block_bytes + kv_cache.block_bytes(
             block_size=self.block_size,
