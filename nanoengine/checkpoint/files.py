@@ -203,7 +203,9 @@ def read_tensors(
                     read_bytes += tensor.nbytes
                     yield name, tensor
         except (SafetensorError, OSError) as error:
-            raise WeightLoadError(f"can't read {file}: {wrong_content(file) or brief(error)}") from error
+            raise WeightLoadError(
+                f"can't read {file}: {wrong_content(file) or brief(error)}"
+            ) from error
 
 
 def _headers(file: Path) -> dict[str, Stored]:
@@ -215,4 +217,6 @@ def _headers(file: Path) -> dict[str, Stored]:
                 for name, one in slices.items()
             }
     except (SafetensorError, OSError) as error:
-        raise WeightLoadError(f"can't read {file}: {wrong_content(file) or brief(error)}") from error
+        raise WeightLoadError(
+            f"can't read {file}: {wrong_content(file) or brief(error)}"
+        ) from error

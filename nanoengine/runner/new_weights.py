@@ -27,6 +27,7 @@ from nanoengine.layers.embedding import NAME
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.models.loader import DTYPES, FLOATS, tensors_to_run, weight_slots
 from nanoengine.runner.start import RunnerParts
+from nanoengine.settings.checks import listed
 
 Source = Mapping[str, torch.Tensor] | Path
 """Tensors by the names of a checkpoint, or the folder of one."""
@@ -69,9 +70,7 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
         raise WeightLoadError(
             f"this model takes no new weights: {why}; make a new LLM of the new checkpoint"
         )
-    from_gguf = [
-        isinstance(p, Path) and is_gguf(p) for p in (source, runner.options.directory)
-    ]
+    from_gguf = [isinstance(p, Path) and is_gguf(p) for p in (source, runner.options.directory)]
     if from_gguf[0] != from_gguf[1]:
         raise WeightLoadError(
             "new weights and this model's own must all be of GGUF files, or none: such a file may"

@@ -61,7 +61,7 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     directory = Path(name)
     gguf = directory if is_gguf(directory) else None
     if os.path.isdir(name):  # Why not the path's: it raises for a name that is too long.
-        _refuse_special_files(directory)
+        _check_files(directory)
         gguf = _find_gguf(directory)
     if gguf is not None:
         from nanoengine.text.gguf_tokenizer import read_tokenizer
@@ -128,10 +128,7 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     except Exception as error:
         why = "it is no directory that exists, no GGUF file, and no hub id"
         if os.path.isdir(name) or HUB_ID.fullmatch(name):
-            why = brief(error)
-        for path in (Path(name, one) for one in OBJECTS):
-            if path.exists():
-                read_object(path, ConfigError)  # Why: transformers doesn't name the file.
+            why = _damaged(Path(name)) or brief(error)
         raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}; {WAY_OUT}") from error
     # Why: without its files transformers makes a tokenizer of special tokens alone.
     if len(found) <= len(found.added_tokens_decoder):
@@ -142,7 +139,18 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     return found
 
 
-def _refuse_special_files(directory: Path) -> None:
+def _damaged(directory: Path) -> str:
+    """Which of the JSON files is damaged, and how: transformers doesn't name the file."""
+    try:
+        for path in (directory / name for name in OBJECTS):
+            if os.path.lexists(path):
+                read_object(path, ConfigError)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _check_files(directory: Path) -> None:
     """Raises for a FIFO, socket or device in the directory, which would block its reader, and for a
     file of a tokenizer that holds something else, such as a Git LFS pointer.
 
@@ -156,4 +164,4 @@ def _refuse_special_files(directory: Path) -> None:
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise ConfigError(f"{path} is no regular file: a checkpoint has no use for it")
         if path.name in FILES and (why := wrong_content(path)):
-            raise ConfigError(f"{path} can't be read: {why}")
+            raise ConfigError(f"{path} can't be read: {why}; {WAY_OUT}")
