@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.tour import BLOCKS, EXAMPLES, exercises, output_of
+from tools.tour import BLOCKS, exercises, output_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/tour.md").read_text(encoding="utf-8")

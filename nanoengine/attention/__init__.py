@@ -43,12 +43,8 @@ def resolve_backend(name: str, device: torch.device, dtype: torch.dtype = torch.
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8:
             return "triton"
-        logger.warning(
-            "this GPU has compute capability %d.%d and the attention kernels need 8.0: plain torch"
-            " takes their place (attention_backend='naive'), which is slow; device='cpu' may be"
-            " faster",
-            major, minor,
-        )  # fmt: skip
+        what = f"this GPU's compute capability is {major}.{minor}, attention kernels need 8.0"
+        logger.warning("%s: attention_backend='naive' takes their place, which is slow", what)
         return "naive"
     if name not in BACKENDS:
         raise ConfigError(

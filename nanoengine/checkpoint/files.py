@@ -21,14 +21,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from nanoengine.errors import WeightLoadError
-from nanoengine.settings.checks import (
-    brief,
-    check_value,
-    listed,
-    read_object,
-    shown,
-    wrong_content,
-)
+from nanoengine.settings.checks import check_value, listed, read_object, shown, unreadable
 
 if TYPE_CHECKING:
     import torch
@@ -59,13 +52,10 @@ class Stored(NamedTuple):
 def is_gguf(path: Path) -> bool:
     """Whether a path is a GGUF file: one that starts with these four bytes, whatever its name, or
     one of that name, whose reader then says what is wrong."""
-    try:
-        if not path.is_file():  # Why a regular one: a FIFO would be waited for.
-            return False
-        with open(path, "rb") as file:
-            return file.read(4) == b"GGUF" or path.suffix.lower() == GGUF
-    except OSError:
-        return path.suffix.lower() == GGUF
+    if path.suffix.lower() == GGUF or not os.path.isfile(path):  # Why: a FIFO would be waited for.
+        return os.path.isfile(path)
+    with open(path, "rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
@@ -144,26 +134,21 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def _files_without_index(directory: Path) -> list[Path]:
-    """The numbered files of a set, or else all safetensors files but those of an adapter.
+    """The files of numbered sets, or else all safetensors files but those of an adapter.
 
     Raises:
-        WeightLoadError: there are several sets, or files of the only one are missing.
+        WeightLoadError: files of a set are missing.
     """
-    files = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
-    named = [(path, SHARD.fullmatch(path.name)) for path in files]
-    sets = {(name["stem"], name["count"]): 0 for _, name in named if name}
-    if not sets:
-        return [path for path in files if not path.name.startswith("adapter_")]
-    if len(sets) > 1:
-        raise WeightLoadError(
-            f"{directory} has no {INDEX_NAME}, and several sets of files:"
-            f" {listed([path.name for path in files])}: keep one set"
-        )
-    ((stem, count),) = sets
-    wanted = [directory / f"{stem}-{n:05}-of-{count}.safetensors" for n in range(1, int(count) + 1)]
-    if missing := [path.name for path in wanted if path not in files]:
+    files = [p for p in sorted(directory.glob("*.safetensors")) if p.name[:8] != "adapter_"]
+    wanted = {
+        f"{name['stem']}-{number + 1:05}-of-{name['count']}.safetensors"
+        for path in files
+        if (name := SHARD.fullmatch(path.name))
+        for number in range(int(name["count"]))
+    }
+    if missing := sorted(wanted - {path.name for path in files}):
         raise WeightLoadError(f"{directory} has no {INDEX_NAME}; missing: {listed(missing)}")
-    return wanted
+    return [path for path in files if not wanted or path.name in wanted]
 
 
 def file_digest(path: Path) -> bytes:
@@ -203,9 +188,7 @@ def read_tensors(
                     read_bytes += tensor.nbytes
                     yield name, tensor
         except (SafetensorError, OSError) as error:
-            raise WeightLoadError(
-                f"can't read {file}: {wrong_content(file) or brief(error)}"
-            ) from error
+            raise unreadable(file, error, WeightLoadError) from error
 
 
 def _headers(file: Path) -> dict[str, Stored]:
@@ -217,6 +200,4 @@ def _headers(file: Path) -> dict[str, Stored]:
                 for name, one in slices.items()
             }
     except (SafetensorError, OSError) as error:
-        raise WeightLoadError(
-            f"can't read {file}: {wrong_content(file) or brief(error)}"
-        ) from error
+        raise unreadable(file, error, WeightLoadError) from error

@@ -39,7 +39,9 @@ def resolve_model(config: EngineConfig) -> Path:
     # Why not the path's own: they raise for an unknown user, and for a name that is too long.
     path = Path(os.path.expanduser(config.model))
     if os.path.isdir(path):
-        return _in_folder(_snapshot(path, config.revision or "main"))
+        # Why: a repository's folder in the hub's cache has its files in a folder per revision.
+        ref = path / "refs" / (config.revision or "main")
+        return _in_folder(path / "snapshots" / ref.read_text().strip() if ref.is_file() else path)
     if os.path.exists(path):
         if is_gguf(path):
             return path
@@ -66,22 +68,6 @@ def resolve_model(config: EngineConfig) -> Path:
         ) from error
 
 
-def _snapshot(folder: Path, revision: str) -> Path:
-    """Of a repository's folder in the hub's cache the one with the files of a revision; any other
-    folder as it is."""
-    snapshots = folder / "snapshots"
-    if not snapshots.is_dir():
-        return folder
-    ref = folder / "refs" / revision
-    found = snapshots / (ref.read_text().strip() if ref.is_file() else revision)
-    if not found.is_dir():
-        raise ConfigError(
-            f"{folder} has no snapshot of revision {revision!r}: give one of the folders"
-            f" {listed(sorted(map(str, snapshots.iterdir()))) or 'of a complete cache'}"
-        )
-    return found
-
-
 def _in_folder(folder: Path) -> Path:
     """The folder itself if it has a config.json, or its one GGUF file."""
     from nanoengine.checkpoint.gguf import find_gguf
@@ -90,10 +76,15 @@ def _in_folder(folder: Path) -> Path:
         return found
     if (folder / "config.json").exists():
         return folder
-    names = (f"{at}/{name}" for at in ("*", "*/*") for name in ("config.json", f"*{GGUF}"))
+    names = (
+        "*/config.json",
+        "*/*/config.json",
+        "*/*.gguf",
+        "*/*/*.gguf",
+        "blobs/sha256-*",
+        "*/snapshots",
+    )
     below = {str(p if p.suffix == GGUF else p.parent) for one in names for p in folder.glob(one)}
-    below |= {str(path.parent) for path in folder.glob("*/snapshots")}
-    below |= {str(path) for path in folder.glob("blobs")}  # as ollama has them
     hint = f"; below it are {listed(sorted(below))}" if below else ""
     raise ConfigError(
         f"model={str(folder)!r} is no checkpoint: it has no config.json, and no GGUF file{hint}"
@@ -104,14 +95,10 @@ def _near_names(path: Path) -> str:
     """What the nearest directory that exists has in place of a missing path, for a message."""
     while not os.path.isdir(path.parent):
         path = path.parent
-    wanted = path.name.lower()[:255]
-    try:
-        names = {name.lower(): name for name in sorted(os.listdir(path.parent))}
-    except OSError:
-        return ""
+    wanted, names = path.name.lower()[:255], {p.name.lower(): p for p in path.parent.glob("*")}
     near = [name for name in names if wanted and name.startswith(wanted)]
     near = near or difflib.get_close_matches(wanted, names)
-    return f"; did you mean {listed([str(path.with_name(names[n])) for n in near])}?" * bool(near)
+    return f"; did you mean {listed([str(names[name]) for name in sorted(near)])}?" * bool(near)
 
 
 def _from_hub(config: EngineConfig, repository: str, patterns: list[str]) -> Path:
@@ -181,35 +168,29 @@ def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def resolve_dtype(
-    name: str,
-    stored: str,
-    device: torch.device,
-    *,
-    backend: str = "auto",
-    quantized: bool = False,
-    architecture: str = "",
+    name: str, stored: str, device: torch.device, *, backend: str = "auto", quantized: bool = False
 ) -> torch.dtype:
     """The dtype to compute in. "auto" is the stored one, but on a CPU float32 in place of 16 bits.
 
     A CPU keeps bfloat16 where one of its instructions multiplies such numbers, the backend is "cpu"
     and linear layers are not quantized. Elsewhere bfloat16 would be no faster than float32.
-
-    Raises:
-        ConfigError: float16, in which the architecture's activations overflow.
     """
-    overflows = architecture in FLOAT16_OVERFLOWS
-    if overflows and name == "float16":
-        raise ConfigError(
-            f"dtype='float16' can't hold the activations of {architecture}, some of which exceed"
-            " 65,504: use bfloat16, float32 or auto"
-        )
     if name != "auto":
         return getattr(torch, name)
     if device.type != "cpu" or stored == "float64":
-        return torch.bfloat16 if overflows and stored == "float16" else getattr(torch, stored)
+        return getattr(torch, stored)
     if stored == "bfloat16" and backend in ("auto", "cpu") and not quantized:
         from nanoengine.kernels.isa import CURRENT
 
         if CURRENT.bf16_dots != "generic":
             return torch.bfloat16
     return torch.float32
+
+
+def require_range(architecture: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError if activations of the architecture overflow in the dtype."""
+    if dtype == torch.float16 and architecture in FLOAT16_OVERFLOWS:
+        raise ConfigError(
+            f"dtype float16 can't hold the activations of {architecture}, some of which exceed"
+            " 65,504: set dtype to bfloat16 or float32"
+        )

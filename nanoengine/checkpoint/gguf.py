@@ -39,9 +39,7 @@ MOST_STRINGS = 1 << 21
 """Most strings of a header: several times the largest vocabularies and their merges. Why of all
 arrays: each takes time and memory, however short it is."""
 
-PART = re.compile(
-    r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<end>\.gguf)", re.DOTALL | re.I
-)
+PART = re.compile(r"(?is)(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 """The name of a part of a model; numbers start at 1."""
 
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"} | {
@@ -228,20 +226,21 @@ def find_gguf(directory: Path) -> Path | None:
         part = PART.fullmatch(path.name)
         found.setdefault(f"{part['stem']}-of-{part['count']}" if part else path.name, path)
     if len(found) > 1:
-        said = {path: _read_file(path).metadata for path in found.values()}
-        models = {
-            f"{path.name} ({shown(keys.get('general.name'))})": path
-            for path, keys in said.items()
-            if keys.get("general.type", "model") == "model"
-            and keys.get("general.architecture") != "clip"
-        }
+        models = {name: path for name, path in found.items() if _is_model(path)}
         if len(models) > 1:
             raise ConfigError(
                 f"{directory} holds {len(models)} models: name the file of one of them:"
-                f" {listed(list(models))}"
+                f" {listed([path.name for path in models.values()])}"
             )
         found = models or found
     return next(iter(found.values()), None)
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a file's metadata say that it is a model: older projectors have no general.type."""
+    keys = _read_file(path).metadata
+    is_projector = keys.get("general.architecture") == "clip"
+    return keys.get("general.type", "model") == "model" and not is_projector
 
 
 def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
@@ -250,8 +249,7 @@ def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
     stem, said = (name["stem"], int(name["count"])) if name else ("", 1)
     if said == 1 and count in (0, 1):  # Why 0: llama.cpp writes it where it has joined the parts.
         return [path]
-    end = name["end"] if name else GGUF
-    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{said:05}{end}") for i in range(said)]
+    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{said:05}{path.suffix}") for i in range(said)]
     if said != count or path not in parts:
         raise WeightLoadError(
             f"{path}: split.count is {count}, but the name is that of a file in {said}: the parts"

@@ -52,11 +52,10 @@ CONTROL = 3
 """The type of a control token."""
 OTHER_KEYS = {
     "block_count": "num_hidden_layers", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "rope.freq_base": "rope_theta",
-    "rope.dimension_count": "rotary_dim", "rope.scaling.factor": "factor",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_count": "num_local_experts",
-    "attention.layer_norm_epsilon": "layer_norm_eps", "expert_used_count": "num_experts_per_tok",
-    "attention.sliding_window": "sliding_window",
+    "attention.key_length": "head_dim", "rope.freq_base": "rope_theta", "expert_count":
+    "num_local_experts", "rope.dimension_count": "rotary_dim", "rope.scaling.factor": "factor",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_used_count": "num_experts_per_tok",
+    "attention.layer_norm_epsilon": "layer_norm_eps", "attention.sliding_window": "sliding_window",
 }
 """Keys that are read by hand, for messages -> those of config.json."""
 # fmt: on
@@ -115,15 +114,14 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def in_its_words(model: GGUFModel, message: str) -> str:
     """A message about what `config_json` made, with the keys of the file."""
-    architecture, keys = model.given.architecture, KEYS | model.row.keys
-    names = {ours: f"{architecture}.{key}" for key, ours in (OTHER_KEYS | keys).items()}
+    if (path := str(model.given.path)) in message:
+        return message
+    own, other = f"{model.given.architecture}.", {"vocab_size": "tokens"}
+    names = {ours: own + key for key, ours in (OTHER_KEYS | KEYS | model.row.keys).items()} | other
     names |= {ours: f"general.sampling.{key}" for key, ours in SAMPLING.items()}
-    names |= {"eos_token_id": "tokenizer.ggml.eos_token_id", "vocab_size": "tokens"}
-    path = str(model.given.path)
-    if path not in message:
-        message = f"{path}: {re.sub(r'(generation_)?config.json:? ', '', message)}"
-        message = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], message)
-    return message
+    names["eos_token_id"] = "tokenizer.ggml.eos_token_id"
+    message = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], message)
+    return f"{path}: {re.sub(r'(generation_)?config.json:? ', '', message)}"
 
 
 def as_in_file(model: GGUFModel, config: Any) -> Any:

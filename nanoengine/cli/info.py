@@ -53,13 +53,7 @@ def main(args: InfoArgs) -> None:
     use_isa(config)
     directory = resolve_model(config)
     model = load_model_config(directory)
-    dtype = resolve_dtype(
-        args.dtype,
-        model.dtype,
-        device,
-        backend=args.attention_backend,
-        architecture=model.architecture,
-    )
+    dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
     needs = {"device": device, "dtype": dtype, "head_dim": model.largest_head}
     needs |= {"kv_dtype": kv_dtype, "latent": model.plan.latent is not None}

@@ -271,11 +271,9 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
 
 
 WRONG_STARTS = {
-    b"version https://git-lfs": "it is a Git LFS pointer, not the file: run `git lfs pull` there",
-    b"<!doctype": "it is a web page, not the file: download it again",
-    b"<html": "it is a web page, not the file: download it again",
-    b"\xef\xbb\xbf": "it starts with a byte order mark: save it as UTF-8 without one",
-    b"\xff\xfe": "it starts with a byte order mark: save it as UTF-8 without one",
+    (b"version https://git-lfs",): "it is a Git LFS pointer: run `git lfs pull` in its folder",
+    (b"<!doctype", b"<html"): "it is a web page: download the file again",
+    (b"\xef\xbb\xbf", b"\xff\xfe"): "it has a byte order mark: save it as UTF-8 without one",
 }
 """First bytes of files of a checkpoint that are not what their names say -> what to do."""
 
@@ -285,11 +283,13 @@ def wrong_content(path: Path) -> str:
 
     Why: parsers only report that the first byte is wrong. Source: the specification of Git LFS.
     """
-    try:
-        with open(path, "rb") as file:
-            start = file.read(64).lower()
-    except OSError:
-        return ""
-    if not start:
-        return "it is empty: download it again"
-    return next((why for wrong, why in WRONG_STARTS.items() if start.startswith(wrong)), "")
+    with open(path, "rb") as file:
+        start = file.read(64).lower()
+    found = (why for wrong, why in WRONG_STARTS.items() if start.startswith(wrong))
+    return next(found, "") if start else "it is empty: download it again"
+
+
+def unreadable(path: Path, reason: Exception, error: type[Exception]) -> Exception:
+    """The error to raise for a file that another library can't parse, or the system not read."""
+    why = "" if isinstance(reason, OSError) else wrong_content(path)
+    return error(f"can't read {path}: {why or brief(reason)}")

@@ -154,7 +154,7 @@ def test_values(tmp_path):
 HUGE = (1, 1 << 31, 1 << 62, (1 << 64) - 1)
 LIES = {
     "magic": (build(start=b"GGML" + struct.pack("<I", 3)), "it starts with b'GGML'"),
-    "git lfs": (b"version https://git-lfs.github.com/spec/v1", "run `git lfs pull` there"),
+    "git lfs": (b"version https://git-lfs.github.com/spec/v1", "run `git lfs pull` in its folder"),
     "version 1": (build(start=b"GGUF" + struct.pack("<I", 1)), "version is 1;"),
     "version 4": (build(start=b"GGUF" + struct.pack("<I", 4)), "version is 4;"),
     "version 0": (build(start=b"GGUF" + struct.pack("<I", 0)), "version is 0;"),

@@ -524,8 +524,6 @@ def test_what_transformers_saves_for_itself_is_not_told(caplog: pytest.LogCaptur
 
 def test_an_unknown_architecture_is_shown_with_the_nearest_ones() -> None:
     name = "Qwen3OmniForConditionalGeneration"
-    with pytest.raises(
-        UnsupportedModelError, match="supported: Qwen3.*ForConditional.* more$"
-    ) as e:
+    with pytest.raises(UnsupportedModelError, match=r"supported: Qwen3.* more$") as error:
         parse_model_config({**BASE, "architectures": [name, *(["x" * 10_000] * 100)]})
-    assert len(str(e.value)) < 3_000
+    assert len(str(error.value)) < 4_000

@@ -212,8 +212,8 @@ def test_what_is_missing_without_an_index_is_named(names: str, tmp_path: Path) -
             shard.rename(tmp_path / f"{number}.safetensors")
         message = f"missing: .*{lost}"
     if names == "two sets":
-        (tmp_path / "other-00001-of-00001.safetensors").touch()
-        message = "several sets of files"
+        (tmp_path / "other-00001-of-00002.safetensors").touch()
+        message = "missing: .*other-00002-of-00002"
     with pytest.raises(WeightLoadError, match=message):
         build(tmp_path)
 

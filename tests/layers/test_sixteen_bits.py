@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_dtype
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_linear
@@ -165,16 +164,12 @@ def test_auto_takes_bfloat16_where_the_cpu_multiplies_it():
     assert resolve_dtype("float32", "bfloat16", CPU) == torch.float32
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "glm4"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "glm4"])
 def test_float16_is_refused_where_activations_exceed_it(family, tmp_path):
     make_checkpoint(tmp_path, family, dtype=torch.float16)
-    with pytest.raises(ConfigError, match="can't hold the activations.*use bfloat16, float32"):
+    with pytest.raises(ConfigError, match=r"can't hold the activations.*bfloat16 or float32"):
         outputs(tmp_path, dtype="float16")
     assert outputs(tmp_path, dtype="auto")[2].dtype == "float32"
-    name = load_model_config(tmp_path).architecture
-    gpu = torch.device("cuda")
-    assert resolve_dtype("auto", "float16", gpu, architecture=name) == torch.bfloat16
-    assert resolve_dtype("auto", "float32", gpu, architecture=name) == torch.float32
 
 
 def test_an_odd_number_of_inputs_keeps_float32(tmp_path):

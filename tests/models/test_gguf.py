@@ -609,7 +609,7 @@ def test_a_layout_of_other_programs_is_found(tmp_path: Path) -> None:
     snapshot = repository / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     (snapshot / "a.gguf").symlink_to(blob)
-    with pytest.raises(ConfigError, match=f"no snapshot of revision 'main'.*{snapshot}"):
+    with pytest.raises(ConfigError, match=f"; below it are {snapshot / 'a.gguf'}"):
         found(repository)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee\n")
