@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
-from nanoengine.checkpoint.files import is_gguf
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
 from nanoengine.checkpoint.readers import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
-from nanoengine.settings.checks import check_value, listed, read_object, shown
+from nanoengine.settings.checks import check_value, listed, shown
+from nanoengine.settings.files import is_gguf, read_object
 from nanoengine.settings.params import SamplingParams
 
 logger = logging.getLogger(__name__)

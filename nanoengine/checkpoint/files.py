@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -21,19 +20,14 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from nanoengine.errors import WeightLoadError
-from nanoengine.settings.checks import check_value, listed, read_object, shown, unreadable
+from nanoengine.settings.checks import check_value, listed, shown
+from nanoengine.settings.files import is_gguf, read_object, unreadable
 
 if TYPE_CHECKING:
     import torch
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-
-GGUF = ".gguf"
-"""How the names of GGUF files usually end."""
-
-SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors", re.DOTALL)
-"""The name of one file of a set; numbers start at 1."""
 
 MAPPED_BYTES = 64 << 20
 """Bytes read before a file is opened anew. Why: a mapped file's pages stay counted as this
@@ -47,15 +41,6 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file: one that starts with these four bytes, whatever its name, or
-    one of that name, whose reader then says what is wrong."""
-    if path.suffix.lower() == GGUF or not os.path.isfile(path):  # Why: a FIFO would be waited for.
-        return os.path.isfile(path)
-    with open(path, "rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
@@ -118,7 +103,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
         return [directory / name for name in names]
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
-    if found := _files_without_index(directory):
+    from nanoengine.checkpoint.hints import files_without_index
+
+    if found := files_without_index(directory):
         return found
     pickled = sorted(
         p.name for suffix in ("bin", "pt", "pth") for p in directory.glob(f"*.{suffix}")
@@ -131,24 +118,6 @@ def checkpoint_files(directory: Path) -> list[Path]:
             f"  model.save_pretrained({str(directory)!r}, safe_serialization=True)"
         )
     raise WeightLoadError(f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
-
-
-def _files_without_index(directory: Path) -> list[Path]:
-    """The files of numbered sets, or else all safetensors files but those of an adapter.
-
-    Raises:
-        WeightLoadError: files of a set are missing.
-    """
-    files = [p for p in sorted(directory.glob("*.safetensors")) if p.name[:8] != "adapter_"]
-    wanted = {
-        f"{name['stem']}-{number + 1:05}-of-{name['count']}.safetensors"
-        for path in files
-        if (name := SHARD.fullmatch(path.name))
-        for number in range(int(name["count"]))
-    }
-    if missing := sorted(wanted - {path.name for path in files}):
-        raise WeightLoadError(f"{directory} has no {INDEX_NAME}; missing: {listed(missing)}")
-    return [path for path in files if not wanted or path.name in wanted]
 
 
 def file_digest(path: Path) -> bytes:

@@ -5,7 +5,6 @@ Called by `build.py`, and by commands that look before they load.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import replace
@@ -13,10 +12,10 @@ from pathlib import Path, PurePath
 
 import torch
 
-from nanoengine.checkpoint.files import GGUF, is_gguf
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import brief, listed
+from nanoengine.settings.checks import brief, listed, shown
 from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.files import GGUF, is_gguf
 from nanoengine.settings.vllm_names import warn_idle
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -51,8 +50,10 @@ def resolve_model(config: EngineConfig) -> Path:
         )
     named = re.fullmatch(r"(?![./~])([^/:]+/[^/:]+)(?::([^/:]+)|/(.+\.(?i:gguf)))?", config.model)
     if named is None:
+        from nanoengine.checkpoint.hints import near_names
+
         what = "file" if path.suffix.lower() == GGUF else "directory"
-        raise ConfigError(f"model {what} {config.model!r} does not exist{_near_names(path)}")
+        raise ConfigError(f"model {what} {config.model!r} does not exist{near_names(path)}")
     repository, quantization, name = named.groups()
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -62,43 +63,30 @@ def resolve_model(config: EngineConfig) -> Path:
             return folder
         return _gguf_of_hub(config, repository, quantization, name)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        from nanoengine.checkpoint.hints import near_names
+
         raise ConfigError(
-            f"model {config.model!r} is no local directory or file{_near_names(path)}; and the hub"
+            f"model {config.model!r} is no local directory or file{near_names(path)}; and the hub"
             f" did not give it: {brief(error)}"
         ) from error
 
 
 def _in_folder(folder: Path) -> Path:
     """The folder itself if it has a config.json, or its one GGUF file."""
+    if (folder / "config.json").exists() and any(folder.glob("*.safetensors*")):
+        return folder
     from nanoengine.checkpoint.gguf import find_gguf
 
     if (found := find_gguf(folder)) is not None:
         return found
     if (folder / "config.json").exists():
         return folder
-    names = (
-        "*/config.json",
-        "*/*/config.json",
-        "*/*.gguf",
-        "*/*/*.gguf",
-        "blobs/sha256-*",
-        "*/snapshots",
-    )
-    below = {str(p if p.suffix == GGUF else p.parent) for one in names for p in folder.glob(one)}
-    hint = f"; below it are {listed(sorted(below))}" if below else ""
+    from nanoengine.checkpoint.hints import models_below
+
     raise ConfigError(
-        f"model={str(folder)!r} is no checkpoint: it has no config.json, and no GGUF file{hint}"
+        f"model={str(folder)!r} is no checkpoint: it has no config.json, and no GGUF"
+        f" file{models_below(folder)}"
     )
-
-
-def _near_names(path: Path) -> str:
-    """What the nearest directory that exists has in place of a missing path, for a message."""
-    while not os.path.isdir(path.parent):
-        path = path.parent
-    wanted, names = path.name.lower()[:255], {p.name.lower(): p for p in path.parent.glob("*")}
-    near = [name for name in names if wanted and name.startswith(wanted)]
-    near = near or difflib.get_close_matches(wanted, names)
-    return f"; did you mean {listed([str(names[name]) for name in sorted(near)])}?" * bool(near)
 
 
 def _from_hub(config: EngineConfig, repository: str, patterns: list[str]) -> Path:
@@ -144,9 +132,9 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r} asked for, but torch finds no CUDA GPU: use 'cpu'")
     return device

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy
 import torch
 
-from nanoengine.checkpoint.files import GGUF, is_gguf
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightLoadError
-from nanoengine.settings.checks import listed, shown, wrong_content
+from nanoengine.settings.checks import listed, shown
+from nanoengine.settings.files import GGUF, is_gguf, wrong_content
 
 HEADER_BYTES = 128 << 20
 """Most bytes of a header. Why: a file that lies may have any; real ones have some 50 MiB at most,

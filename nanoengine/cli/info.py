@@ -43,11 +43,11 @@ def main(args: InfoArgs) -> None:
         ConfigError, ModelError: the model can't be found or read.
     """
     from nanoengine.checkpoint.config import load_model_config
-    from nanoengine.checkpoint.files import is_gguf
     from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model
     from nanoengine.checkpoint.quantization import resolve_quantization
     from nanoengine.runner.kv_cache import stored_dtype
     from nanoengine.runner.numerics import use_isa
+    from nanoengine.settings.files import is_gguf
 
     device, config = resolve_device(args.device), EngineConfig(**engine_options(args))
     use_isa(config)

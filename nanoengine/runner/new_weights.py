@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig, load_model_config
-from nanoengine.checkpoint.files import Stored, is_gguf, read_tensors, stored_tensors
+from nanoengine.checkpoint.files import Stored, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
 from nanoengine.checkpoint.weights import HARMLESS, drop_copy
 from nanoengine.errors import EngineDeadError, WeightLoadError
@@ -28,6 +28,7 @@ from nanoengine.layers.kernels import LinearMethod
 from nanoengine.models.loader import DTYPES, FLOATS, tensors_to_run, weight_slots
 from nanoengine.runner.start import RunnerParts
 from nanoengine.settings.checks import listed
+from nanoengine.settings.files import is_gguf
 
 Source = Mapping[str, torch.Tensor] | Path
 """Tensors by the names of a checkpoint, or the folder of one."""

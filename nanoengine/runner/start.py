@@ -26,7 +26,6 @@ from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.models.loader import load_model, model_size
 from nanoengine.runner import kv_cache
-from nanoengine.runner.device_sampling import has_kernel
 from nanoengine.runner.greedy import check_vocabulary
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.memory import free_gpu_bytes, kv_groups, plan_memory, require_memory
@@ -106,7 +105,7 @@ class RunnerParts:
             raise ConfigError(
                 f"max_model_len must be at most the model's context of {context_len}, got {asked}"
             )
-        if has_kernel(self.device, self.dtype):
+        if self.device.type == "cuda" and self.dtype != torch.float64:
             from nanoengine.kernels.launch import require_compiler
 
             require_compiler()

@@ -7,8 +7,7 @@
                                                                  False or None, got 'no'
 
 `check_value` checks one value; `checked` makes a dataclass check what it is built with. Ranges, and
-what contradicts each other, are the class's own to check. `read_object` reads a JSON object out of
-a file that may hold, or be, anything. Everyone may import this file.
+what contradicts each other, are the class's own to check. Everyone may import this file.
 """
 
 from __future__ import annotations
@@ -16,14 +15,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
-import stat
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
@@ -132,7 +128,7 @@ def brief(text: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-def listed(names: Collection[str], like: str | None = None) -> str:
+def listed(names: Collection[str], like: str | None = None, most: int = MOST_NAMES) -> str:
     """The first names, each cut to a message's length, and how many more there are.
 
     Args:
@@ -140,15 +136,15 @@ def listed(names: Collection[str], like: str | None = None) -> str:
     """
     if like is not None:
         names = difflib.get_close_matches(like[:MOST_SHOWN], names, n=len(names) or 1, cutoff=0)
-    rest = len(names) - MOST_NAMES
-    cut = map(brief, list(names)[:MOST_NAMES])
+    rest = len(names) - most
+    cut = map(brief, list(names)[:most])
     return ", ".join(cut) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: object, known: Collection[str]) -> str:
     """A hint for an unknown name: the known one that looks like it, else all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"known: {listed(known, most=50)}"
 
 
 def require_positive(options: object, error: type[Exception], *names: str) -> None:
@@ -246,50 +242,3 @@ def _is_kind(value: Any, kind: Any) -> bool:
     if base is float:  # Why so: a comparison holds for integers that no float can hold, too.
         return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, base)
-
-
-def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        error: the file can't be read, is a FIFO or another special file, which would be waited for,
-            or holds anything else than an object.
-    """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise error(f"{path} is no regular file")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as reason:
-        raise error(f"{path} can't be read: {reason}") from reason
-    except ValueError as reason:
-        raise error(f"{path} is not valid JSON: {wrong_content(path) or reason}") from reason
-    except RecursionError as reason:
-        raise error(f"{path} is nested too deeply") from reason
-    if not isinstance(content, dict):
-        raise error(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
-
-
-WRONG_STARTS = {
-    (b"version https://git-lfs",): "it is a Git LFS pointer: run `git lfs pull` in its folder",
-    (b"<!doctype", b"<html"): "it is a web page: download the file again",
-    (b"\xef\xbb\xbf", b"\xff\xfe"): "it has a byte order mark: save it as UTF-8 without one",
-}
-"""First bytes of files of a checkpoint that are not what their names say -> what to do."""
-
-
-def wrong_content(path: Path) -> str:
-    """Why a file can't hold what its name says, and what to do; "" if its first bytes may be right.
-
-    Why: parsers only report that the first byte is wrong. Source: the specification of Git LFS.
-    """
-    with open(path, "rb") as file:
-        start = file.read(64).lower()
-    found = (why for wrong, why in WRONG_STARTS.items() if start.startswith(wrong))
-    return next(found, "") if start else "it is empty: download it again"
-
-
-def unreadable(path: Path, reason: Exception, error: type[Exception]) -> Exception:
-    """The error to raise for a file that another library can't parse, or the system not read."""
-    why = "" if isinstance(reason, OSError) else wrong_content(path)
-    return error(f"can't read {path}: {why or brief(reason)}")

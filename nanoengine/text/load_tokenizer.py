@@ -12,13 +12,15 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoengine.checkpoint.files import is_gguf
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import brief, read_object, wrong_content
+from nanoengine.settings.checks import brief
+from nanoengine.settings.files import is_gguf, read_object, wrong_content
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nanoengine.settings.config import EngineConfig
 
 NAMED_TOKENS = {
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -48,6 +50,21 @@ WAY_OUT = (
     "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass token"
     " ids"
 )
+
+
+def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | TokenizerFile:
+    """The tokenizer that an engine's settings name: see `Tokenizer.of`."""
+    from nanoengine.checkpoint.find import resolve_model
+
+    name = config.tokenizer or str(resolve_model(config))
+    try:
+        return find_or_load(name, config.trust_remote_code)
+    except ConfigError:
+        from nanoengine.checkpoint.config import load_model_config
+
+        if not config.tokenizer:
+            load_model_config(name)  # Why: transformers reads config.json for tokenizers too.
+        raise
 
 
 def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | TokenizerFile:

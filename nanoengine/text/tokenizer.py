@@ -18,7 +18,7 @@ import functools
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.errors import ConfigError, RequestError
+from nanoengine.errors import RequestError
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
@@ -73,17 +73,9 @@ class Tokenizer:
         Raises:
             ConfigError, ModelError: see `load`; or what is wrong with the model's own files.
         """
-        from nanoengine.checkpoint.find import resolve_model
+        from nanoengine.text.load_tokenizer import load_configured
 
-        directory = config.tokenizer or str(resolve_model(config))
-        try:
-            return cls.load(directory, trust_remote_code=config.trust_remote_code)
-        except ConfigError:
-            from nanoengine.checkpoint.config import load_model_config
-
-            if not config.tokenizer:
-                load_model_config(directory)  # Why: transformers reads config.json for tokenizers.
-            raise
+        return cls(load_configured(config))
 
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
@@ -114,12 +106,12 @@ class Tokenizer:
         try:
             return list(self._plain.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError) as error:
-            raise RequestError(f"the text can't be encoded as UTF-8: {error}") from error
+            raise RequestError(f"the text can't be encoded as UTF-8: {error!s:.200}") from error
         except BaseException as error:
             # Why by name: a panic of Rust's is no Exception, and no module exports its class.
             if type(error).__name__ != "PanicException":
                 raise
-            raise RequestError(f"the tokenizer gave up on the text: {error}") from error
+            raise RequestError(f"the tokenizer gave up on the text: {error!s:.200}") from error
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt that the model's chat template makes of a conversation.

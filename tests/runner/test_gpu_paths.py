@@ -64,7 +64,7 @@ def test_auto_takes_plain_torch_on_an_old_gpu(caplog):
         assert tokens(run(engine, PROMPTS, PARAMS)) == on_cpu(PARAMS)
         assert engine.info.attention_backend == "naive"
         close(gpu, engine)
-    assert [r.levelname for r in caplog.records if "compute capability 7.5" in r.message] == [
+    assert [r.levelname for r in caplog.records if "compute capability is 7.5" in r.message] == [
         "WARNING"
     ]
 
