@@ -8,6 +8,7 @@ printed before. Needs what `make demo` installs and nothing else.
 from __future__ import annotations
 
 import contextlib
+import doctest
 import io
 import sys
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ def exercises() -> Iterator[Exercise]:
 def output_of(question: pages.Block) -> str:
     """What a block of examples prints, after all examples before it."""
     namespace: dict[str, object] = {}
-    parser = pages.doctest.DocTestParser()
+    parser = doctest.DocTestParser()
     for block in EXAMPLES:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -67,7 +68,7 @@ def main() -> None:
         print("No line of an exercise is changed: change one, save the file, and run this again.")
     for exercise in begun:
         print(f"{exercise.path}, docs/tour.md line {exercise.question.line}:")
-        examples = pages.doctest.DocTestParser().get_examples(exercise.question.text)
+        examples = doctest.DocTestParser().get_examples(exercise.question.text)
         before = "".join(example.want for example in examples)
         for title, text in (("Expected", before), ("Got", output_of(exercise.question))):
             print(f"{title}:\n" + "".join(f"    {line}\n" for line in text.splitlines()), end="")
