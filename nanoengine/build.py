@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nanoengine.attention import resolve_backend
+from nanoengine.checkpoint import find
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model, share_of_memory
 from nanoengine.checkpoint.quantization import resolve_quantization
@@ -68,6 +69,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         backend=config.attention_backend,
         quantized=bool(config.quantization or model_config.quantization),
     )
+    find.require_range(model_config.architecture, dtype)
     backend = resolve_backend(config.attention_backend, device, dtype)
     quantization = resolve_quantization(
         config.quantization, model_config.quantization, device=device.type

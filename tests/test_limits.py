@@ -90,6 +90,7 @@ LOADED = [
     "runner.step",
     "runner.transfers",
     "settings.checks",
+    "settings.files",
     "settings.config",
     "settings.cores",
     "settings.params",

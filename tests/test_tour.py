@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import doctest
 import importlib
-import io
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support import pages
-from tests.support.pages import Block
+from tools.tour import BLOCKS, exercises, output_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
 
-
-BLOCKS = pages.blocks_of(ROOT / "docs/tour.md")
 QUOTES = [b for b in BLOCKS if b.kind == "quotation"]
-EXAMPLES = [b for b in BLOCKS if b.kind == "session"]
 BREAKS = [b for b in BLOCKS if b.kind == "diff"]
 
 
@@ -53,27 +50,42 @@ def changed(path: str, old: str, new: str) -> Iterator[None]:
         sys.modules.update(ours)
 
 
-def output_of(block: Block) -> str:
-    """What a block prints, after all examples before it."""
-    namespace: dict[str, object] = {}
-    parser = doctest.DocTestParser()
-    for one in EXAMPLES:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            for example in parser.get_examples(one.text):
-                exec(compile(example.source, "tour", "single"), namespace)
-        if one is block:
-            return printed.getvalue()
-    raise AssertionError("the block is not an example")
-
-
-@pytest.mark.parametrize("change", BREAKS, ids=[str(i) for i in range(len(BREAKS))])
-def test_a_broken_line_does_what_the_answer_says(change):
-    path, *lines = change.text.rstrip("\n").split("\n")
-    old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
-    answer = next(b for b in BLOCKS if b.line > change.line and b.kind == "output")
-    question = next(b for b in EXAMPLES if b.line > change.line)
-    assert question.line < answer.line
-    with changed(path, old, new):
+@pytest.mark.parametrize("exercise", list(exercises()), ids=lambda exercise: exercise.path)
+def test_a_broken_line_does_what_the_answer_says(exercise):
+    question = exercise.question
+    answer = next(b for b in BLOCKS if b.line > question.line and b.kind == "output")
+    with changed(exercise.path, exercise.old, exercise.new):
         assert output_of(question) == answer.text
     assert output_of(question) != answer.text, "the answer tells the two apart"
+
+
+def test_the_command_shows_the_exercise_that_was_begun_and_no_other(tmp_path):
+    """In a copy without pytest, as after `make demo`."""
+    for name in ("nanoengine", "tools", "docs", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "images")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("README.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    blocked = (
+        "import runpy, sys; sys.modules['pytest'] = None;"
+        " runpy.run_path('tools/tour.py', run_name='__main__')"
+    )
+
+    def printed() -> str:
+        command = [sys.executable, "-c", blocked]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    assert printed().startswith("No line of an exercise is changed")
+    _, _, exercise, *_ = exercises()
+    path = tmp_path / exercise.path
+    path.write_text(path.read_text("utf-8").replace(exercise.old, exercise.new), "utf-8")
+    answer = next(b for b in BLOCKS if b.line > exercise.question.line and b.kind == "output")
+    shown = printed()
+    assert shown.count("Got:") == 1
+    got = shown.partition("Got:\n")[2]
+    assert [line.strip() for line in got.splitlines()] == [
+        line.strip() for line in answer.text.splitlines()
+    ]

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,8 @@ from nanoengine.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanoengine.attention.base import AttentionBackend
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = {
     "naive": ("nanoengine.attention.naive", "NaiveBackend"),
@@ -31,12 +34,18 @@ BACKENDS = {
 def resolve_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
     """The backend that `name` means on `device`; "auto" takes cpu on the CPU and triton on CUDA.
 
-    On a CPU it takes naive for float16, in which the kernels of cpu don't compute.
+    It takes naive where these don't compute: on a CPU for float16, and on GPUs of compute
+    capability below 8.0, with a warning.
     """
     if name == "auto" and device.type == "cpu":
         return "naive" if dtype == torch.float16 else "cpu"
     if name == "auto":
-        return "triton"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return "triton"
+        what = f"this GPU's compute capability is {major}.{minor}, attention kernels need 8.0"
+        logger.warning("%s: attention_backend='naive' takes their place, which is slow", what)
+        return "naive"
     if name not in BACKENDS:
         raise ConfigError(
             f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}"

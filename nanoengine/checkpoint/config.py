@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
-from nanoengine.checkpoint.files import GGUF
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
 from nanoengine.checkpoint.readers import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
-from nanoengine.settings.checks import check_value, read_object, shown
+from nanoengine.settings.checks import check_value, listed, shown
+from nanoengine.settings.files import is_gguf, read_object
 from nanoengine.settings.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -127,12 +127,15 @@ def load_model_config(directory: str | Path) -> ModelConfig:
             be; the message names file, key, value and what is allowed.
     """
     directory = Path(directory)
-    if directory.suffix == GGUF:
-        from nanoengine.checkpoint.gguf_models import as_in_file, config_json
+    if is_gguf(directory):
+        from nanoengine.checkpoint.gguf_models import as_in_file, config_json, in_its_words
         from nanoengine.checkpoint.gguf_tensors import GGUFModel
 
         model = GGUFModel(directory)
-        return as_in_file(model, parse_model_config(*config_json(model)))
+        try:
+            return as_in_file(model, parse_model_config(*config_json(model)))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(in_its_words(model, str(error))) from error
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)
@@ -218,7 +221,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     _check_longrope(config)
     keys.refuse_others()
     if unread := keys.unread():
-        logger.warning("config.json has keys that are not read: %s", ", ".join(map(shown, unread)))
+        logger.warning("config.json has keys that are not read: %s", listed([*map(shown, unread)]))
     return config
 
 
@@ -261,9 +264,9 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in named:
         if (generator := decoder_of(name, every)) is not None:
             return raw, generator, False
-    what = ", ".join(map(shown, named)) or f"model_type={shown(given.get('model_type'))}"
+    what = listed([*map(shown, named)]) or f"model_type={shown(given.get('model_type'))}"
     raise UnsupportedModelError(
-        f"unsupported architecture {what}; supported: {', '.join([*every, *TEXT_PARTS])}"
+        f"unsupported architecture {what}; supported: {listed([*every, *TEXT_PARTS], like=what)}"
     )
 
 

@@ -20,19 +20,14 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from nanoengine.errors import WeightLoadError
-from nanoengine.settings.checks import MOST_SHOWN, check_value, read_object, shown
+from nanoengine.settings.checks import check_value, listed, shown
+from nanoengine.settings.files import is_gguf, read_object, unreadable
 
 if TYPE_CHECKING:
     import torch
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-
-GGUF = ".gguf"
-"""How the name of a checkpoint ends that is a GGUF file, and no directory."""
-
-MOST_NAMES = 10
-"""Names that one error message lists."""
 
 MAPPED_BYTES = 64 << 20
 """Bytes read before a file is opened anew. Why: a mapped file's pages stay counted as this
@@ -55,7 +50,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         WeightLoadError: see `checkpoint_files`; a file is damaged; a tensor is in two files, of
             which either may be meant.
     """
-    if directory.suffix == GGUF:
+    if is_gguf(directory):
         from nanoengine.checkpoint.gguf_tensors import GGUFModel
 
         entries = GGUFModel(directory).entries()
@@ -84,7 +79,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
         WeightLoadError: there are none, one that the index names is missing or outside of the
             checkpoint, or the index is no index.
     """
-    if directory.suffix == GGUF:
+    if is_gguf(directory):
         from nanoengine.checkpoint.gguf_tensors import files_of
 
         return files_of(directory)
@@ -108,6 +103,10 @@ def checkpoint_files(directory: Path) -> list[Path]:
         return [directory / name for name in names]
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
+    from nanoengine.checkpoint.hints import files_without_index
+
+    if found := files_without_index(directory):
+        return found
     pickled = sorted(
         p.name for suffix in ("bin", "pt", "pth") for p in directory.glob(f"*.{suffix}")
     )
@@ -141,7 +140,7 @@ def read_tensors(
     Raises:
         WeightLoadError: the file is damaged, or can't be read.
     """
-    if file.suffix == GGUF:
+    if is_gguf(file):
         from nanoengine.checkpoint.gguf_tensors import read_entries
 
         yield from read_entries(file, parts)
@@ -158,7 +157,7 @@ def read_tensors(
                     read_bytes += tensor.nbytes
                     yield name, tensor
         except (SafetensorError, OSError) as error:
-            raise WeightLoadError(f"can't read {file}: {error}") from error
+            raise unreadable(file, error, WeightLoadError) from error
 
 
 def _headers(file: Path) -> dict[str, Stored]:
@@ -170,11 +169,4 @@ def _headers(file: Path) -> dict[str, Stored]:
                 for name, one in slices.items()
             }
     except (SafetensorError, OSError) as error:
-        raise WeightLoadError(f"can't read {file}: {error}") from error
-
-
-def listed(names: list[str]) -> str:
-    """The first names, cut to a message's length, and how many more there are."""
-    rest = len(names) - MOST_NAMES
-    cut = [n if len(n) <= MOST_SHOWN else f"{n[:MOST_SHOWN]}..." for n in names[:MOST_NAMES]]
-    return ", ".join(cut) + (f" and {rest} more" if rest > 0 else "")
+        raise unreadable(file, error, WeightLoadError) from error

@@ -12,18 +12,24 @@ from pathlib import Path, PurePath
 
 import torch
 
-from nanoengine.checkpoint.files import GGUF, listed
 from nanoengine.errors import ConfigError
+from nanoengine.settings.checks import brief, listed, shown
 from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.files import GGUF, is_gguf
 from nanoengine.settings.vllm_names import warn_idle
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Names of a repository's files that make a checkpoint."""
 
 
+FLOAT16_OVERFLOWS = {"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM"}
+"""Architectures whose activations exceed what float16 holds, so that results become NaN. Source:
+the list in vLLM's `config/model.py`, which also has PLaMo 2; Gemma 3 was measured here."""
+
+
 def resolve_model(config: EngineConfig) -> Path:
     """The directory of the checkpoint, or its GGUF file: a local one, or what a hub id names,
-    brought into the hub's cache. A folder without a config.json may hold one GGUF.
+    brought into the hub's cache. A folder without safetensors may hold one GGUF, under any name.
 
     Raises:
         ConfigError: it is not there, or no repository that can be reached or is cached has it; the
@@ -32,25 +38,22 @@ def resolve_model(config: EngineConfig) -> Path:
     # Why not the path's own: they raise for an unknown user, and for a name that is too long.
     path = Path(os.path.expanduser(config.model))
     if os.path.isdir(path):
-        if (path / "config.json").exists():
-            return path
-        from nanoengine.checkpoint.gguf import find_gguf
-
-        if (found := find_gguf(path)) is None:
-            raise ConfigError(
-                f"model={config.model!r} is no checkpoint: it has no config.json, and no {GGUF}"
-            )
-        return found
+        # Why: a repository's folder in the hub's cache has its files in a folder per revision.
+        ref = path / "refs" / (config.revision or "main")
+        return _in_folder(path / "snapshots" / ref.read_text().strip() if ref.is_file() else path)
     if os.path.exists(path):
-        if path.suffix == GGUF:
+        if is_gguf(path):
             return path
+        hint = ": give its directory" if (path.parent / "config.json").exists() else ""
         raise ConfigError(
-            f"model must be a directory or a {GGUF} file, got the file {config.model!r}"
+            f"model must be a directory or a GGUF file, got the file {config.model!r}{hint}"
         )
-    named = re.fullmatch(r"(?![./~])([^/:]+/[^/:]+)(?::([^/:]+)|/(.+\.gguf))?", config.model)
+    named = re.fullmatch(r"(?![./~])([^/:]+/[^/:]+)(?::([^/:]+)|/(.+\.(?i:gguf)))?", config.model)
     if named is None:
-        what = "file" if path.suffix == GGUF else "directory"
-        raise ConfigError(f"model {what} {config.model!r} does not exist")
+        from nanoengine.checkpoint.hints import near_names
+
+        what = "file" if path.suffix.lower() == GGUF else "directory"
+        raise ConfigError(f"model {what} {config.model!r} does not exist{near_names(path)}")
     repository, quantization, name = named.groups()
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -60,10 +63,30 @@ def resolve_model(config: EngineConfig) -> Path:
             return folder
         return _gguf_of_hub(config, repository, quantization, name)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        from nanoengine.checkpoint.hints import near_names
+
         raise ConfigError(
-            f"model {config.model!r} is no local directory or file, and the hub did not give it:"
-            f" {error}"
+            f"model {config.model!r} is no local directory or file{near_names(path)}; and the hub"
+            f" did not give it: {brief(error)}"
         ) from error
+
+
+def _in_folder(folder: Path) -> Path:
+    """The folder itself if it has a config.json, or its one GGUF file."""
+    if (folder / "config.json").exists() and any(folder.glob("*.safetensors*")):
+        return folder
+    from nanoengine.checkpoint.gguf import find_gguf
+
+    if (found := find_gguf(folder)) is not None:
+        return found
+    if (folder / "config.json").exists():
+        return folder
+    from nanoengine.checkpoint.hints import models_below
+
+    raise ConfigError(
+        f"model={str(folder)!r} is no checkpoint: it has no config.json, and no GGUF"
+        f" file{models_below(folder)}"
+    )
 
 
 def _from_hub(config: EngineConfig, repository: str, patterns: list[str]) -> Path:
@@ -86,8 +109,8 @@ def _gguf_of_hub(
 
     sets: dict[str, list[str]] = {}
     for file in sorted(HfApi().list_repo_files(repository, revision=config.revision)):
-        if file.endswith(GGUF) and not PurePath(file).name.startswith("mmproj"):
-            sets.setdefault(re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
+        if file.lower().endswith(GGUF) and not PurePath(file).name.startswith("mmproj"):
+            sets.setdefault(re.sub(r"(?i)-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
     end = re.compile(rf"(.*[-._/])?{re.escape(quantization or '')}\.gguf", re.IGNORECASE)
     found = [
         parts
@@ -109,9 +132,9 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r} asked for, but torch finds no CUDA GPU: use 'cpu'")
     return device
@@ -150,3 +173,12 @@ def resolve_dtype(
         if CURRENT.bf16_dots != "generic":
             return torch.bfloat16
     return torch.float32
+
+
+def require_range(architecture: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError if activations of the architecture overflow in the dtype."""
+    if dtype == torch.float16 and architecture in FLOAT16_OVERFLOWS:
+        raise ConfigError(
+            f"dtype float16 can't hold the activations of {architecture}, some of which exceed"
+            " 65,504: set dtype to bfloat16 or float32"
+        )

@@ -25,7 +25,8 @@ import numpy
 import torch
 
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightLoadError
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import listed, shown
+from nanoengine.settings.files import GGUF, is_gguf, wrong_content
 
 HEADER_BYTES = 128 << 20
 """Most bytes of a header. Why: a file that lies may have any; real ones have some 50 MiB at most,
@@ -38,7 +39,7 @@ MOST_STRINGS = 1 << 21
 """Most strings of a header: several times the largest vocabularies and their merges. Why of all
 arrays: each takes time and memory, however short it is."""
 
-PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+PART = re.compile(r"(?is)(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 """The name of a part of a model; numbers start at 1."""
 
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"} | {
@@ -207,24 +208,39 @@ class StoredRows:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The one GGUF of a folder without a config.json; of a set, the part with the least number.
+    """The one GGUF model of a folder without safetensors; of a set, the part with the least number.
+
+    Files with the suffix .gguf come first, then those of any name, as some programs keep them. What
+    belongs to a model is passed over: projectors of images, adapters, importance matrices.
 
     Raises:
         ConfigError: there are several.
+        WeightLoadError: there are several, and one is damaged.
     """
-    if os.path.lexists(directory / "config.json"):
+    if os.path.lexists(directory / "config.json") and any(directory.glob("*.safetensors*")):
         return None
+    files = [path for path in sorted(directory.iterdir()) if is_gguf(path)]
+    files = [path for path in files if path.suffix.lower() == GGUF] or files
     found: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.gguf")):
-        if path.is_file():
-            part = PART.fullmatch(path.name)
-            found.setdefault(f"{part['stem']}-of-{part['count']}" if part else path.name, path)
+    for path in files:
+        part = PART.fullmatch(path.name)
+        found.setdefault(f"{part['stem']}-of-{part['count']}" if part else path.name, path)
     if len(found) > 1:
-        raise ConfigError(
-            f"{directory} holds {len(found)} models: name the file of one of them:"
-            f" {shown([path.name for path in found.values()])}"
-        )
+        models = {name: path for name, path in found.items() if _is_model(path)}
+        if len(models) > 1:
+            raise ConfigError(
+                f"{directory} holds {len(models)} models: name the file of one of them:"
+                f" {listed([path.name for path in models.values()])}"
+            )
+        found = models or found
     return next(iter(found.values()), None)
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a file's metadata say that it is a model: older projectors have no general.type."""
+    keys = _read_file(path).metadata
+    is_projector = keys.get("general.architecture") == "clip"
+    return keys.get("general.type", "model") == "model" and not is_projector
 
 
 def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
@@ -233,7 +249,7 @@ def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
     stem, said = (name["stem"], int(name["count"])) if name else ("", 1)
     if said == 1 and count in (0, 1):  # Why 0: llama.cpp writes it where it has joined the parts.
         return [path]
-    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{said:05}.gguf") for i in range(said)]
+    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{said:05}{path.suffix}") for i in range(said)]
     if said != count or path not in parts:
         raise WeightLoadError(
             f"{path}: split.count is {count}, but the name is that of a file in {said}: the parts"
@@ -285,7 +301,8 @@ class _Header:
     def read(self) -> GGUFFile:
         """All of it."""
         if (magic := self.data[:4]) != b"GGUF":
-            self.refuse(f"it starts with {magic!r}, not with b'GGUF': was it fetched?")
+            other = f"it starts with {magic!r}, not with b'GGUF': was it fetched?"
+            self.refuse(wrong_content(self.path) or other)
         _, version, num_tensors, num_keys = self.unpack("<IIQQ")
         if version not in (2, 3):
             said = version if not version or version & 0xFFFF else f"{version:#x}, big endian"

@@ -7,6 +7,7 @@ architecture is, `gguf_tensors.py` its tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,14 @@ ENDS = (
 generation_config.json has. Source: `llama_vocab::impl::load` of llama.cpp."""
 CONTROL = 3
 """The type of a control token."""
+OTHER_KEYS = {
+    "block_count": "num_hidden_layers", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "rope.freq_base": "rope_theta", "expert_count":
+    "num_local_experts", "rope.dimension_count": "rotary_dim", "rope.scaling.factor": "factor",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_used_count": "num_experts_per_tok",
+    "attention.layer_norm_epsilon": "layer_norm_eps", "attention.sliding_window": "sliding_window",
+}
+"""Keys that are read by hand, for messages -> those of config.json."""
 # fmt: on
 
 
@@ -101,6 +110,18 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     raw = {key: value for key, value in raw.items() if value is not None} | more
     given.refuse_others()
     return raw, _generation_json(given)
+
+
+def in_its_words(model: GGUFModel, message: str) -> str:
+    """A message about what `config_json` made, with the keys of the file."""
+    if (path := str(model.given.path)) in message:
+        return message
+    own, other = f"{model.given.architecture}.", {"vocab_size": "tokens"}
+    names = {ours: own + key for key, ours in (OTHER_KEYS | KEYS | model.row.keys).items()} | other
+    names |= {ours: f"general.sampling.{key}" for key, ours in SAMPLING.items()}
+    names["eos_token_id"] = "tokenizer.ggml.eos_token_id"
+    message = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], message)
+    return f"{path}: {re.sub(r'(generation_)?config.json:? ', '', message)}"
 
 
 def as_in_file(model: GGUFModel, config: Any) -> Any:

@@ -20,7 +20,7 @@ from nanoengine.checkpoint.gguf import FLOATS, GGUFTensor, StoredRows, read_gguf
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.gguf_rows import ARCHITECTURES, NAMES, SPLIT
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import listed, shown
 
 ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are read with the config."""
@@ -58,8 +58,8 @@ class GGUFModel:
             what = {"architecture": given.architecture} if kind == "model" else {"type": kind}
             ((key, value),) = what.items()
             raise UnsupportedModelError(
-                f"{path} has general.{key}={shown(value)}; supported are models of"
-                f" {', '.join(ARCHITECTURES)}"
+                f"{path} has general.{key}={shown(value)}; supported are language models of"
+                f" {listed(ARCHITECTURES, like=given.architecture)}"
             )
         row = ARCHITECTURES[given.architecture]
         self.row = replace(row, name=row.also(given) or row.name)

@@ -215,8 +215,9 @@ HARMLESS = frozenset((
     "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
     "label2id", "output_attentions",
     "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class",
-    "torchscript", "transformers_version", "use_bfloat16", "_name_or_path",
-    "_attn_implementation", "_attn_implementation_autoset", "name_or_path",
+    "torchscript", "transformers_version", "use_bfloat16", "name_or_path",
+    "finetuning_task", "prefix", "pruned_heads", "task_specific_params", "tf_legacy_loss",
+    "tie_encoder_decoder", "cross_attention_hidden_size",
     # ids of tokens that begin a text, or fill it
     "bos_token_id", "decoder_start_token_id", "eod_token_id", "pad_token_id", "sep_token_id",
     "unk_token_id",
@@ -234,7 +235,7 @@ HARMLESS = frozenset((
     "summary_use_proj", "init_std",
     # how weights begin
     "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "expand",
-    "z_loss_coefficient", "_sliding_window_pattern",
+    "z_loss_coefficient",
     # the sum of two others; where two addends are rounded
     "qk_head_dim", "enable_moe_fp32_combine",
 ))  # fmt: skip
@@ -339,8 +340,9 @@ class Keys:
         """Keys that nobody has read and of which nothing is known.
 
         What the config class of transformers has for a type is read, refused or harmless, which a
-        test holds. So these are another library's, or a newer model's.
+        test holds. So these are another library's, or a newer model's. Names that begin with "_"
+        are private to transformers, which saves them with a config.
         """
         known = self._read | HARMLESS | {key for key, k in KEYS.items() if k.unread == "harmless"}
         given = {key for key, value in self.given.items() if value is not None}
-        return sorted(given - known) + self.ignored
+        return sorted(key for key in given - known if key[0] != "_") + self.ignored

@@ -26,7 +26,8 @@ from nanoengine.checkpoint.files import Stored, read_tensors, stored_tensors
 from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.slots import PREFIXES
 from nanoengine.errors import ModelError, UnsupportedModelError
-from nanoengine.settings.checks import check_value, read_object, shown
+from nanoengine.settings.checks import check_value, listed, shown
+from nanoengine.settings.files import read_object, unreadable
 from nanoengine.settings.pooling import Pooling
 
 CLASSIFIER = "ForSequenceClassification"
@@ -114,19 +115,21 @@ def read_pooling(directory: Path) -> PoolingConfig:
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from error
+        raise unreadable(path, error, ModelError) from error
     modules = check_value(modules, list[dict[str, Any]], str(path), ModelError)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(kinds)):
         raise UnsupportedModelError(
-            f"{path} has the modules {', '.join(map(shown, kinds))}; supported: Transformer,"
+            f"{path} has the modules {listed(kinds)}; supported: Transformer,"
             " Pooling and, behind them, Dense and Normalize"
         )
     where = [check_value(one.get("path", ""), str, str(path), ModelError) for one in modules]
     if any(Path(part).is_absolute() or ".." in Path(part).parts for part in where):
         raise ModelError(f"{path} names a directory outside of the checkpoint: {shown(where)}")
     if where[0]:
-        raise UnsupportedModelError(f"{path} keeps the model in {where[0]!r}; supported: beside it")
+        raise UnsupportedModelError(
+            f"{path} keeps the model in {shown(where[0])}; supported: beside it"
+        )
     options = _optional(directory / "sentence_bert_config.json")
     if options.get("do_lower_case"):
         raise UnsupportedModelError(
@@ -159,7 +162,7 @@ def _dense(directory: Path) -> Dense:
     weight, bias = stored.get("linear.weight"), stored.get("linear.bias")
     if asked != "sentence_embedding" or weight is None or len(weight.shape) != 2:
         raise UnsupportedModelError(
-            f"{directory} is a Dense module of {shown(asked)} with {', '.join(stored)};"
+            f"{directory} is a Dense module of {shown(asked)} with {listed(stored)};"
             " supported: one of 'sentence_embedding' with the matrix linear.weight"
         )
     return Dense(
@@ -205,7 +208,7 @@ def read_classes(directory: Path) -> torch.Tensor | None:
     beside = [name for name in stored if name.startswith("score.") and name != HEAD]
     if beside or len(stored[HEAD].shape) != 2:
         raise UnsupportedModelError(
-            f"the head of classes has {', '.join(beside) or list(stored[HEAD].shape)}; supported:"
+            f"the head of classes has {listed(beside) or list(stored[HEAD].shape)}; supported:"
             f" one matrix, {HEAD}"
         )
     return _read(stored[HEAD], HEAD, ())

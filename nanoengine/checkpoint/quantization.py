@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanoengine.errors import ConfigError, UnsupportedModelError
-from nanoengine.settings.checks import check_value, shown
+from nanoengine.settings.checks import brief, check_value, shown
 
 Json = Mapping[str, Any]
 
@@ -446,7 +446,7 @@ def _pattern(name: str, key: str) -> str:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise UnsupportedModelError(
-            f"quantization_config: {key} has {shown(name)}, which is no expression: {error}"
+            f"quantization_config: {key} has {shown(name)}, which is no expression: {brief(error)}"
         ) from error
     if repeats > MOST_REPEATS or re.search(r"\)[*+{]", pattern):
         raise UnsupportedModelError(
@@ -479,6 +479,7 @@ def _group_size(value: Any) -> int | None:
         return None
     if not 1 <= value < 2**31:
         raise UnsupportedModelError(
-            f"quantization_config has group_size={value!r}; supported: a positive integer or -1"
+            f"quantization_config has group_size={shown(value)}; supported: a positive integer or"
+            " -1"
         )
     return value

@@ -151,9 +151,11 @@ def _rope(
     values = {name: given.get(name) for name in sorted(obeyed) if name in given}
     values = {name: value for name, value in values.items() if value is not None}
     if missing := sorted(required - values.keys()):
-        raise UnsupportedModelError(f"rope type {kind!r} needs {', '.join(missing)}")
+        raise UnsupportedModelError(f"rope type {shown(kind)} needs {', '.join(missing)}")
     if unknown := {name: raw[name] for name in sorted(raw.keys() - obeyed - EVERYWHERE - {*extra})}:
-        raise UnsupportedModelError(f"rope type {kind!r} has unknown parameters {shown(unknown)}")
+        raise UnsupportedModelError(
+            f"rope type {shown(kind)} has unknown parameters {shown(unknown)}"
+        )
     if kind in ("llama3", "yarn", "longrope"):
         longest = original or given.get(ORIGINAL) or keys.require("max_position_embeddings")
         values[ORIGINAL] = longest

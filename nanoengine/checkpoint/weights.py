@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.files import Stored, listed, read_tensors
+from nanoengine.checkpoint.files import Stored, read_tensors
 from nanoengine.checkpoint.slots import TensorNames, WeightSlot
 from nanoengine.errors import WeightLoadError
+from nanoengine.settings.checks import listed
 
 HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias)")
 """Tensors that old checkpoints carry and that are computed here."""

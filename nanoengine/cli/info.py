@@ -43,11 +43,11 @@ def main(args: InfoArgs) -> None:
         ConfigError, ModelError: the model can't be found or read.
     """
     from nanoengine.checkpoint.config import load_model_config
-    from nanoengine.checkpoint.files import GGUF
     from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model
     from nanoengine.checkpoint.quantization import resolve_quantization
     from nanoengine.runner.kv_cache import stored_dtype
     from nanoengine.runner.numerics import use_isa
+    from nanoengine.settings.files import is_gguf
 
     device, config = resolve_device(args.device), EngineConfig(**engine_options(args))
     use_isa(config)
@@ -64,7 +64,7 @@ def main(args: InfoArgs) -> None:
         f"attention backends ({where})": backend_lines(needs),
         f"model {args.model}": model_lines(model, directory, dtype, kv_dtype),
     }
-    if directory.suffix == GGUF:
+    if is_gguf(directory):
         sections["GGUF file"] = gguf_lines(directory)
         asked, on_cpu = (args.quantization, model.quantization), device.type == "cpu"
         if on_cpu and (runs := resolve_quantization(*asked, device="cpu")):

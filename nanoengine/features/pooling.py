@@ -30,8 +30,9 @@ from nanoengine.core.sequence import Request
 from nanoengine.errors import ModelError, PromptTooLongError, RequestError, UnsupportedModelError
 from nanoengine.features import pooled_outputs as outputs
 from nanoengine.outputs import RequestOutput
-from nanoengine.settings.checks import check_value, read_object, shown
+from nanoengine.settings.checks import check_value, shown
 from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.files import read_object
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.pooling import TASKS, PooledParams, Pooling, PoolingParams
 from nanoengine.text.prompt_forms import prompt_list

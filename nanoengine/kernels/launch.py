@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import functools
 import operator
+import subprocess
+import sysconfig
 import threading
 from typing import Any
 
@@ -25,6 +27,9 @@ from triton import knobs
 from triton.language.extra import cuda
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from nanoengine.errors import ConfigError
+from nanoengine.settings.checks import brief
 
 BINDING = threading.Lock()
 """Why: what one thread only shows, no other thread may launch meanwhile."""
@@ -79,6 +84,27 @@ def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any)
     stream = active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
     run(x, y, z, stream, function, packed, None, None, None, *args, *tail)
+
+
+@triton.jit
+def empty_kernel():
+    """Does nothing: see `require_compiler`."""
+
+
+def require_compiler() -> None:
+    """Launches a kernel, for which Triton compiles C code on this machine unless it did before.
+
+    Raises:
+        ConfigError: it can't, mostly because there is no C compiler, or no Python.h.
+    """
+    try:
+        launch(empty_kernel, (1,), constants())
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"Triton can't build kernels for this GPU: {brief(error)}; it needs a C compiler and"
+            f" Python's headers, such as the packages gcc and python3-dev, and Python.h in"
+            f" {sysconfig.get_paths()['include']}: install them, or set device='cpu'"
+        ) from error
 
 
 def early(kernel: Any, arch: int) -> dict[str, bool]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig, load_model_config
-from nanoengine.checkpoint.files import GGUF, Stored, listed, read_tensors, stored_tensors
+from nanoengine.checkpoint.files import Stored, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
 from nanoengine.checkpoint.weights import HARMLESS, drop_copy
 from nanoengine.errors import EngineDeadError, WeightLoadError
@@ -27,6 +27,8 @@ from nanoengine.layers.embedding import NAME
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.models.loader import DTYPES, FLOATS, tensors_to_run, weight_slots
 from nanoengine.runner.start import RunnerParts
+from nanoengine.settings.checks import listed
+from nanoengine.settings.files import is_gguf
 
 Source = Mapping[str, torch.Tensor] | Path
 """Tensors by the names of a checkpoint, or the folder of one."""
@@ -69,9 +71,7 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
         raise WeightLoadError(
             f"this model takes no new weights: {why}; make a new LLM of the new checkpoint"
         )
-    from_gguf = [
-        isinstance(p, Path) and p.suffix == GGUF for p in (source, runner.options.directory)
-    ]
+    from_gguf = [isinstance(p, Path) and is_gguf(p) for p in (source, runner.options.directory)]
     if from_gguf[0] != from_gguf[1]:
         raise WeightLoadError(
             "new weights and this model's own must all be of GGUF files, or none: such a file may"
@@ -116,7 +116,7 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
 def _require_same_model(config: ModelConfig, folder: Path) -> None:
     """Raises WeightLoadError if the folder, or GGUF file, says that its model computes something
     else."""
-    if folder.suffix != GGUF and not (folder / "config.json").is_file():
+    if not is_gguf(folder) and not (folder / "config.json").is_file():
         return
     other = load_model_config(folder)
     names = [one.name for one in fields(config) if one.name not in NOT_COMPARED]

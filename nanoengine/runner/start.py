@@ -105,6 +105,10 @@ class RunnerParts:
             raise ConfigError(
                 f"max_model_len must be at most the model's context of {context_len}, got {asked}"
             )
+        if self.device.type == "cuda" and self.dtype != torch.float64:
+            from nanoengine.kernels.launch import require_compiler
+
+            require_compiler()
         self.load()
         block_bytes = self.extra_block_bytes + kv_cache.block_bytes(
             block_size=self.block_size,

@@ -7,8 +7,7 @@
                                                                  False or None, got 'no'
 
 `check_value` checks one value; `checked` makes a dataclass check what it is built with. Ranges, and
-what contradicts each other, are the class's own to check. `read_object` reads a JSON object out of
-a file that may hold, or be, anything. Everyone may import this file.
+what contradicts each other, are the class's own to check. Everyone may import this file.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
-import stat
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
 
 MOST_SHOWN = 200
 """Characters of a wrong value that a message shows."""
+
+MOST_NAMES = 10
+"""Names that one message lists."""
 
 WORDS: dict[Any, tuple[str, ...]] = {
     bool: ("True", "False"),
@@ -120,13 +119,32 @@ def shown(value: Any) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # too deep, or an integer of too many digits
         return f"a value of type {type(value).__name__}"
+    return brief(text)
+
+
+def brief(text: object) -> str:
+    """The start of a text that a file, a user or another library has made, such as an error's."""
+    text = str(text)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def listed(names: Collection[str], like: str | None = None, most: int = MOST_NAMES) -> str:
+    """The first names, each cut to a message's length, and how many more there are.
+
+    Args:
+        like: an unknown name. The known names that resemble it most come first.
+    """
+    if like is not None:
+        names = difflib.get_close_matches(like[:MOST_SHOWN], names, n=len(names) or 1, cutoff=0)
+    rest = len(names) - most
+    cut = map(brief, list(names)[:most])
+    return ", ".join(cut) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: object, known: Collection[str]) -> str:
     """A hint for an unknown name: the known one that looks like it, else all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"known: {listed(known, most=50)}"
 
 
 def require_positive(options: object, error: type[Exception], *names: str) -> None:
@@ -224,25 +242,3 @@ def _is_kind(value: Any, kind: Any) -> bool:
     if base is float:  # Why so: a comparison holds for integers that no float can hold, too.
         return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, base)
-
-
-def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        error: the file can't be read, is a FIFO or another special file, which would be waited for,
-            or holds anything else than an object.
-    """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise error(f"{path} is no regular file")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as reason:
-        raise error(f"{path} can't be read: {reason}") from reason
-    except ValueError as reason:
-        raise error(f"{path} is not valid JSON: {reason}") from reason
-    except RecursionError as reason:
-        raise error(f"{path} is nested too deeply") from reason
-    if not isinstance(content, dict):
-        raise error(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content

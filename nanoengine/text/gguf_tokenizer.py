@@ -29,7 +29,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import check_value, shown
+from nanoengine.settings.checks import brief, check_value, listed, shown
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     said = _Said(metadata, path)
     model = said.value("model", str)
     if model not in MODELS:
-        said.refuse("model", f"is {shown(model)}; read are {', '.join(MODELS)}")
+        said.refuse("model", f"is {shown(model)}; supported: {', '.join(MODELS)}")
     raw, bos = MODELS[model](said)
     # Source: Phi-3's tokenizer.json, most of whose tokens take up the spaces behind them.
     strip = model == "llama" and str(metadata.get("general.architecture")) == "phi3"
@@ -222,7 +222,7 @@ class _Said:
 
     def refuse(self, name: str, problem: str) -> NoReturn:
         raise ConfigError(
-            f"{self.path}: tokenizer.ggml.{name} {problem}\ngive tokenizer=... the directory or hub"
+            f"{self.path}: tokenizer.ggml.{name} {problem}; give tokenizer=... the directory or hub"
             " id of the model's own tokenizer, or set skip_tokenizer_init=True and pass token ids"
         )
 
@@ -289,14 +289,14 @@ def _bpe(said: _Said, merges: list[tuple[str, str]], **options: Any) -> RawToken
     try:
         return RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, **options))
     except Exception as error:  # Why: the library raises nothing more exact.
-        said.refuse("merges", f"do not fit the vocabulary: {error}")
+        said.refuse("merges", f"do not fit the vocabulary: {brief(error)}")
 
 
 def _byte_level(said: _Said) -> tuple[RawTokenizer, bool]:
     """BPE over bytes, and whether its texts begin with BOS if nothing else is said."""
     name = said.value("pre", str)
     if name not in WORDS:
-        said.refuse("pre", f"is {shown(name)}; known are {', '.join(sorted(WORDS))}")
+        said.refuse("pre", f"is {shown(name)}; supported: {listed(sorted(WORDS), name)}")
     words = WORDS[name]
     raw = _bpe(said, _merges(said), ignore_merges=words.whole)
     if words.nfc:

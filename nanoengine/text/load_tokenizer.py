@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import read_object
+from nanoengine.settings.checks import brief
+from nanoengine.settings.files import is_gguf, read_object, wrong_content
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nanoengine.settings.config import EngineConfig
 
 NAMED_TOKENS = {
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -36,6 +39,33 @@ HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
 OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
 """Files of older checkpoints that may add tokens."""
 
+OBJECTS = ("config.json", "tokenizer_config.json", "tokenizer.json", *OLD_FILES)
+"""Files that transformers may read for a tokenizer, each of which holds a JSON object."""
+
+FILES = {*OBJECTS, "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"}
+"""All files of a tokenizer."""
+
+
+WAY_OUT = (
+    "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass token"
+    " ids"
+)
+
+
+def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | TokenizerFile:
+    """The tokenizer that an engine's settings name: see `Tokenizer.of`."""
+    from nanoengine.checkpoint.find import resolve_model
+
+    name = config.tokenizer or str(resolve_model(config))
+    try:
+        return find_or_load(name, config.trust_remote_code)
+    except ConfigError:
+        from nanoengine.checkpoint.config import load_model_config
+
+        if not config.tokenizer:
+            load_model_config(name)  # Why: transformers reads config.json for tokenizers too.
+        raise
+
 
 def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | TokenizerFile:
     """The tokenizer of a checkpoint directory, GGUF file or hub id.
@@ -46,9 +76,9 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     """
     name = os.path.expanduser(name)
     directory = Path(name)
-    gguf = directory if directory.suffix == ".gguf" else None
+    gguf = directory if is_gguf(directory) else None
     if os.path.isdir(name):  # Why not the path's: it raises for a name that is too long.
-        _refuse_special_files(directory)
+        _check_files(directory)
         gguf = _find_gguf(directory)
     if gguf is not None:
         from nanoengine.text.gguf_tokenizer import read_tokenizer
@@ -110,27 +140,36 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     """The tokenizer as transformers loads it."""
     from transformers import AutoTokenizer
 
-    way_out = (
-        "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass"
-        " token ids"
-    )
     try:
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        is_named = os.path.isdir(name) or HUB_ID.fullmatch(name)
-        why = error if is_named else "it is no directory that exists, no .gguf file, and no hub id"
-        raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}\n{way_out}") from error
+        why = "it is no directory that exists, no GGUF file, and no hub id"
+        if os.path.isdir(name) or HUB_ID.fullmatch(name):
+            why = _damaged(Path(name)) or brief(error)
+        raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}; {WAY_OUT}") from error
     # Why: without its files transformers makes a tokenizer of special tokens alone.
     if len(found) <= len(found.added_tokens_decoder):
         raise ConfigError(
             f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json with a"
-            f" vocabulary; {way_out}"
+            f" vocabulary; {WAY_OUT}"
         )
     return found
 
 
-def _refuse_special_files(directory: Path) -> None:
-    """Raises for a FIFO, socket or device in the directory, which would block its reader.
+def _damaged(directory: Path) -> str:
+    """Which of the JSON files is damaged, and how: transformers doesn't name the file."""
+    try:
+        for path in (directory / name for name in OBJECTS):
+            if os.path.lexists(path):
+                read_object(path, ConfigError)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _check_files(directory: Path) -> None:
+    """Raises for a FIFO, socket or device in the directory, which would block its reader, and for a
+    file of a tokenizer that holds something else, such as a Git LFS pointer.
 
     Why all files: transformers decides which of them it opens.
     """
@@ -141,3 +180,5 @@ def _refuse_special_files(directory: Path) -> None:
             continue
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise ConfigError(f"{path} is no regular file: a checkpoint has no use for it")
+        if path.name in FILES and (why := wrong_content(path)):
+            raise ConfigError(f"{path} can't be read: {why}; {WAY_OUT}")

@@ -24,7 +24,7 @@ from typing import Any, NotRequired, TypedDict
 
 from nanoengine.core.requests import check_text, is_int
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked, nearest
+from nanoengine.settings.checks import checked, nearest, shown
 from nanoengine.settings.params import SamplingParams
 
 CONTENT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -182,9 +182,11 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
     known = (*CONTENT_KEYS, "cache_salt", *(TEMPLATE_KEYS if "messages" in given else ()))
     for key, value in prompt.items():
         if key in NO_MEDIA and value:
-            raise RequestError(f"{key!r} must be None: this engine takes text alone, got {value!r}")
+            raise RequestError(
+                f"{shown(key)} must be None: this engine takes text alone, got {shown(value)}"
+            )
         if key not in known and key not in NO_MEDIA:
-            raise RequestError(f"unknown key {key!r} in the prompt; {nearest(key, known)}")
+            raise RequestError(f"unknown key {shown(key)} in the prompt; {nearest(key, known)}")
     if not given or ("messages" in given and len(given) > 1):
         raise RequestError(
             "a prompt dict needs one of 'prompt', 'prompt_token_ids' and 'messages', got"
@@ -212,16 +214,22 @@ def _template_args(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     check_text("chat_template", args.get("chat_template"))
     for key in ("add_generation_prompt", "continue_final_message"):
         if not isinstance(args.get(key, True), bool):
-            raise RequestError(f"{key!r} must be True or False, got {args[key]!r}")
+            raise RequestError(f"{shown(key)} must be True or False, got {shown(args[key])}")
     tools = args.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
-        raise RequestError(f"'tools' must be a list of descriptions, each a dict, got {tools!r}")
+        raise RequestError(
+            f"'tools' must be a list of descriptions, each a dict, got {shown(tools)}"
+        )
     variables = args.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-        raise RequestError(f"'chat_template_kwargs' must be a dict by names, got {variables!r}")
+        raise RequestError(
+            f"'chat_template_kwargs' must be a dict by names, got {shown(variables)}"
+        )
     for name in variables:
         if name in RESERVED_VARIABLES:
-            raise RequestError(f"'chat_template_kwargs' can't set {name!r}: no template's variable")
+            raise RequestError(
+                f"'chat_template_kwargs' can't set {shown(name)}: no template's variable"
+            )
     return args
 
 
@@ -253,7 +261,7 @@ def _one_each(
     if is_one(given):
         return [given] * count
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise RequestError(f"{name} must be {kind} or a list of them, got {given!r}")
+        raise RequestError(f"{name} must be {kind} or a list of them, got {shown(given)}")
     if len(given) != count:
         raise RequestError(
             f"{name} must be one for all prompts, or a list as long as the prompts: got"
@@ -261,7 +269,7 @@ def _one_each(
         )
     for i, one in enumerate(given):
         if not is_one(one):
-            raise RequestError(f"{name}[{i}] must be {kind}, got {one!r}")
+            raise RequestError(f"{name}[{i}] must be {kind}, got {shown(one)}")
     return list(given)
 
 

@@ -188,4 +188,4 @@ class PromptReader:
 
 def check_on_error(on_error: object) -> None:
     if on_error not in get_args(OnError):
-        raise RequestError(f"on_error must be 'raise' or 'record', got {on_error!r}")
+        raise RequestError(f"on_error must be 'raise' or 'record', got {on_error!r:.200}")

@@ -68,11 +68,14 @@ class Tokenizer:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Tokenizer:
-        """Loads the one that an engine's settings name: their tokenizer, or that of their model."""
-        from nanoengine.checkpoint.find import resolve_model
+        """Loads the one that an engine's settings name: their tokenizer, or that of their model.
 
-        name = config.tokenizer or str(resolve_model(config))
-        return cls.load(name, trust_remote_code=config.trust_remote_code)
+        Raises:
+            ConfigError, ModelError: see `load`; or what is wrong with the model's own files.
+        """
+        from nanoengine.text.load_tokenizer import load_configured
+
+        return cls(load_configured(config))
 
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
@@ -103,12 +106,12 @@ class Tokenizer:
         try:
             return list(self._plain.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError) as error:
-            raise RequestError(f"the text can't be encoded as UTF-8: {error}") from error
+            raise RequestError(f"the text can't be encoded as UTF-8: {error!s:.200}") from error
         except BaseException as error:
             # Why by name: a panic of Rust's is no Exception, and no module exports its class.
             if type(error).__name__ != "PanicException":
                 raise
-            raise RequestError(f"the tokenizer gave up on the text: {error}") from error
+            raise RequestError(f"the tokenizer gave up on the text: {error!s:.200}") from error
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt that the model's chat template makes of a conversation.

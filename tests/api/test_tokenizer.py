@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoengine import SamplingParams
 from nanoengine.assets import demo_model_path
-from nanoengine.errors import ConfigError, RequestError
+from nanoengine.errors import ConfigError, ModelError, RequestError
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text import rendering
@@ -444,6 +444,34 @@ def test_a_fifo_among_the_tokenizers_files_is_not_waited_for(name: str, tmp_path
     (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=f"{name} is no regular file"):
         Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+                                  "merges.txt"])  # fmt: skip
+def test_a_git_lfs_pointer_among_the_tokenizers_files_is_named(name: str, tmp_path: Path) -> None:
+    byte_level().backend.save_pretrained(tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ConfigError, match=f"{name} can't be read: it is a Git LFS pointer"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'\xef\xbb\xbf{"model_type": "llama"}', "config.json is not valid.*byte order mark"),
+        (
+            b'{"architectures": ["LlamaForCausalLM"], "hidden_size": "big"}',
+            "config.json: hidden_size must be an integer",
+        ),
+        (b'{"model_type": "llama",}', "config.json is not valid JSON: .*line 1 column 24"),
+    ],
+)
+def test_a_wrong_config_is_told_and_not_blamed_on_the_tokenizer(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.of(EngineConfig(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "config.json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import tracemalloc
@@ -153,7 +154,7 @@ def test_values(tmp_path):
 HUGE = (1, 1 << 31, 1 << 62, (1 << 64) - 1)
 LIES = {
     "magic": (build(start=b"GGML" + struct.pack("<I", 3)), "it starts with b'GGML'"),
-    "git lfs": (b"version https://git-lfs.github.com/spec/v1", "not with b'GGUF'"),
+    "git lfs": (b"version https://git-lfs.github.com/spec/v1", "run `git lfs pull` in its folder"),
     "version 1": (build(start=b"GGUF" + struct.pack("<I", 1)), "version is 1;"),
     "version 4": (build(start=b"GGUF" + struct.pack("<I", 4)), "version is 4;"),
     "version 0": (build(start=b"GGUF" + struct.pack("<I", 0)), "version is 0;"),
@@ -439,7 +440,42 @@ def test_the_one_model_of_a_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"holds 2 models.*model-00001-of-00003.*other\.gguf"):
         find_gguf(tmp_path)
     (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds 2 models"):
+        find_gguf(tmp_path)
+    (tmp_path / "model.safetensors").touch()
     assert find_gguf(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [("mmproj", "clip"), (None, "clip"), ("adapter", "llama"), ("imatrix", "imatrix")],
+)
+def test_what_belongs_to_a_model_is_passed_over_by_its_metadata(tmp_path, kind, architecture):
+    model = write(tmp_path, honest(), "z.gguf")
+    keys = [key("general.architecture", STRING, text(architecture))]
+    keys += [key("general.type", STRING, text(kind))] if kind else []
+    beside = write(tmp_path, build(keys), "a.gguf")
+    assert find_gguf(tmp_path) == model
+    model.unlink()
+    assert find_gguf(tmp_path) == beside  # Its reader says that it is no language model.
+
+
+def test_four_bytes_decide_and_not_the_name(tmp_path):
+    blob = write(tmp_path, honest(), "sha256-1f00")
+    write(tmp_path, b'{"model_format": "gguf"}', "sha256-2f00")
+    os.mkfifo(tmp_path / "fifo")
+    assert find_gguf(tmp_path) == blob
+    named = write(tmp_path, honest(), "model.GGUF")
+    assert find_gguf(tmp_path) == named
+    assert read_gguf(named).tensors.keys() == read_gguf(blob).tensors.keys()
+
+
+def test_parts_may_be_named_in_capitals(tmp_path):
+    for number, path in enumerate(split(tmp_path)):
+        path.rename(tmp_path / f"M-0000{number + 1}-of-00003.GGUF")
+    found = find_gguf(tmp_path)
+    assert found == tmp_path / "M-00001-of-00003.GGUF"
+    assert {tensor.file.suffix for tensor in read_gguf(found).tensors.values()} == {".GGUF"}
 
 
 def test_strings_of_all_arrays_are_counted(tmp_path, monkeypatch):

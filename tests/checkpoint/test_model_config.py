@@ -514,3 +514,16 @@ def test_keys_that_nobody_knows_are_told_once(caplog: pytest.LogCaptureFixture) 
     """A model whose maths is new may have the name of an old one."""
     parse_model_config({**BASE, "mixes_heads": True, "unsloth_fixed": None})
     assert caplog.messages == ["config.json has keys that are not read: 'mixes_heads'"]
+
+
+def test_what_transformers_saves_for_itself_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    own = {"_model_name_or_path": "a", "_attn_implementation": "sdpa", "task_specific_params": {}}
+    parse_model_config({**BASE, **own})
+    assert caplog.messages == []
+
+
+def test_an_unknown_architecture_is_shown_with_the_nearest_ones() -> None:
+    name = "Qwen3OmniForConditionalGeneration"
+    with pytest.raises(UnsupportedModelError, match=r"supported: Qwen3.* more$") as error:
+        parse_model_config({**BASE, "architectures": [name, *(["x" * 10_000] * 100)]})
+    assert len(str(error.value)) < 4_000

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine.checkpoint import files, weights
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.errors import ConfigError, WeightLoadError
+from nanoengine.errors import ConfigError, ModelError, WeightLoadError
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear
@@ -31,6 +31,7 @@ from tests.support.model_helpers import (
     random_prompts,
 )
 
+INDEX = "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
 PROMPTS = random_prompts(11, 4)
 Q_PROJ, O_PROJ = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qo")
@@ -181,6 +182,63 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         build(tmp_path)
 
 
+@pytest.mark.parametrize("names", ["numbered", "free"])
+def test_several_files_without_an_index_are_read(names: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "one", "llama")
+    make_checkpoint(tmp_path / "several", "llama", max_shard_size="100KB")
+    (tmp_path / "several" / INDEX).unlink()
+    (tmp_path / "several" / "adapter_model.safetensors").write_bytes(b"of another model")
+    shards = sorted((tmp_path / "several").glob("model-*"))
+    assert len(shards) > 2
+    if names == "free":
+        for number, shard in enumerate(shards):
+            shard.rename(shard.with_name(f"part {number}.safetensors"))
+    else:
+        (tmp_path / "several" / "consolidated.safetensors").write_bytes(b"the same in other names")
+    expected = all_logits(build(tmp_path / "one"), PROMPTS)
+    assert torch.equal(all_logits(build(tmp_path / "several"), PROMPTS), expected)
+
+
+@pytest.mark.parametrize("names", ["numbered", "free", "two sets"])
+def test_what_is_missing_without_an_index_is_named(names: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", max_shard_size="100KB")
+    (tmp_path / INDEX).unlink()
+    first, second, *others = sorted(tmp_path.glob("*.safetensors"))
+    message = f"has no {INDEX}; missing: {second.name}"
+    lost = next(iter(load_file(second)))
+    second.unlink()
+    if names == "free":
+        for number, shard in enumerate([first, *others]):
+            shard.rename(tmp_path / f"{number}.safetensors")
+        message = f"missing: .*{lost}"
+    if names == "two sets":
+        (tmp_path / "other-00001-of-00002.safetensors").touch()
+        message = "missing: .*other-00002-of-00002"
+    with pytest.raises(WeightLoadError, match=message):
+        build(tmp_path)
+
+
+WRONG = {
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+    "a web page": (b"<!DOCTYPE html><html>Sign in</html>", "web page"),
+    "nothing": (b"", "is empty"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", INDEX, "config.json", "generation_config.json"]
+)
+def test_what_a_file_holds_in_place_of_its_content_is_named(
+    case: str, name: str, tmp_path: Path
+) -> None:
+    content, message = WRONG[case]
+    make_checkpoint(tmp_path, "llama")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=rf"{name}.*{message}"):
+        build(tmp_path)
+
+
 def test_a_directory_without_weights_fails(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
@@ -207,7 +265,6 @@ def test_damaged_files_fail_by_name(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-INDEX = "model.safetensors.index.json"
 INDEXES: dict[str, tuple[str, str]] = {
     "a list": ("[]", "must hold a JSON object, got list"),
     "no map": ("{}", "weight_map must be a dict, got None"),

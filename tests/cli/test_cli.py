@@ -42,8 +42,8 @@ def test_a_folder_without_a_model_is_named_and_its_tokenizer_is_not_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["generate", str(tmp_path), "--prompt", "a"]) == 2
-    told = f"error: model={str(tmp_path)!r} is no checkpoint: it has no config.json, and no .gguf\n"
-    assert capsys.readouterr().err == told
+    problem = "is no checkpoint: it has no config.json, and no GGUF file"
+    assert capsys.readouterr().err == f"error: model={str(tmp_path)!r} {problem}\n"
 
 
 def expected(model: Path, *prompts: object) -> list[str]:

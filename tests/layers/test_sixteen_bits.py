@@ -164,6 +164,14 @@ def test_auto_takes_bfloat16_where_the_cpu_multiplies_it():
     assert resolve_dtype("float32", "bfloat16", CPU) == torch.float32
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "glm4"])
+def test_float16_is_refused_where_activations_exceed_it(family, tmp_path):
+    make_checkpoint(tmp_path, family, dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"can't hold the activations.*bfloat16 or float32"):
+        outputs(tmp_path, dtype="float16")
+    assert outputs(tmp_path, dtype="auto")[2].dtype == "float32"
+
+
 def test_an_odd_number_of_inputs_keeps_float32(tmp_path):
     """bfloat16 weights lie in pairs of inputs, and float16 ones are read two by two."""
     make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, intermediate_size=97)

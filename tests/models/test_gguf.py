@@ -585,6 +585,82 @@ def test_info_says_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "Q4_0: kernel linear_floats, codes of 4 bits, rows of" in capsys.readouterr().out
 
 
+def test_a_layout_of_other_programs_is_found(tmp_path: Path) -> None:
+    """LM Studio's publisher/model/file, ollama's blobs, and a repository in the hub's cache."""
+
+    def found(path: Path) -> Path:
+        return resolve_model(EngineConfig(model=str(path)))
+
+    file = tmp_path / "models" / "publisher" / "a-GGUF" / "a-Q8_0.gguf"
+    file.parent.mkdir(parents=True)
+    make_gguf(tmp_path / "a.gguf", "llama")
+    (tmp_path / "a.gguf").rename(file)
+    assert found(file.parent) == file
+    for above in (tmp_path / "models", tmp_path / "models" / "publisher"):
+        with pytest.raises(ConfigError, match=f"; below it are {file}"):
+            found(above)
+    blob = tmp_path / "ollama" / "blobs" / "sha256-1f00"
+    blob.parent.mkdir(parents=True)
+    file.rename(blob)
+    assert found(blob) == found(blob.parent) == blob
+    with pytest.raises(ConfigError, match=f"; below it are {blob.parent}"):
+        found(tmp_path / "ollama")
+    repository = tmp_path / "hub" / "models--me--a"
+    snapshot = repository / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot / "a.gguf").symlink_to(blob)
+    with pytest.raises(ConfigError, match=f"; below it are {snapshot / 'a.gguf'}"):
+        found(repository)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c0ffee\n")
+    assert found(repository) == found(snapshot) == snapshot / "a.gguf"
+    with pytest.raises(ConfigError, match=f"; below it are {repository}"):
+        found(tmp_path / "hub")
+
+
+@pytest.mark.parametrize(
+    ("model", "near"),
+    [
+        ("Tiny-Q8_O.gguf", "Tiny-Q8_0.gguf"),
+        ("tiny-q8_0.gguf", "Tiny-Q8_0.gguf"),
+        ("tiny", "Tiny-Q8_0.gguf"),
+        ("lama/config.json", "llama"),
+        ("wholly other", ""),
+    ],
+)
+def test_a_missing_path_is_told_with_what_is_called_so(
+    model: str, near: str, tmp_path: Path
+) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "Tiny-Q8_0.gguf").touch()
+    end = f"; did you mean {tmp_path / near}?" if near else ""
+    with pytest.raises(ConfigError) as error:
+        resolve_model(EngineConfig(model=str(tmp_path / model)))
+    assert str(error.value).endswith(f"{str(tmp_path / model)!r} does not exist{end}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"context_length": 0}, "llama.context_length must be from 1"),
+        ({"attention.head_count_kv": 3}, "llama.attention.head_count_kv=3"),
+        ({"rope.freq_base": 0.5}, "llama.rope.freq_base must be from 1.001"),
+        ({"general.sampling.temp": -1.0}, "general.sampling.temp: "),
+        ({"tokenizer.ggml.eos_token_id": 900_000}, "tokenizer.ggml.eos_token_id must be from 0"),
+    ],
+)
+def test_messages_name_the_keys_of_the_file(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    make_gguf(path, "llama", keys=keys)
+    with pytest.raises(UnsupportedModelError) as error:
+        load_model_config(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+    assert "config.json" not in str(error.value)
+
+
 FILES = [
     "README.md", "a-Q4_K_M.gguf", "a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf",
     "a-IQ4_XS.gguf", "a-UD-IQ4_XS.gguf", "mmproj-a-Q8_0.gguf", "BF16/a-BF16.gguf",

@@ -3,6 +3,7 @@
 Tokens are those of the CPU, no launch waits, no stream is out of order, and all memory comes back.
 """
 
+import subprocess
 from unittest import mock
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import nanoengine.features.kv_tiers as kv_tiers
 import nanoengine.runner.start as start
 from nanoengine import HostTier
+from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import HostStorage
+from nanoengine.kernels import launch
 from nanoengine.runner import memory
 from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.settings.params import SamplingParams
@@ -52,6 +55,30 @@ def on_gpu_by_torch(**options):
 def written():
     """Why: transformers, by which a model is written, can't be imported beside an emulated GPU."""
     checkpoint("qwen3", **SHAPE)
+
+
+def test_auto_takes_plain_torch_on_an_old_gpu(caplog):
+    old = mock.patch("tests.support.emulated_gpu.CAPABILITY", (7, 5))
+    with old, EmulatedGPU() as gpu:
+        engine = on_gpu(attention_backend="auto")
+        assert tokens(run(engine, PROMPTS, PARAMS)) == on_cpu(PARAMS)
+        assert engine.info.attention_backend == "naive"
+        close(gpu, engine)
+    assert [r.levelname for r in caplog.records if "compute capability is 7.5" in r.message] == [
+        "WARNING"
+    ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Failed to find C compiler."), subprocess.CalledProcessError(1, ["gcc", "x.c"])],
+    ids=["no compiler", "no Python.h"],
+)
+def test_a_machine_that_can_t_build_kernels_is_told_before_weights_are_read(error):
+    broken = mock.patch.object(launch, "launch", side_effect=error)
+    unread = mock.patch.object(start, "load_model", side_effect=AssertionError)
+    with EmulatedGPU(), broken, unread, pytest.raises(ConfigError, match="gcc and python3-dev"):
+        on_gpu()
 
 
 def close(gpu, engine):

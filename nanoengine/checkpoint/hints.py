@@ -1,0 +1,56 @@
+"""What is near where a model was expected: for messages, and files that no index lists.
+
+Called by `find.py` and `files.py` where a path or an index is missing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from nanoengine.errors import WeightLoadError
+from nanoengine.settings.checks import listed
+from nanoengine.settings.files import GGUF
+
+SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors", re.DOTALL)
+"""The name of one file of a set; numbers start at 1."""
+
+
+def files_without_index(directory: Path) -> list[Path]:
+    """The files of numbered sets, or else all safetensors files but those of an adapter.
+
+    Raises:
+        WeightLoadError: files of a set are missing.
+    """
+    files = [p for p in sorted(directory.glob("*.safetensors")) if p.name[:8] != "adapter_"]
+    wanted = {
+        f"{name['stem']}-{number + 1:05}-of-{name['count']}.safetensors"
+        for path in files
+        if (name := SHARD.fullmatch(path.name))
+        for number in range(int(name["count"]))
+    }
+    if missing := sorted(wanted - {path.name for path in files}):
+        raise WeightLoadError(
+            f"{directory} has no model.safetensors.index.json; missing: {listed(missing)}"
+        )
+    return [path for path in files if not wanted or path.name in wanted]
+
+
+def models_below(folder: Path) -> str:
+    """The models in folders of a folder, for a message."""
+    names = [f"{at}/{name}" for at in ("*", "*/*") for name in ("config.json", "*.gguf")]
+    names += ["blobs/sha256-*", "*/snapshots"]  # of ollama, and of the hub's cache
+    below = {str(p if p.suffix == GGUF else p.parent) for one in names for p in folder.glob(one)}
+    return f"; below it are {listed(sorted(below))}" if below else ""
+
+
+def near_names(path: Path) -> str:
+    """What the nearest directory that exists has in place of a missing path, for a message."""
+    while not os.path.isdir(path.parent):
+        path = path.parent
+    wanted, names = path.name.lower()[:255], {p.name.lower(): p for p in path.parent.glob("*")}
+    near = [name for name in names if wanted and name.startswith(wanted)]
+    near = near or difflib.get_close_matches(wanted, names)
+    return f"; did you mean {listed([str(names[name]) for name in sorted(near)])}?" * bool(near)

@@ -1,0 +1,78 @@
+"""Runs an exercise of docs/tour.md: `python tools/tour.py`, after a line to break was changed.
+
+An exercise was begun if its file no longer has the line that the page shows with a minus. Its
+examples run after all examples before them, and what they print now is shown beside what they
+printed before. Needs what `make demo` installs and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.support import pages  # noqa: E402
+
+BLOCKS = pages.blocks_of(ROOT / "docs/tour.md")
+EXAMPLES = [block for block in BLOCKS if block.kind == "session"]
+
+
+class Exercise(NamedTuple):
+    """A line to break, and the examples whose output then changes.
+
+    Attributes:
+        path, old, new: the file, the text in it, and the text that takes its place.
+        question: the block of examples that follows.
+    """
+
+    path: str
+    old: str
+    new: str
+    question: pages.Block
+
+
+def exercises() -> Iterator[Exercise]:
+    """All exercises of the page, in order."""
+    for block in BLOCKS:
+        if block.kind == "diff":
+            path, *lines = block.text.rstrip("\n").split("\n")
+            old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+            yield Exercise(path, old, new, next(b for b in EXAMPLES if b.line > block.line))
+
+
+def output_of(question: pages.Block) -> str:
+    """What a block of examples prints, after all examples before it."""
+    namespace: dict[str, object] = {}
+    parser = doctest.DocTestParser()
+    for block in EXAMPLES:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            for example in parser.get_examples(block.text):
+                exec(compile(example.source, "tour", "single"), namespace)
+        if block is question:
+            break
+    return printed.getvalue()
+
+
+def main() -> None:
+    """Shows the exercises that were begun."""
+    begun = [e for e in exercises() if e.old not in (ROOT / e.path).read_text(encoding="utf-8")]
+    if not begun:
+        print("No line of an exercise is changed: change one, save the file, and run this again.")
+    for exercise in begun:
+        print(f"{exercise.path}, docs/tour.md line {exercise.question.line}:")
+        examples = doctest.DocTestParser().get_examples(exercise.question.text)
+        before = "".join(example.want for example in examples)
+        for title, text in (("Expected", before), ("Got", output_of(exercise.question))):
+            print(f"{title}:\n" + "".join(f"    {line}\n" for line in text.splitlines()), end="")
+
+
+if __name__ == "__main__":
+    main()
