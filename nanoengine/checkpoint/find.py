@@ -24,7 +24,7 @@ PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 FLOAT16_OVERFLOWS = {"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM"}
 """Architectures whose activations exceed what float16 holds, so that results become NaN. Source:
-the list in vLLM's `config/model.py`, which also has PLaMo 2; Gemma 3 was measured here."""
+the list in vLLM's `config/model.py`, which also has PLaMo 2."""
 
 
 def resolve_model(config: EngineConfig) -> Path:
