@@ -211,7 +211,7 @@ def test_modules_json_says_the_pooling(tmp_path):
         ({"pooling_mode_max_tokens": True}, ("Transformer", "Pooling"), "pooling_mode_max_tokens"),
         ({"pooling_mode": ["cls", "mean"]}, ("Transformer", "Pooling"), "pooling_mode_cls_token"),
         ({}, ("Transformer", "Pooling"), "no pooling"),
-        ({"pooling_mode": "mean"}, ("Transformer", "Pooling", "LSTM"), "'LSTM'"),
+        ({"pooling_mode": "mean"}, ("Transformer", "Pooling", "LSTM"), "LSTM"),
     ],
 )
 def test_modules_that_are_not_implemented_are_named(lm, tmp_path, config, kinds, said):
