@@ -26,15 +26,7 @@ from nanoengine.jobs.log import Bitmap, Log, PipeLog
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.paths import STDOUT, Paths, real_path
 from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import (
-    Kind,
-    RowOptions,
-    RowReader,
-    Task,
-    kind_of,
-    readable,
-    require_columns,
-)
+from nanoengine.jobs.rows import Kind, RowOptions, RowReader, Task, kind_of, require_columns
 from nanoengine.jobs.source import (
     STDIN,
     Form,
@@ -412,7 +404,7 @@ def _kind_of(first: Line, options: JobOptions) -> Kind:
     if one.form not in ("jsonl", "json") or options.columns_alone:
         return "simple"
     lines = [first] if one.name == STDIN else read_lines([one], options.max_row_bytes)
-    return next(map(kind_of, readable(lines)), "simple")
+    return kind_of(lines)
 
 
 def _is_writable(fd: int) -> bool:

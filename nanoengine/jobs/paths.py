@@ -67,10 +67,8 @@ class Paths:
         suffix = Path(output).suffix.lower()
         self.table = suffix if suffix in TABLES else ""
         if suffix not in (*LINES, *TABLES):
-            raise ConfigError(
-                f"output {output!r} can't be written as {suffix}: name it .jsonl, .csv, .tsv or"
-                " .parquet, or give - for JSON lines on stdout"
-            )
+            told = f"can't be written as {suffix}: name it .jsonl, .csv, .tsv or .parquet"
+            raise ConfigError(f"output {output!r} {told}")
         if self.table and self.output.exists() and not self.output.is_file():
             raise ConfigError(f"output {output!r} is no file, so it takes only JSON lines")
         self.table_log, self.manifest, self.runs = (

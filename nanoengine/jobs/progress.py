@@ -17,6 +17,7 @@ from nanoengine.jobs.work import Counts
 
 LACK_BLOCKS = {"blocks", "policy"}
 """Words of a plan's `waits`: no blocks now, or none soon."""
+MORE_BLOCKS = "--kv-cache-gib, or --memory-fraction, gives it more memory"
 LIVE_S, LOGGED_S = 0.25, 30.0
 
 
@@ -74,11 +75,8 @@ class Progress:
         if counts.empty:
             yield f"{counts.empty:,} answers are empty"
         if self._num_short:
-            yield (
-                f"rows waited for blocks of the KV cache in {self._num_short:,} of"
-                f" {self._num_steps:,} steps: --kv-cache-gib, or --memory-fraction, gives it more"
-                " memory"
-            )
+            waited = f"{self._num_short:,} of {self._num_steps:,} steps"
+            yield f"rows waited for blocks of the KV cache in {waited}: {MORE_BLOCKS}"
 
     def _left_s(self, num_running_tokens: int, speed: float) -> float | None:
         """Time for the tokens that are to come, if rows have as many as those that have ended."""

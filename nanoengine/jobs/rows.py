@@ -72,13 +72,10 @@ NO_FORM = (
 )
 
 RAW_PROMPTS = (
-    "the model has a chat template, and prompts go to it as they are, as texts to continue: --chat"
-    " makes each a user's message"
+    "the model has a chat template, and prompts are given to it without: --chat applies it"
 )
-COLUMNS_ARE_DATA = (
-    "columns {} set no option: with --prompt-column or --template all columns are data; an option"
-    " of the command holds for all rows"
-)
+ALL_ARE_DATA = "columns {} set no option: with --prompt-column or --template all columns are data"
+OTHERS_ARE_DATA = "with --prompt-column other columns are data"
 CHAT_MARK = re.compile(r"<[^<>\s{}]+>|\[INST\]")
 
 NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -101,16 +98,11 @@ MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 
 
 PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
 ELSEWHERE = {
-    **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict"), "max_tokens"),
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-    "top_logprobs": "logprobs",
-    "reasoning_effort": "chat_template_kwargs",
-    "tool_choice": "the row in OpenAI's form",
-}
+    "max_new_tokens": "max_tokens", "max_length": "max_tokens", "n_predict": "max_tokens",
+    "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "stop_sequences": "stop",
+    "top_logprobs": "logprobs", "reasoning_effort": "chat_template_kwargs", "tool_choice": "a body",
+}  # fmt: skip
 """What other programs, and bodies, have -> what to give in a simple row."""
-
-DATA_BESIDE = "with --prompt-column other columns are data"
 
 LEAST_LIKENESS = 0.9
 """Of a column to an option for which it is taken: temprature; n_tokens is 0.89 of min_tokens."""
@@ -303,7 +295,7 @@ class RowReader:
         _, task.key = own_id(row) or ("", task.key)
         if self._options.columns_alone:
             if named := [name for name in SAMPLING if name in row]:
-                self._warn("columns", COLUMNS_ARE_DATA.format(", ".join(named)))
+                self._warn("columns", ALL_ARE_DATA.format(", ".join(named)))
             task.prompt = self._as_chat(self._from_columns(row))
             task.params = self._params_for(self._with_form(task, {}), "simple")
         else:
@@ -312,13 +304,11 @@ class RowReader:
     def lacks_prompt(self, row: Mapping[str, Any]) -> bool:
         """Whether a row has not the columns of which its prompt is made."""
         if not self._options.columns_alone:
-            return not any(name in row for name in (*CONTENT_KEYS, "turns"))
-        try:
+            return row.keys().isdisjoint((*CONTENT_KEYS, "turns"))
+        with contextlib.suppress(RequestError):
             self._from_columns(row)
-        except RequestError as error:
-            wanted = self._names or [self._options.prompt_column]
-            return any(name not in row and repr(name) in str(error) for name in wanted)
-        return False
+            return False
+        return not row.keys() >= {self._options.prompt_column, *self._names} - {None}
 
     # --- simple rows ----------------------------------------------------------------------------
 
@@ -359,7 +349,7 @@ class RowReader:
         for name, one in row.items():
             meant = _meant(name) if one is not None else ""
             if meant and plain(one) not in getattr(OPENAI.get(name), "neutral", ()):
-                raise RequestError(f"column {name!r} has no effect: {meant}; {DATA_BESIDE}")
+                raise RequestError(f"column {name!r} has no effect: {meant}; {OTHERS_ARE_DATA}")
         if isinstance(row.get("model"), str):
             self._check_model(row["model"])
         own = self._with_form(task, _given(row, _PARAMS), given.get("tools"))
@@ -592,14 +582,15 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
     return {name: prompt} | ({"cache_salt": body["cache_salt"]} if "cache_salt" in body else {})
 
 
-def kind_of(row: object) -> Kind:
-    """The form of an input, by one of its rows."""
+def kind_of(lines: Iterable[Line]) -> Kind:
+    """The form of an input, by the first of its rows that can be read."""
+    row = next(_readable(lines), "")
     if not isinstance(row, dict) or any(row.get(n) is not None for n in (*CONTENT_KEYS, "turns")):
         return "simple"
     return "chat" if "body" in row or "custom_id" in row else "simple"
 
 
-def readable(lines: Iterable[Line]) -> Iterator[Any]:
+def _readable(lines: Iterable[Line]) -> Iterator[Any]:
     """The rows that can be read among the first lines of an input."""
     for line in itertools.islice(lines, SNIFFED_ROWS):
         with contextlib.suppress(RowError):
@@ -620,7 +611,7 @@ def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes:
         first = next(lines, None)
         if first and one.form == "csv" and getattr(first.content, "code", "") == "unreadable_input":
             raise ConfigError(f"input {one.name!r}: {first.content}")
-        for row in readable(itertools.chain([first] if first else [], lines)):
+        for row in _readable(itertools.chain([first] if first else [], lines)):
             if isinstance(row, dict):
                 names |= dict.fromkeys(row)
                 if not reader.lacks_prompt(row):

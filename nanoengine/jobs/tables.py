@@ -113,6 +113,7 @@ def write_csv(log: Log, offsets: Iterable[int], path: Path, delimiter: str, enco
     Raises:
         OutputLostError: there is no room.
     """
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else delimiter
     kept = array("q", offsets)
     columns: dict[str, None] = {}
     new: dict[str, None] = {}
@@ -146,8 +147,7 @@ def _cells(record: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
     else:
         body = (record["response"] or {}).get("body") or {}
         answers, own = body.get("choices"), {"custom_id": record["custom_id"]}
-        if answers is None:
-            own |= {"response": body or None}
+        own |= {"response": body} if body and answers is None else {}
     answers = [one | one.pop("message", {}) for one in answers or ()]
     for one in answers:
         one["text"] = one.get("text", one.get("content"))

@@ -58,11 +58,9 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     found = find_file(directory)
     if found is None:
         return load_backend(name, trust_remote_code)
-    template = directory / "chat_template.jinja"
-    if template.is_file():
+    found.chat_template = read_object(directory / CONFIG, ConfigError).get("chat_template")
+    if (template := directory / "chat_template.jinja").is_file():
         found.chat_template = template.read_text(encoding="utf-8", errors="replace")
-    else:
-        found.chat_template = read_object(directory / CONFIG, ConfigError).get("chat_template")
     return found
 
 
