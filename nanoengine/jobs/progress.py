@@ -73,7 +73,8 @@ class Progress:
         if counts.cut:
             yield f"{counts.cut:,} answers were cut at max_tokens: --max-tokens allows more"
         if counts.empty:
-            yield f"{counts.empty:,} answers are empty"
+            hint = "" if self._job.options.chat else "; a model of chats may need --chat"
+            yield f"{counts.empty:,} answers are empty: the model ended at once{hint}"
         if self._num_short:
             waited = f"{self._num_short:,} of {self._num_steps:,} steps"
             yield f"rows waited for blocks of the KV cache in {waited}: {MORE_BLOCKS}"

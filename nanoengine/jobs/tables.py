@@ -126,7 +126,7 @@ def write_csv(log: Log, offsets: Iterable[int], path: Path, delimiter: str, enco
     names = [name if most == 1 else f"{name}_{i + 1}" for i in range(most) for name in new]
     with replacing(path) as file:
         text = io.TextIOWrapper(file, encoding, "backslashreplace", newline="")
-        writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+        writer = csv.writer(text, delimiter=delimiter)  # \r\n: a lone \r is quoted
         writer.writerow([*columns, *(_free(name, columns) for name in (*names, "error"))])
         for rows in _batches(log, kept):
             for own, answers, error in map(_cells, rows):
