@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import warnings
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,7 +45,7 @@ class BatchArgs(JobOptions, EngineArgs):
     examples:
       nanoengine batch demo requests.jsonl --output answers.jsonl
       nanoengine batch Qwen/Qwen3-0.6B 'data/*.csv.gz' --template 'Sum up: {{ text }}' --chat
-          --output sums.parquet
+          --output sums.csv
       cat prompts.jsonl | nanoengine batch demo - --output - --max-tokens 64 | head
 
     Attributes:
@@ -97,37 +96,34 @@ class BatchArgs(JobOptions, EngineArgs):
 
 def main(args: BatchArgs) -> int:
     """Runs the command; returns its exit code."""
-    with warnings.catch_warnings():
-        # Why: a warning is for who runs the job, who asks for no place in the code.
-        warnings.showwarning = lambda told, *place, **more: print("warning:", told, file=sys.stderr)
-        options, sampling = engine_options(args), sampling_fields(args.sampling)
-        config = EngineConfig.from_kwargs(**options)
-        of_job = JobOptions(**shared(JobOptions, args) | {"sampling": sampling})
-        if args.dry_run:
-            from nanoengine.jobs.dry_run import dry_run
+    options, sampling = engine_options(args), sampling_fields(args.sampling)
+    config = EngineConfig.from_kwargs(**options)
+    of_job = JobOptions(**shared(JobOptions, args) | {"sampling": sampling})
+    if args.dry_run:
+        from nanoengine.jobs.dry_run import dry_run
 
-            return dry_run(of_job, config, args.model)
-        if args.watch:
-            require_terminal()
-        job = Job(of_job, lambda: describe_engine(config, args.model))
-        try:
-            with closing(job), Signals(args.grace) as signals:
-                if args.verify is not None:
-                    from nanoengine.jobs.verify import readable_log
+        return dry_run(of_job, config, args.model)
+    if args.watch:
+        require_terminal()
+    job = Job(of_job, lambda: describe_engine(config, args.model))
+    try:
+        with closing(job), Signals(args.grace) as signals:
+            if args.verify is not None:
+                from nanoengine.jobs.verify import readable_log
 
-                    readable_log(job)  # Why first: all rows would have run before it is told.
-                with _engines(args, options) as llm:
-                    code = run(job, llm, args, signals)
-                if args.verify is not None and job.is_complete:
-                    code = _verified(job, args, options) or code
-                return code
-        except Stopped as stopped:  # while a model loaded; `run` says more of rows
-            what = "before answers were verified" if job.is_complete else "before any row ran"
-            print(f"interrupted {what}", file=sys.stderr)
-            return stopped.code
-        except OutputLostError as error:
-            print(f"error: {error.strerror}", file=sys.stderr)
-            return SOME_FAILED
+                readable_log(job)  # Why first: all rows would have run before it is told.
+            with _engines(args, options) as llm:
+                code = run(job, llm, args, signals)
+            if args.verify is not None and job.is_complete:
+                code = _verified(job, args, options) or code
+            return code
+    except Stopped as stopped:  # while a model loaded; `run` says more of rows
+        what = "before answers were verified" if job.is_complete else "before any row ran"
+        print(f"interrupted {what}", file=sys.stderr)
+        return stopped.code
+    except OutputLostError as error:
+        print(f"error: {error.strerror}", file=sys.stderr)
+        return SOME_FAILED
 
 
 def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
@@ -208,9 +204,7 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
         shown.close()
         observers.remove(shown)
     facts = summary(job, work.counts, time.perf_counter() - started, ended)
-    print(table(facts), file=sys.stderr)
-    if told := progress.advice():
-        print(told, file=sys.stderr)
+    print(table(facts), *progress.advice(), sep="\n", file=sys.stderr)
     if code >= TOO_MANY_ERRORS:
         print("the same command goes on from here", file=sys.stderr)
     if args.summary_json is not None:

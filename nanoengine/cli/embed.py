@@ -19,7 +19,7 @@ from nanoengine.cli.options import EngineArgs, engine_options
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.log import replacing
 from nanoengine.jobs.paths import real_path
-from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.rows import RowOptions, RowReader, require_columns
 from nanoengine.jobs.source import find_inputs, read_lines, require_pyarrow
 from nanoengine.settings.pooling import Pooling, PoolingParams
 from nanoengine.text.prompt_forms import Row
@@ -36,7 +36,8 @@ class EmbedArgs(EngineArgs):
       nanoengine embed demo 'data/*.csv' --prompt-column text --output vectors.parquet
 
     Attributes:
-        inputs: Files, globs, or - for stdin: .txt, .jsonl, .csv, packed or not, .parquet.
+        inputs: Files, globs, or - for stdin: .txt, .jsonl, .json, .csv, .tsv, packed or not,
+            .parquet.
         output: A matrix of NumPy's, .npy, with a row a text; or a table, .parquet, with columns
             row, embedding and error.
         prompt_column: The column that is the text.
@@ -68,7 +69,9 @@ def main(args: EmbedArgs) -> int:
         require_pyarrow("Parquet files")
     output_path = real_path(args.output)
     inputs = find_inputs(args.inputs)
-    reader = RowReader(RowOptions(prompt_column=args.prompt_column, template=args.template))
+    options = RowOptions(prompt_column=args.prompt_column, template=args.template)
+    require_columns(inputs, options, MAX_ROW_BYTES)
+    reader = RowReader(options)
     cut = -1 if args.truncate else None
     asked = PoolingParams(
         dimensions=args.dimensions, pooling=args.pooling, truncate_prompt_tokens=cut

@@ -16,6 +16,7 @@ import inspect
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif not args[1:] or args[1] in HELP:
             print(module.__doc__.rstrip())
             return 0
-        status = int(module.main(options) or 0)
+        with warnings.catch_warnings():
+            # Why: a warning is for the user of a command, who needs no place in the code.
+            warnings.showwarning = lambda told, *_, **__: print("warning:", told, file=sys.stderr)
+            status = int(module.main(options) or 0)
         sys.stdout.flush()
         return status
     except BrokenPipeError:

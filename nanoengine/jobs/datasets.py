@@ -25,6 +25,7 @@ from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.log import Log, replacing
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.order import ordered
+from nanoengine.jobs.paths import Paths
 from nanoengine.jobs.records import Recorder, json_line
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line
@@ -128,8 +129,8 @@ def _resumable(
             file.writelines(map(json_line, kept))
         run_job(str(source), str(output))
     found: dict[int, dict[str, Any]] = {}
-    is_table = output.suffix == ".parquet"
-    log = output.with_name(output.name + ".job.jsonl") if is_table else output
+    paths = Paths(str(output), None, None)
+    log = paths.table_log if paths.table else output
     with log.open(encoding="utf-8") as file:
         for line in file:
             record = json.loads(line)

@@ -8,7 +8,6 @@ job.complete()         --in-order, Parquet
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import time
@@ -27,13 +26,14 @@ from nanoengine.jobs.log import Bitmap, Log, PipeLog
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.paths import STDOUT, Paths, real_path
 from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import Kind, RowOptions, RowReader, Task, kind_of, value
+from nanoengine.jobs.rows import Kind, RowOptions, RowReader, Task, kind_of, require_columns
 from nanoengine.jobs.source import (
     STDIN,
     Form,
     Input,
     Line,
     RowError,
+    csv_dialect,
     find_inputs,
     read_lines,
     require_pyarrow,
@@ -45,9 +45,6 @@ from nanoengine.version import __version__
 
 MIB = 1 << 20
 MOST_ROW_MIB = 1024
-SNIFFED_ROWS = 1000
-"""Rows that are looked at for one that can be read."""
-
 ROW_OPTIONS = {one.name for one in fields(RowOptions)} - {"any_model", "trust_row_templates"}
 """Options of rows on which answers depend."""
 
@@ -57,8 +54,9 @@ class JobOptions(RowOptions):
     """What a job is asked to do; docs/batch.md is the manual.
 
     Attributes:
-        inputs: Files, globs, or - for stdin: .jsonl, .txt, .csv, packed or not, .parquet.
-        output: Where records go: .jsonl, .parquet, or - for stdout.
+        inputs: Files, globs, or - for stdin: .jsonl, .json, .txt, .csv, .tsv, packed or not,
+            .parquet.
+        output: Where records go: .jsonl, .csv, .tsv, .parquet, or - for stdout.
         input_format: What the inputs are, whatever they are called.
         errors: Write error records to this file, apart from answers.
         in_order: Put the finished file into the order of the inputs.
@@ -114,7 +112,6 @@ class Job:
 
     def __init__(self, options: JobOptions, facts: Callable[[], Mapping[str, Any]]) -> None:
         self.options = options
-        RowReader(options)  # Why: a template or a value that is wrong is told now.
         self._paths = Paths(options.output, options.errors, options.summary_json)
         self.inputs = find_inputs(options.inputs, options.input_format, self._paths.is_own)
         self._has_stdin = any(one.name == STDIN for one in self.inputs)
@@ -149,9 +146,6 @@ class Job:
         refused = {
             f"--max-row-mib must be greater than 0 and at most {MOST_ROW_MIB:,}, got"
             f" {options.max_row_mib}": not has_size,
-            "--errors has lines of JSON: give a .jsonl file": (
-                (options.errors or "").endswith(".parquet")
-            ),
             f"--max-errors must be at least 0, got {options.max_errors}": (
                 (options.max_errors or 0) < 0
             ),
@@ -166,7 +160,7 @@ class Job:
         for message, is_so in refused.items():
             if is_so:
                 raise ConfigError(message)
-        if options.output.endswith(".parquet"):
+        if self._paths.table == ".parquet":
             require_pyarrow("Parquet files")
 
     # --- the output -----------------------------------------------------------------------------
@@ -194,7 +188,8 @@ class Job:
             except OSError as error:
                 raise ConfigError(f"output {name!r} can't be written: {error.strerror}") from error
         else:
-            path = self._paths.table_log if path.suffix == ".parquet" else real_path(name)
+            is_table = self._paths.table and name == self.options.output
+            path = self._paths.table_log if is_table else real_path(name)
             log = Log(path, lambda: last_process(self._paths.runs))
         self._logs.append(log)
         return log
@@ -225,7 +220,8 @@ class Job:
                 paths.move_aside()
         before = manifests.load(paths.manifest, created=int, inputs=list)
         has_records = any(log.num_bytes for log in self._files())
-        if has_records:
+        # Why the table too: it would be replaced at the end.
+        if has_records or (paths.table and paths.output.exists() and paths.output.stat().st_size):
             if before is None:
                 raise ConfigError(
                     f"output {options.output!r} exists, and no {paths.manifest.name} beside it says"
@@ -324,10 +320,14 @@ class Job:
         self.log.sync()
         self._error_log.sync()
         self._require_all()
-        if self.options.output.endswith(".parquet") and isinstance(self.log, Log):
-            from nanoengine.jobs.tables import write_parquet
+        if self._paths.table and isinstance(self.log, Log):
+            from nanoengine.jobs import tables
 
-            write_parquet(self.log, _in_order(self.log), self._paths.output)
+            to = self.log, _in_order(self.log), self._paths.output
+            if self._paths.table == ".parquet":
+                tables.write_parquet(*to)
+            else:
+                tables.write_csv(*to, *csv_dialect(self.inputs))
         elif self.options.in_order:
             for log in self._files():
                 log.rewrite(_in_order(log))
@@ -365,11 +365,14 @@ def count_rows(inputs: list[Input], options: JobOptions) -> int | None:
     """The rows of the inputs, as far as they can be counted; None with stdin.
 
     Raises:
-        ConfigError: --strict, and an id stands twice.
+        ConfigError: --strict, and an id stands twice; or see `require_columns`.
     """
+    require_columns(inputs, options, options.max_row_bytes)
     if any(one.name == STDIN for one in inputs):
         return None
     num_rows, duplicates = survey(inputs, options.max_row_bytes)
+    if not num_rows:
+        warnings.warn("the inputs have no rows", stacklevel=1)
     if duplicates and options.strict:
         raise ConfigError("--strict: " + "; ".join(duplicates))
     for told in duplicates:
@@ -398,13 +401,10 @@ def tasks_of(
 def _kind_of(first: Line, options: JobOptions) -> Kind:
     """The form of an input: that of the first row that can be read."""
     one = first.input
-    if one.form != "jsonl" or options.columns_alone:
+    if one.form not in ("jsonl", "json") or options.columns_alone:
         return "simple"
     lines = [first] if one.name == STDIN else read_lines([one], options.max_row_bytes)
-    for line in itertools.islice(lines, SNIFFED_ROWS):
-        with contextlib.suppress(RowError):
-            return kind_of(value(line))
-    return "simple"
+    return kind_of(lines)
 
 
 def _is_writable(fd: int) -> bool:

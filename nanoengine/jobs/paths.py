@@ -13,6 +13,9 @@ from nanoengine.jobs.log import lock_path
 from nanoengine.jobs.source import STDIN, Input
 
 STDOUT = "-"
+LINES = ("", ".jsonl", ".ndjson")
+TABLES = (".csv", ".tsv", ".parquet")
+"""Suffixes of outputs: those of JSON lines, which pipes have too, and those of tables."""
 
 
 def real_path(name: str | os.PathLike[str]) -> Path:
@@ -47,6 +50,7 @@ class Paths:
 
     Attributes:
         output: where the records, or the table, are in the end.
+        table: the suffix of a table; empty for JSON lines.
         table_log: the records of which a table is made.
         manifest: says what job the output is of.
         runs: says which rows run.
@@ -54,11 +58,19 @@ class Paths:
             is no such file.
 
     Raises:
-        ConfigError: one of them is a directory; the summary can't be written.
+        ConfigError: one of them is a directory, or has the suffix of another format; the summary
+            can't be written.
     """
 
     def __init__(self, output: str, errors: str | None, summary_json: Path | None) -> None:
         self.output = real_path(output)
+        suffix = Path(output).suffix.lower()
+        self.table = suffix if suffix in TABLES else ""
+        if suffix not in (*LINES, *TABLES):
+            told = f"can't be written as {suffix}: name it .jsonl, .csv, .tsv or .parquet"
+            raise ConfigError(f"output {output!r} {told}")
+        if self.table and self.output.exists() and not self.output.is_file():
+            raise ConfigError(f"output {output!r} is no file, so it takes only JSON lines")
         self.table_log, self.manifest, self.runs = (
             self.output.with_name(f"{self.output.name}.job.{what}")
             for what in ("jsonl", "json", "runs")
@@ -97,6 +109,8 @@ class Paths:
             if os.path.realpath(path) in taken:
                 raise ConfigError(f"{option} {str(path)!r} is a file of the job: name another")
             taken.add(os.path.realpath(path))
+        if self._errors is not None and self._errors.suffix.lower() not in LINES:
+            raise ConfigError(f"--errors {str(self._errors)!r} has JSON lines: name it .jsonl")
 
     def is_own(self, name: str) -> bool:
         """Whether a file that a glob has found is of this job, or of one that was moved aside."""

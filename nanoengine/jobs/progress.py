@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nanoengine.core.engine_stats import EngineStats
@@ -17,6 +17,7 @@ from nanoengine.jobs.work import Counts
 
 LACK_BLOCKS = {"blocks", "policy"}
 """Words of a plan's `waits`: no blocks now, or none soon."""
+MORE_BLOCKS = "--kv-cache-gib, or --memory-fraction, gives it more memory"
 LIVE_S, LOGGED_S = 0.25, 30.0
 
 
@@ -64,14 +65,19 @@ class Progress:
         words.append(f"hits {stats.cache_hit_rate:.0%}")
         return ", ".join(words)
 
-    def advice(self) -> str | None:
-        """What would have let more rows run at once; None: nothing, or it is not known."""
-        if not self._num_short:
-            return None
-        return (
-            f"rows waited for blocks of the KV cache in {self._num_short:,} of {self._num_steps:,}"
-            " steps: --kv-cache-gib, or --memory-fraction, gives it more memory"
-        )
+    def advice(self) -> Iterator[str]:
+        """Lines on why rows failed, and on what other options would have changed."""
+        counts = self._counts
+        for code, (count, first) in sorted(counts.reasons.items(), key=lambda one: -one[1][0]):
+            yield f"{count:,} failed with {code}, the first at {first}"
+        if counts.cut:
+            yield f"{counts.cut:,} answers were cut at max_tokens: --max-tokens allows more"
+        if counts.empty:
+            hint = "" if self._job.options.chat else "; a model of chats may need --chat"
+            yield f"{counts.empty:,} answers are empty: the model ended at once{hint}"
+        if self._num_short:
+            waited = f"{self._num_short:,} of {self._num_steps:,} steps"
+            yield f"rows waited for blocks of the KV cache in {waited}: {MORE_BLOCKS}"
 
     def _left_s(self, num_running_tokens: int, speed: float) -> float | None:
         """Time for the tokens that are to come, if rows have as many as those that have ended."""
@@ -114,6 +120,8 @@ def summary(job: Job, counts: Counts, elapsed_s: float, ended: str) -> dict[str,
         "prompt_tokens": prompt,
         "cached_tokens": counts.cached_tokens,
         "output_tokens": counts.output_tokens,
+        "empty_answers": counts.empty,
+        "cut_answers": counts.cut,
         "elapsed_s": round(elapsed_s, 3),
         "output_tokens_per_s": round(counts.output_tokens / max(elapsed_s, 1e-9), 1),
         "cache_hit_rate": round(counts.cached_tokens / prompt, 4) if prompt else 0.0,

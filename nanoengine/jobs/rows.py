@@ -11,18 +11,22 @@ A field is obeyed or refused by name. What a name may hold is said once: by `Sam
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import functools
+import itertools
 import json
 import math
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.jobs.feed import size_of
-from nanoengine.jobs.source import Input, Line, RowError, own_id
+from nanoengine.jobs.source import AS_UTF8, STDIN, Input, Line, RowError, own_id, read_lines
 from nanoengine.settings.checks import nearest, plain, shown
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
@@ -67,11 +71,17 @@ NO_FORM = (
     " text, unless --tool-call-parser names one"
 )
 
+RAW_PROMPTS = (
+    "the model has a chat template, and prompts are given to it without: --chat applies it"
+)
+ALL_ARE_DATA = "columns {} set no option: with --prompt-column or --template all columns are data"
+OTHERS_ARE_DATA = "with --prompt-column other columns are data"
+CHAT_MARK = re.compile(r"<[^<>\s{}]+>|\[INST\]")
+
 NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields of a body that ask nothing of an answer."""
 
-_SIMPLE_PARAMS = (*SAMPLING, *SAMPLING_PARAMS)
-_PARAMS = frozenset((*_SIMPLE_PARAMS, *OPENAI))
+_PARAMS = dict.fromkeys((*SAMPLING, *SAMPLING_PARAMS, *OPENAI))
 _COMMON = (*SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS)
 _CHAT = (
     "model", "messages", *TEMPLATE_KEYS, "cache_salt", "reasoning_effort", "tool_choice",
@@ -87,9 +97,23 @@ MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 
 """Where neither row, job nor model say it: what OpenAI's API has, None being all of the context."""
 
 PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
+ELSEWHERE = {
+    "max_new_tokens": "max_tokens", "max_length": "max_tokens", "n_predict": "max_tokens",
+    "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "stop_sequences": "stop",
+    "top_logprobs": "logprobs", "reasoning_effort": "chat_template_kwargs", "tool_choice": "a body",
+}  # fmt: skip
+"""What other programs, and bodies, have -> what to give in a simple row."""
+
+LEAST_LIKENESS = 0.9
+"""Of a column to an option for which it is taken: temprature; n_tokens is 0.89 of min_tokens."""
+
+LEAST_NAME = 4
 KNOWN_PARAMS = 1024
 KNOWN_CHARS = 1 << 15
 """Parameters that are made of more are not remembered: a row's may be of any size."""
+
+SNIFFED_ROWS = 1000
+"""Rows that are looked at for one that can be read."""
 
 MOST_DEPTH = 100
 DEFAULT = SamplingParams()
@@ -103,7 +127,7 @@ class Task:
 
     Attributes:
         row, input, number: as in `Line`.
-        custom_id: of an OpenAI row.
+        custom_id: of an OpenAI row, as it was given.
         columns: what a simple record repeats.
         prompt: as `LLM.stream` takes it.
         key: names the row's random numbers.
@@ -120,7 +144,7 @@ class Task:
     input: Input
     number: int
     kind: Kind = "simple"
-    custom_id: str | None = None
+    custom_id: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     prompt: Any = None
     params: SamplingParams = DEFAULT
@@ -206,7 +230,7 @@ def read_by(
         return Pools(config, info.max_model_len, tokenizer)
 
     def template() -> Any:
-        return None if config.skip_tokenizer_init else tokenizer().backend.chat_template
+        return None if config.skip_tokenizer_init else tokenizer().chat_template
 
     return model, info.generation_defaults, template, pools
 
@@ -238,7 +262,7 @@ class RowReader:
         self._model = model
         self._base = {**(defaults or {}), **options.sampling}
         self._params: dict[str, SamplingParams] = {}
-        self._other_models: set[str] = set()
+        self._warned: set[str] = set()
         self._names = _names_in(options.template) if options.template is not None else []
         self._make_params({}, "simple")
 
@@ -270,10 +294,21 @@ class RowReader:
         task.columns = row
         _, task.key = own_id(row) or ("", task.key)
         if self._options.columns_alone:
+            if named := [name for name in SAMPLING if name in row]:
+                self._warn("columns", ALL_ARE_DATA.format(", ".join(named)))
             task.prompt = self._as_chat(self._from_columns(row))
             task.params = self._params_for(self._with_form(task, {}), "simple")
         else:
             self._fill_simple(task, row)
+
+    def lacks_prompt(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has not the columns of which its prompt is made."""
+        if not self._options.columns_alone:
+            return row.keys().isdisjoint((*CONTENT_KEYS, "turns"))
+        with contextlib.suppress(RequestError):
+            self._from_columns(row)
+            return False
+        return not row.keys() >= {self._options.prompt_column, *self._names} - {None}
 
     # --- simple rows ----------------------------------------------------------------------------
 
@@ -293,8 +328,14 @@ class RowReader:
         return str(row[name])
 
     def _as_chat(self, prompt: Any) -> Any:
-        is_text = self._options.chat and isinstance(prompt, str)
-        return self._conversation(prompt) if is_text else prompt
+        if not isinstance(prompt, str):
+            return prompt
+        if self._options.chat:
+            return self._conversation(prompt)
+        template = str(self._chat_template() or "")
+        if template and not any(mark in prompt for mark in _chat_marks(template)):
+            self._warn("chat", RAW_PROMPTS)
+        return prompt
 
     def _conversation(self, text: str) -> dict[str, Any]:
         """A user's first message, behind the system message."""
@@ -305,7 +346,13 @@ class RowReader:
     def _fill_simple(self, task: Task, row: Mapping[str, Any]) -> None:
         given = _given(row, PROMPT_KEYS)
         self._check_template(given)
-        own = self._with_form(task, _given(row, _SIMPLE_PARAMS), given.get("tools"))
+        for name, one in row.items():
+            meant = _meant(name) if one is not None else ""
+            if meant and plain(one) not in getattr(OPENAI.get(name), "neutral", ()):
+                raise RequestError(f"column {name!r} has no effect: {meant}; {OTHERS_ARE_DATA}")
+        if isinstance(row.get("model"), str):
+            self._check_model(row["model"])
+        own = self._with_form(task, _given(row, _PARAMS), given.get("tools"))
         task.params = self._params_for(own, "simple")
         turns = plain(row.get("turns"))
         if turns is None:
@@ -326,9 +373,10 @@ class RowReader:
     def _fill_openai(self, task: Task, row: Mapping[str, Any]) -> None:
         known = KINDS.get(row["url"]) if isinstance(row.get("url"), str) else None
         task.kind = known or "chat"
-        if not isinstance(row.get("custom_id"), str):
-            raise RequestError(f"custom_id must be a string, got {shown(row.get('custom_id'))}")
-        task.custom_id = task.key = row["custom_id"]
+        task.custom_id = row.get("custom_id")
+        if not isinstance(task.custom_id, str):
+            raise RequestError(f"custom_id must be a string, got {shown(task.custom_id)}")
+        task.key = task.custom_id
         pooled, names = "", BODY.get(task.kind, {})
         if known is None:
             from nanoengine.jobs import pooled as other
@@ -346,6 +394,10 @@ class RowReader:
             raise RequestError(f"body must be an object, got {shown(row.get('body'))}")
         body = {name: value for name, value in row["body"].items() if value is not None}
         self._check_names(body, names)
+        for name in row.keys() - {"custom_id", "method", "url", "body"}:
+            if name in names and name not in NOTES and not self._options.ignore_unknown:
+                raise RequestError(f"{name!r} has no effect beside the body: put it into the body")
+            self._warn("beside", f"fields beside the body are neither read nor kept: {name!r}")
         self._check_model(body.get("model"))
         if pooled:
             assert self._pools is not None
@@ -369,15 +421,18 @@ class RowReader:
             return
         if not isinstance(model, str):
             raise RequestError(f"model must be a string, got {shown(model)}")
-        if model == self._model or model in self._other_models:
-            return
-        if len(self._other_models) < KNOWN_PARAMS:
-            self._other_models.add(model)
-        warnings.warn(
-            f"rows ask for model {shown(model)}, and {self._model!r} answers them; --any-model says"
-            " that this is meant",
-            stacklevel=1,
-        )
+        if model != self._model:
+            self._warn(
+                f"model {model}",
+                f"rows ask for model {shown(model)}, and {self._model!r} answers them; --any-model"
+                " says that this is meant",
+            )
+
+    def _warn(self, key: str, message: str) -> None:
+        """Warns, if there was no warning of this key yet."""
+        if key not in self._warned and len(self._warned) < KNOWN_PARAMS:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=1)
 
     def _check_template(self, prompt: Mapping[str, Any]) -> None:
         if "chat_template" in prompt and not self._options.trust_row_templates:
@@ -465,9 +520,39 @@ class RowReader:
         return SamplingParams(**{"max_tokens": MAX_TOKENS[kind], **self._base, **own})
 
 
+@functools.lru_cache
+def _chat_marks(template: str) -> list[str]:
+    """What a chat template puts around messages: a prompt that has any of it is rendered."""
+    return CHAT_MARK.findall(template)
+
+
 def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """What a row holds by these names; null is nothing."""
     return {name: plain(row[name]) for name in names if row.get(name) is not None}
+
+
+@functools.lru_cache(KNOWN_PARAMS)
+def _meant(column: str) -> str:
+    """What a column of a simple row that sets nothing was meant to be; empty for data."""
+    refused = OPENAI.get(column)
+    if isinstance(refused, Refused) or column in ELSEWHERE:
+        return refused.why if isinstance(refused, Refused) else f"give {ELSEWHERE[column]}"
+    letters = _letters(column)
+    near = difflib.get_close_matches(letters, OPTIONS, n=1, cutoff=LEAST_LIKENESS)
+    is_data = not near or len(letters) < LEAST_NAME or column in (*PROMPT_KEYS, *_PARAMS)
+    return "" if is_data else f"did you mean {OPTIONS[near[0]]!r}?"
+
+
+def _letters(name: object) -> str:
+    return re.sub("[^a-z]", "", str(name).lower())
+
+
+OPTIONS = {
+    _letters(name): name
+    for name in (*TEMPLATE_KEYS, "cache_salt", *_PARAMS)
+    if not isinstance(OPENAI.get(name), Refused) and name not in ("tools", "priority")
+}
+"""What a column may be a typo of; other words are too near to names of data."""
 
 
 def _structured(response_format: object) -> dict[str, Any] | None:
@@ -497,11 +582,47 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
     return {name: prompt} | ({"cache_salt": body["cache_salt"]} if "cache_salt" in body else {})
 
 
-def kind_of(row: object) -> Kind:
-    """The form of an input, by one of its rows."""
+def kind_of(lines: Iterable[Line]) -> Kind:
+    """The form of an input, by the first of its rows that can be read."""
+    row = next(_readable(lines), "")
     if not isinstance(row, dict) or any(row.get(n) is not None for n in (*CONTENT_KEYS, "turns")):
         return "simple"
     return "chat" if "body" in row or "custom_id" in row else "simple"
+
+
+def _readable(lines: Iterable[Line]) -> Iterator[Any]:
+    """The rows that can be read among the first lines of an input."""
+    for line in itertools.islice(lines, SNIFFED_ROWS):
+        with contextlib.suppress(RowError):
+            yield value(line)
+
+
+def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes: int) -> None:
+    """Checks that the rows of each file have the columns of which prompts are made.
+
+    Raises:
+        ConfigError: none of the first rows has them; or a CSV has no header that can be read.
+    """
+    reader = RowReader(options)
+    for one in inputs:
+        if one.name == STDIN or not (options.columns_alone or one.form in ("csv", "parquet")):
+            continue
+        lines, names = read_lines([one], max_row_bytes), dict[str, None]()
+        first = next(lines, None)
+        if first and one.form == "csv" and getattr(first.content, "code", "") == "unreadable_input":
+            raise ConfigError(f"input {one.name!r}: {first.content}")
+        for row in _readable(itertools.chain([first] if first else [], lines)):
+            if isinstance(row, dict):
+                names |= dict.fromkeys(row)
+                if not reader.lacks_prompt(row):
+                    break
+        else:
+            if names or one.form == "txt":
+                wanted = options.prompt_column or options.template or "prompt"
+                raise ConfigError(
+                    f"no row of {one.name!r} has what makes a prompt, {wanted!r}: its columns are"
+                    f" {shown(list(names))}; --prompt-column names one, --template takes several"
+                )
 
 
 def value(line: Line) -> Any:
@@ -517,7 +638,7 @@ def value(line: Line) -> Any:
         return content
     try:
         text = content.decode()
-        if line.input.form != "jsonl":
+        if line.input.form == "txt":
             return text.rstrip("\r\n")
         found = JSON.decode(text)
         if text.count("[") + text.count("{") > MOST_DEPTH:
@@ -526,7 +647,7 @@ def value(line: Line) -> Any:
     except RowError:
         raise
     except UnicodeDecodeError as error:
-        raise RowError("unreadable_row", f"the line is not UTF-8: {error}") from error
+        raise RowError("unreadable_row", f"the line is not UTF-8: {error}; {AS_UTF8}") from error
     except (ValueError, RecursionError) as error:
         raise RowError("unreadable_row", f"the line is not JSON: {error}") from error
 

@@ -20,7 +20,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
@@ -30,9 +30,9 @@ from nanoengine.errors import ConfigError, MissingDependencyError, RequestError
 from nanoengine.settings.checks import nearest, plain
 
 STDIN = "-"
-Form = Literal["jsonl", "txt", "csv", "parquet"]
+Form = Literal["jsonl", "json", "txt", "csv", "parquet"]
 SUFFIXES: dict[str, Form] = {f".{form}": form for form in get_args(Form)}
-SUFFIXES |= {".ndjson": "jsonl", ".json": "jsonl"}
+SUFFIXES |= {".ndjson": "jsonl", ".json": "jsonl", ".tsv": "csv"}
 PACKINGS = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd"}
 """Suffix -> the module of the standard library that unpacks it; zstd is pyarrow's."""
 
@@ -40,6 +40,12 @@ TABLE_ROWS = 64
 """Rows of a Parquet file that are Python objects at once."""
 
 BUFFER_BYTES = 1 << 18
+MOST_WHOLE_BYTES = 1 << 28
+"""Of a file that is read as a whole: JSON over several lines, and UTF-16."""
+
+UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+BETWEEN_ROWS = re.compile(r"[\s,\ufeff]*")
+AS_UTF8 = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8"
 ID_SIGNS = (b'"custom_id"', b'"id"', b"\\u00")
 """A line that has none of them has no id; an escape may stand for any letter of a name."""
 
@@ -140,7 +146,26 @@ def _input(name: str, form: Form | None) -> Input:
             f" {', '.join(PACKINGS)} behind it; or say --input-format {' | '.join(get_args(Form))}"
         )
     size = os.path.getsize(name)
-    return Input(name=name, form=form or SUFFIXES[suffix], packing=packing, num_bytes=size)
+    found = Input(name=name, form=form or SUFFIXES[suffix], packing=packing, num_bytes=size)
+    return replace(found, form="json") if found.form == "jsonl" and _spans_lines(found) else found
+
+
+def head(one: Input) -> bytes:
+    """The first bytes of a file, unpacked and as UTF-8; none if they can't be read."""
+    with contextlib.suppress(OSError, ValueError), open_input(one) as file:
+        return file.read(BUFFER_BYTES)
+    return b""
+
+
+def _spans_lines(one: Input) -> bool:
+    """Whether a file is an array of rows, or JSON with line breaks in it, by its beginning."""
+    found = head(one).removeprefix(codecs.BOM_UTF8).strip()
+    with contextlib.suppress(ValueError, RecursionError):
+        first = json.loads(found.partition(b"\n")[0])
+        return isinstance(first, list) and any(isinstance(row, dict | list | str) for row in first)
+    with contextlib.suppress(ValueError, RecursionError):
+        return found[:1] in (b"[", b"{") and bool([*itertools.islice(_json_rows(found, 0), 2)])
+    return False
 
 
 def require_pyarrow(what: str) -> Any:
@@ -176,7 +201,9 @@ def _read(one: Input, max_row_bytes: int) -> Iterator[tuple[int, Any]]:
         with open_input(one) as file:
             rows: Any = _bounded_lines(file, max_row_bytes)
             if one.form == "csv":
-                rows = _csv_rows(rows, max_row_bytes)
+                rows = _csv_rows(rows, max_row_bytes, _delimiters(one))
+            elif one.form == "json":
+                rows = _json_rows(_whole(file), max_row_bytes)
             for number, content in rows:
                 if not isinstance(content, bytes) or content.strip():
                     yield number, content
@@ -199,7 +226,27 @@ def open_input(one: Input) -> Iterator[BinaryIO]:
     else:
         raw = _Unpacked(one) if one.packing else _Head(one.name, one.num_bytes)
     with io.BufferedReader(raw, BUFFER_BYTES) as file:
-        yield file
+        start = file.peek(2)[:2]
+        encoding = UTF_16.get(start)
+        if 0 in start and one.form == "csv":  # without a byte order mark
+            encoding = "utf-16-le" if start[0] else "utf-16-be"
+        if encoding is None:
+            yield file
+        else:
+            yield io.BytesIO(_whole(file).decode(encoding).encode(errors="surrogatepass"))
+
+
+def _whole(file: BinaryIO) -> bytes:
+    """All that a file has.
+
+    Raises:
+        ValueError: it is larger than what is read as a whole.
+    """
+    found = file.read(MOST_WHOLE_BYTES + 1)
+    if len(found) > MOST_WHOLE_BYTES:
+        most = MOST_WHOLE_BYTES >> 20
+        raise ValueError(f"JSON arrays and UTF-16 may have {most} MiB: make UTF-8 lines of it")
+    return found
 
 
 class _Head(io.FileIO):
@@ -279,14 +326,62 @@ def _bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes 
             yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
+def _json_rows(content: bytes, max_bytes: int) -> Iterator[tuple[int, bytes | RowError]]:
+    """The entries of an array, or values one after another, each with its first line.
+
+    Raises:
+        ValueError: it is no JSON from here on.
+    """
+    text, raw_decode = content.decode(errors="surrogateescape"), json.JSONDecoder().raw_decode
+    end, line, closing = 0, 1, None
+    while True:
+        begin = BETWEEN_ROWS.match(text, end).end()  # type: ignore[union-attr]  # it is optional
+        line += text.count("\n", end, begin)
+        if closing is None:
+            closing, end = ("]", begin + 1) if text[begin : begin + 1] == "[" else ("", begin)
+            continue
+        if text[begin : begin + 1] == closing:
+            if text[begin + 1 :].strip():
+                raise ValueError(f"in line {line} the array ends, and more stands behind it")
+            return
+        try:
+            _, end = raw_decode(text, begin)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the row of line {line} is no JSON: {error}") from error
+        row = text[begin:end].encode(errors="surrogateescape")
+        yield line, row if len(row) <= max_bytes else too_large(max_bytes)
+        line += text.count("\n", begin, end)
+
+
 def too_large(max_bytes: int) -> RowError:
     """The error of a row that is longer than what may be in memory."""
     limit = f"{max_bytes / 2**20:g}"
     return RowError("row_too_large", f"the row has more than --max-row-mib {limit} MiB")
 
 
+def _delimiters(one: Input) -> str:
+    """What may stand between the cells of a CSV."""
+    return "\t" if ".tsv" in Path(one.name).suffixes[-2:] else ",;\t|"
+
+
+def _delimiter(first: str, delimiters: str) -> str:
+    """The delimiter that makes the most cells of the first row; of equal ones the first."""
+    return max(delimiters, key=lambda one: len(next(csv.reader([first], delimiter=one), ())))
+
+
+def csv_dialect(inputs: Iterable[Input]) -> tuple[str, str]:
+    """Delimiter and encoding of the first CSV among files: as programs that wrote it read it."""
+    for one in inputs:
+        if one.form == "csv" and one.name != STDIN:
+            first, _, _ = head(one).partition(b"\n")
+            encoding = "utf-8-sig" if first.startswith(codecs.BOM_UTF8) else "utf-8"
+            with contextlib.suppress(csv.Error):
+                return _delimiter(first.decode(errors="replace"), _delimiters(one)), encoding
+    return ",", "utf-8"
+
+
 def _csv_rows(
-    lines: Iterable[tuple[int, bytes | RowError]], max_row_bytes: int
+    lines: Iterable[tuple[int, bytes | RowError]], max_row_bytes: int, delimiters: str
 ) -> Iterator[tuple[int, dict[str, str] | RowError]]:
     """Each row by the names of the first one; all values are strings."""
     number = 0
@@ -299,11 +394,16 @@ def _csv_rows(
         return line.decode(errors="surrogateescape")  # Why: bad bytes are found by cell.
 
     csv.field_size_limit(max_row_bytes)  # Why: a quote that is not closed would take all.
-    reader = csv.reader(map(text, lines))
+    texts = map(text, lines)
+    reader: Iterator[list[str]] = iter(())
     names: list[str] = []
     while True:
         first = number + 1
         try:
+            if not names:
+                head_line = next(texts)
+                delimiter = _delimiter(head_line, delimiters)
+                reader = csv.reader(itertools.chain([head_line], texts), delimiter=delimiter)
             cells = next(reader)
             "".join(cells).encode()
             if twice := [name for name in cells if not names and cells.count(name) > 1]:
@@ -315,8 +415,10 @@ def _csv_rows(
             return
         except RowError as error:
             failure = error
-        except UnicodeEncodeError:
-            failure = RowError("unreadable_row", "the row is not UTF-8")
+        except UnicodeEncodeError as error:
+            byte, before = ord(error.object[error.start]) - 0xDC00, error.object[: error.start]
+            told = f"the row is not UTF-8: byte 0x{byte:x} behind {before[-20:]!r}; {AS_UTF8}"
+            failure = RowError("unreadable_row", told)
         except csv.Error as error:
             failure = RowError("unreadable_row", f"the row is no CSV: {error}")
         else:

@@ -1,4 +1,4 @@
-"""A log of JSON lines as a Parquet file.
+"""A log of JSON lines as a table: a Parquet file or a CSV.
 
 Passes over the log, so that one batch of rows is in memory: which types a column has, then the
 rows. A column that no type of Parquet holds, a number here and a text there, `{}`, an integer of 65
@@ -7,6 +7,8 @@ bits, is written as JSON; where only a value tells that, the pass begins again.
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 from array import array
@@ -14,8 +16,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanoengine.jobs.log import Log, replacing
+from nanoengine.jobs.log import SIMPLE_FIELDS, Log, replacing
 from nanoengine.jobs.source import require_pyarrow
+
+ANSWER = ("text", "finish_reason", "reasoning_content", "tool_calls", "parse_error")
+"""Columns of a CSV for each answer; those that no record has are left out."""
 
 BATCH_ROWS = 1024
 MISFITS = (ValueError, TypeError, OverflowError, NotImplementedError)
@@ -98,3 +103,61 @@ def _column(arrow: Any, values: list[Any], kind: Any) -> Any:
     if kind is None:
         return arrow.array([None if v is None else json.dumps(v) for v in values], arrow.string())
     return arrow.array(values, kind)
+
+
+def write_csv(log: Log, offsets: Iterable[int], path: Path, delimiter: str, encoding: str) -> None:
+    """Writes the records at these offsets of a log, in their order, as a CSV with a header.
+
+    The columns of the rows come first. A new one is called output_NAME where a row has NAME.
+
+    Raises:
+        OutputLostError: there is no room.
+    """
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else delimiter
+    kept = array("q", offsets)
+    columns: dict[str, None] = {}
+    new: dict[str, None] = {}
+    most = 1
+    for rows in _batches(log, kept):
+        for own, answers, _ in map(_cells, rows):
+            columns |= dict.fromkeys(own)
+            new |= dict.fromkeys(name for one in answers for name in one)
+            most = max(most, len(answers))
+    names = [name if most == 1 else f"{name}_{i + 1}" for i in range(most) for name in new]
+    with replacing(path) as file:
+        text = io.TextIOWrapper(file, encoding, "backslashreplace", newline="")
+        writer = csv.writer(text, delimiter=delimiter)  # \r\n: a lone \r is quoted
+        writer.writerow([*columns, *(_free(name, columns) for name in (*names, "error"))])
+        for rows in _batches(log, kept):
+            for own, answers, error in map(_cells, rows):
+                answers += [{}] * (most - len(answers))
+                cells = [own.get(name) for name in columns]
+                cells += [one.get(name) for one in answers for name in new]
+                writer.writerow(map(_text, [*cells, error]))
+        text.flush()
+        text.detach()
+
+
+def _cells(record: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
+    """A record as the columns of its row, those of each answer, and its error."""
+    error = record["error"] and "{code} in line {line}: {message}".format_map(record["error"])
+    if "_row" in record:
+        answers = record["outputs"]
+        own = {name: one for name, one in record.items() if name not in SIMPLE_FIELDS}
+    else:
+        body = (record["response"] or {}).get("body") or {}
+        answers, own = body.get("choices"), {"custom_id": record["custom_id"]}
+        own |= {"response": body} if body and answers is None else {}
+    answers = [one | one.pop("message", {}) for one in answers or ()]
+    for one in answers:
+        one["text"] = one.get("text", one.get("content"))
+    return own, [{name: one[name] for name in ANSWER if name in one} for one in answers], error
+
+
+def _free(name: str, taken: dict[str, None]) -> str:
+    return name if name not in taken else _free(f"output_{name}", taken)
+
+
+def _text(cell: Any) -> Any:
+    """A cell: texts and numbers as they are, null as nothing, the rest as JSON."""
+    return json.dumps(cell, ensure_ascii=False) if isinstance(cell, bool | list | dict) else cell

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanoengine.errors import EngineDeadError, EngineHungError, NanoEngineError
 from nanoengine.jobs.deaths import GROUPS, MOST_DEATHS
@@ -58,13 +58,21 @@ def young_alone() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened to the rows of this process."""
+    """What has happened to the rows of this process.
+
+    Attributes:
+        empty, cut: answers without text, and those that ended at max_tokens.
+        reasons: by the code of an error: how many rows, and the first of them in words.
+    """
 
     answered: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    empty: int = 0
+    cut: int = 0
+    reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 class Work:
@@ -225,6 +233,9 @@ class Work:
             else:
                 self._finish(task, output)
                 counts.answered += 1
+                for one in output.outputs if task.params.max_tokens != 0 else ():
+                    counts.empty += task.params.detokenize and not one.text.strip()
+                    counts.cut += one.finish_reason == "length"
 
     def _go_on(self, task: Task, output: RequestOutput) -> None:
         """The next turn: the conversation with the answer, and what the user says to it."""
@@ -240,6 +251,9 @@ class Work:
         with self._lock:
             self._finish(task, error)
             self.counts.failed += 1
+            first = f"{task.input.name}:{task.number}: {error}"
+            count, first = self.counts.reasons.get(error.code, (0, first))
+            self.counts.reasons[error.code] = count + 1, first
             if self._max_errors is not None and self.counts.failed > self._max_errors:
                 raise TooManyErrorsError(
                     f"{self.counts.failed} rows failed, and --max-errors {self._max_errors} are"

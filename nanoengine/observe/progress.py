@@ -53,7 +53,9 @@ class ProgressBar:
         prefill = (stats.prefill_tokens - zero.prefill_tokens) / elapsed
         output = (stats.output_tokens - zero.output_tokens) / elapsed
         self._bar.update(stats.finished_requests - self._finished)
-        self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, output {output:,.0f} tok/s")
+        # Why without: vectors and scores have no output tokens.
+        told = f", output {output:,.0f} tok/s" if output else ""
+        self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s{told}")
         self._finished = stats.finished_requests
 
 

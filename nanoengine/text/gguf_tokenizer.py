@@ -172,7 +172,10 @@ def read_tokenizer(path: Path) -> TokenizerFile:
     """
     from nanoengine.checkpoint.gguf import read_gguf
 
-    return make_tokenizer(read_gguf(path).metadata, path)
+    metadata = read_gguf(path).metadata
+    found = make_tokenizer(metadata, path)
+    found.chat_template = metadata.get(TEMPLATE)
+    return found
 
 
 def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:

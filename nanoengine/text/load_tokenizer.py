@@ -36,6 +36,7 @@ builds its own; for mistral it may take another library or patch the splitting o
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
 """What the hub may be asked for. Of any other name its library says which characters it takes."""
 
+CONFIG = "tokenizer_config.json"
 OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
 """Files of older checkpoints that may add tokens."""
 
@@ -84,7 +85,13 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
         from nanoengine.text.gguf_tokenizer import read_tokenizer
 
         return read_tokenizer(gguf)
-    return find_file(directory) or load_backend(name, trust_remote_code)
+    found = find_file(directory)
+    if found is None:
+        return load_backend(name, trust_remote_code)
+    found.chat_template = read_object(directory / CONFIG, ConfigError).get("chat_template")
+    if (template := directory / "chat_template.jinja").is_file():
+        found.chat_template = template.read_text(encoding="utf-8", errors="replace")
+    return found
 
 
 def find_file(directory: Path) -> TokenizerFile | None:
@@ -93,7 +100,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
     None: transformers must load it, and explain what is wrong if something is.
     """
     try:
-        config = read_object(directory / "tokenizer_config.json", ConfigError)
+        config = read_object(directory / CONFIG, ConfigError)
         model_type = read_object(directory / "config.json", ConfigError).get("model_type")
     except ConfigError:
         return None

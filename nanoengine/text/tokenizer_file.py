@@ -8,7 +8,7 @@ which load_tokenizer.py accepts only one that it knows in full, or a GGUF.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -21,7 +21,12 @@ class TokenizerFile:
 
     Args:
         load_full: gives the tokenizer of transformers, for what else is asked.
+
+    Attributes:
+        chat_template: of the checkpoint, as its files have it.
     """
+
+    chat_template: Any = None
 
     def __init__(self, raw: RawTokenizer, load_full: Callable[[], PreTrainedTokenizerBase]) -> None:
         self.load_full = load_full

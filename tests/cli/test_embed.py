@@ -30,6 +30,13 @@ def test_a_matrix_has_the_vectors_of_the_api(tmp_path):
     np.testing.assert_allclose(found, [one.outputs.embedding for one in wanted], atol=1e-5)
 
 
+def test_no_speed_of_output_is_shown_where_there_is_no_output(tmp_path, capsys):
+    """It was "output 0 tok/s"."""
+    assert run(tmp_path, "v.npy") == 0
+    told = capsys.readouterr().err
+    assert "prefill" in told and "output" not in told
+
+
 def test_a_text_without_a_vector_is_told_and_its_neighbours_have_theirs(tmp_path, capsys):
     text = f"{TEXTS[0]}\n{'word ' * 50}\n{TEXTS[1]}"
     assert run(tmp_path, "v.npy", "--max-model-len", "32", text=text) == 1

@@ -16,7 +16,7 @@ from nanoengine.jobs.feed import size_of
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
 from nanoengine.settings.params import MOST_TEXTS, SamplingParams
-from tests.support.batch_jobs import Batch, batch_fixture, chat
+from tests.support.batch_jobs import Batch, batch_fixture, chat, completion
 from tests.support.fake_llm import make_llm_fixture
 
 __all__ = ["batch_fixture", "make_llm_fixture"]
@@ -157,3 +157,77 @@ def test_a_package_that_a_row_needs_is_told_with_the_row(
     is_there = True
     assert batch.run(source, "--temperature", "0", "--retry-errors") == 0
     assert "resumed                           2" in batch.told
+
+
+# --- what has no effect ---------------------------------------------------------------------------
+
+
+def error_of(row: dict[str, Any], options: RowOptions | None = None, kind: Any = "simple") -> str:
+    reader = RowReader(options or RowOptions())
+    return str(reader.task(Line(0, FILE, 1, json.dumps(row).encode()), kind).error or "")
+
+
+@pytest.mark.parametrize(
+    ("column", "told"),
+    [
+        ({"temprature": 0}, "did you mean 'temperature'?"),
+        ({"Temperature": 0}, "did you mean 'temperature'?"),
+        ({"max_token": 5}, "did you mean 'max_tokens'?"),
+        ({"top-k": 5}, "did you mean 'top_k'?"),
+        ({"reponse_format": {}}, "did you mean 'response_format'?"),
+        ({"max_new_tokens": 5}, "give max_tokens"),
+        ({"reasoning_effort": "low"}, "give chat_template_kwargs"),
+        ({"functions": [{}]}, "give tools"),
+        ({"stream": True}, "a batch has nobody to stream to"),
+        ({"suffix": "x"}, "none is filled in"),
+    ],
+)
+def test_a_column_that_was_meant_as_an_option_fails_its_row(
+    column: dict[str, Any], told: str
+) -> None:
+    """It was carried into the record, and changed nothing."""
+    error = error_of({"prompt": "x", **column})
+    assert f"column {next(iter(column))!r} has no effect: " in error
+    assert told in error
+    assert "--prompt-column" in error
+    assert not error_of({"prompt": "x", **column}, RowOptions(prompt_column="prompt"))
+
+
+def test_other_columns_are_data() -> None:
+    names = "text prompts prompt_id n_tokens num_tokens tool step system message turn stop_reason"
+    names += " N functional predictions user metadata topic seeds"
+    row = {"prompt": "x", "stream": False, "echo": None, "top_logprobs": None}
+    assert not error_of(row | dict.fromkeys(names.split(), 1))
+
+
+def test_fields_of_openai_are_obeyed_in_simple_rows() -> None:
+    row = {"prompt": "x", "max_completion_tokens": 7, "response_format": {"type": "json_object"}}
+    params = RowReader(RowOptions()).task(Line(0, FILE, 1, json.dumps(row).encode())).params
+    assert params.max_tokens == 7
+    assert params.structured_outputs is not None and params.structured_outputs.json_object
+
+
+def test_a_field_beside_the_body_is_refused_or_told() -> None:
+    error = error_of({**chat("a"), "temperature": 0}, kind="chat")
+    assert error == "'temperature' has no effect beside the body: put it into the body"
+    with pytest.warns(UserWarning, match="neither read nor kept: 'topic'"):
+        assert not error_of({**chat("a"), "topic": 0}, kind="chat")
+
+
+def test_columns_that_are_called_like_options_are_told_once(batch: Batch) -> None:
+    source = batch.write([{"text": "one", "n": 2, "stop": "x"}] * 3)
+    assert batch.run(source, "--prompt-column", "text") == 0
+    assert batch.told.count("columns n, stop set no option") == 1
+
+
+def test_prompts_that_go_raw_to_a_model_with_a_chat_template_are_told_once(batch: Batch) -> None:
+    """Answers were empty or ran on, and nothing said that --chat was missing."""
+    told = "the model has a chat template"
+    source = batch.write(["one", "dog", "one"])
+    assert batch.run(source) == 0
+    assert batch.told.count(told) == 1
+    chats = batch.write([chat("a"), completion("b")], "chats.jsonl")
+    rendered = batch.write(["<|assistant|>one", {"prompt_token_ids": [5]}], "rendered.jsonl")
+    for args in ((source, "--chat"), (chats,), (rendered,)):
+        assert batch.run(*args, output=batch.directory / f"{len(args)}{args[0].name}") == 0
+        assert told not in batch.told

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
+import io
 import json
 import lzma
 import zlib
@@ -163,3 +165,132 @@ def test_ids_are_found_in_every_form_but_parquet(tmp_path: Path) -> None:
     assert told.startswith("id '7' stands at ")
     assert "a.jsonl:1 and at " in told
     assert told.endswith("b.csv:2")
+
+
+# --- what other programs write --------------------------------------------------------------------
+
+CELLS = [["question", "note"], ["one", "1;2"], ['say "dog"\nor not', "é, €"]]
+
+
+def as_csv(delimiter: str, encoding: str) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, delimiter=delimiter).writerows(CELLS)
+    return text.getvalue().encode(encoding)
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.csv.gz"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+def test_a_csv_of_any_delimiter_and_of_excel(
+    tmp_path: Path, name: str, delimiter: str, encoding: str
+) -> None:
+    """A header of one column was found, and then every row lacked the column of the prompt."""
+    content = as_csv(delimiter, encoding)
+    rows, error = read(tmp_path / name, gzip.compress(content) if "gz" in name else content)
+    assert error is None
+    assert rows == [dict(zip(CELLS[0], row, strict=True)) for row in CELLS[1:]]
+
+
+def test_a_tsv_has_tabs_whatever_its_header_has(tmp_path: Path) -> None:
+    rows, _ = read(tmp_path / "in.tsv", b"a, b, c\td\n1, 2\t3\n")
+    assert rows == [{"a, b, c": "1, 2", "d": "3"}]
+
+
+ENTRIES = [{"prompt": "one", "x": [1, {"y": "é"}]}, "dog", [5, 6], {"prompt": "]\n, ["}]
+
+
+@pytest.mark.parametrize("name", ["in.json", "in.jsonl", "in.json.gz"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        json.dumps,
+        lambda rows: json.dumps(rows, indent=2, ensure_ascii=False),
+        lambda rows: "\ufeff \n" + json.dumps(rows).replace("}, ", "}\n,\n"),
+        lambda rows: "\n".join(json.dumps(row, indent=1) for row in rows),
+    ],
+    ids=["one line", "indented", "a row a line", "rows one after another"],
+)
+def test_json_that_is_no_lines(tmp_path: Path, name: str, write: Callable[[Any], str]) -> None:
+    """Each of its lines was a failed row."""
+    content = write(ENTRIES).encode()
+    rows, error = read(tmp_path / name, gzip.compress(content) if "gz" in name else content)
+    assert error is None
+    assert [json.loads(row) for row in rows] == ENTRIES
+
+
+def test_lines_of_json_stay_lines_whatever_they_are_called(tmp_path: Path) -> None:
+    content = b'[5, 6]\n{"torn": \n{"prompt": "one"}\n'
+    for first in (b"", b"[[5\n", b"{\n"):
+        rows, error = read(tmp_path / "in.json", first + content)
+        assert (rows, error) == ((first + content).splitlines(keepends=True), None)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'[{"a": 1},\n{"a": 2},\n{"a" 3}]', "row of line 3 is no JSON"),
+        (b'[{"a": 1},\n{"a": 2}\n', "row of line 3 is no JSON"),
+        (b'[{"a": 1},\n{"a": 2}]\n[{"a": 3}]', "line 2 the array ends, and more stands behind it"),
+    ],
+)
+def test_rows_before_the_damage_of_an_array_are_read(
+    tmp_path: Path, content: bytes, told: str
+) -> None:
+    rows, error = read(tmp_path / "in.json", content)
+    assert rows == [b'{"a": 1}', b'{"a": 2}']
+    assert told in str(error)
+
+
+def test_what_is_read_as_a_whole_has_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "MOST_WHOLE_BYTES", 100)
+    for name, content in (
+        ("in.json", json.dumps(ENTRIES * 9).encode()),
+        ("in.csv", as_csv(";", "utf-16") + bytes(99)),
+    ):
+        rows, error = read(tmp_path / name, content)
+        assert rows == []
+        assert "JSON arrays and UTF-16 may have 0 MiB" in str(error)
+
+
+def test_a_file_that_has_grown_by_lines_goes_on_and_an_array_does_not(batch: Batch) -> None:
+    array = batch.write(json.dumps(["one", "dog"], indent=1).encode(), "in.json")
+    assert batch.run(array) == 0, batch.told
+    array.write_bytes(json.dumps(["one", "dog", "hi"], indent=1).encode())
+    assert batch.run(array) == 2
+    assert "its content has changed" in batch.told
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "option", "told"),
+    [
+        ("in.csv", b"question;n\none;1\n", (), "'prompt': its columns are ['question', 'n']"),
+        ("in.csv", b"question,n\none,1\n", ("--prompt-column", "questoin"), "'questoin': its co"),
+        ("in.csv", b"question,n\none,1\n", ("--template", "{{ quest }}"), "'{{ quest }}': its co"),
+        ("in.jsonl", b'{"a": "one"}\n' * 9, ("--prompt-column", "b"), "'b': its columns are ['a']"),
+        ("in.txt", b"one\ndog\n", ("--prompt-column", "a"), "'a': its columns are []"),
+    ],
+)
+def test_a_wrong_column_is_refused_before_the_model_loads(
+    batch: Batch, name: str, content: bytes, option: tuple[str, ...], told: str
+) -> None:
+    """All rows failed, one by one, and the terminal gave no reason."""
+    path = batch.write(content, name)
+    for more in ((), ("--dry-run",)):
+        assert batch.run(path, *option, *more) == 2
+        assert told in batch.told
+        assert "--prompt-column names one, --template takes several" in batch.told
+    assert not batch.output.exists()
+
+
+def test_a_template_may_do_without_a_column(batch: Batch) -> None:
+    path = batch.write(b"word\none\n", "in.csv")
+    template = "{% if other is defined %}{{ other }}{% endif %}{{ word }}"
+    assert batch.run(path, "--template", template) == 0, batch.told
+
+
+def test_a_row_of_another_encoding_is_told_with_the_byte(batch: Batch) -> None:
+    path = batch.write("prompt\none\ncaf\xe9\n".encode("cp1252"), "in.csv")
+    assert batch.run(path) == 1
+    assert "in.csv:3: the row is not UTF-8: byte 0xe9 behind 'caf'; save the file as" in batch.told
