@@ -94,7 +94,8 @@ def find_file(directory: Path) -> TokenizerFile | None:
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
     if not special.issuperset([*named, *extra]):
         return None
-    return TokenizerFile(raw, functools.partial(load_backend, str(directory)))
+    load_full = functools.partial(load_backend, str(directory))
+    return TokenizerFile(raw, load_full, config.get("eos_token"))
 
 
 def _find_gguf(directory: Path) -> Path | None:
