@@ -394,7 +394,7 @@ def _ends(keys: Keys, generation: Json) -> Iterator[tuple[str, int | None]]:
     """The EOS ids of both files, generation_config.json's first; see `ModelConfig.ends`."""
     key = "eos_token_id"
     ours = Keys({key: generation.get(key)}, where="generation_config.json")
-    where = keys.where if keys.given.get(key) is not None else "its architecture"
+    where = keys.where if keys.given.get(key) is not None else "the architecture's default"
     for source, value in ((ours.where, ours.get(key)), (where, keys.get(key))):
         for token_id in value if isinstance(value, list) else [value]:
             yield source, token_id

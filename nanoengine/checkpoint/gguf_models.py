@@ -203,7 +203,7 @@ def _ends(given: Metadata) -> Iterator[tuple[str, int | None]]:
         ends.pop("<|end|>", None)  # Why: there it ends a message, and an answer has several.
     for key in (f"{words}.{name}_token_id" for name in ("eos", "eot", "eom")):
         yield key, given.read(key, int)
-    yield from (("its name", token_id) for token_id in ends.values())
+    yield from (("its known name", token_id) for token_id in ends.values())
 
 
 def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:

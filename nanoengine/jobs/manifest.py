@@ -100,7 +100,7 @@ def sampling_line(config: EngineConfig, info: Any, given: Mapping[str, Any] | No
     none = "" if info.generation_defaults else f"; the {place} has none"
     found = {"temperature": (1.0, f"the engine's default{none}")}
     found |= {name: (value, file) for name, value in info.generation_defaults.items()}
-    found |= {name: (value, f"--{name.replace('_', '-')}") for name, value in (given or {}).items()}
+    found |= {name: (value, "the command's options") for name, value in (given or {}).items()}
     by_source = defaultdict(list)
     for name, (value, source) in found.items():
         if name in SHOWN:

@@ -4,13 +4,12 @@
     turn_ends      of a chat: the token with which the template closes an assistant's message
     request_ends   of a request: stop strings that are special tokens, which no text shows
 
-Also the warning of a text that begins with BOS, to which the tokenizer adds BOS. Called by
-`build.py` and `nanoengine info`, by the PromptReader for chats and for requests with stop strings.
+Called by `build.py` and `nanoengine info`; by the PromptReader for chats, for requests with stop
+strings, and for the ids of their bad words.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -39,9 +38,9 @@ def with_ends(
     """
     if tokenizer is None:
         return model
-    ends = (*model.ends, ("tokenizer", tokenizer.token_id(tokenizer.eos_token)))
+    ends = (*model.ends, ("the tokenizer", tokenizer.token_id(tokenizer.eos_token)))
     if chats or not (model := replace(model, ends=ends)).eos_token_ids:
-        ends += tuple(("chat template", token_id) for token_id in turn_ends(tokenizer, None))
+        ends += tuple(("the chat template", token_id) for token_id in turn_ends(tokenizer, None))
     return replace(model, ends=ends)
 
 
@@ -90,15 +89,3 @@ def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int,
     spellings = (text for word in words for text in (word.lstrip(), " " + word.lstrip()))
     ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
     return tuple(dict.fromkeys(spelled for spelled in ids if spelled))
-
-
-def warn_of_two_bos(tokenizer: Tokenizer, token_ids: list[int]) -> None:
-    """Warns, once per tokenizer, of a text that begins with the token that is put before it."""
-    if token_ids and not tokenizer.has_warned and tokenizer.encode("")[:1] == token_ids[:1]:
-        tokenizer.has_warned = True
-        warnings.warn(
-            f"a prompt begins with the text {tokenizer.token_text(token_ids[0])!r}, and the"
-            " tokenizer adds that token itself: the model reads it twice, which changes answers."
-            " Leave it out of the text, or pass token ids; this is said once",
-            stacklevel=2,
-        )

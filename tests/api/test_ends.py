@@ -67,45 +67,46 @@ NAMED_BY_TEMPLATE = {"eos_token": "<|endoftext|>"}
 LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[int, list[str]]]]] = {
     "as the base has it": (
         {},
-        [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["tokenizer", "chat template"])],
+        [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["the tokenizer", "the chat template"])],
     ),
     "null": (
         {CONFIG: {"eos_token_id": None}, GENERATION: {"eos_token_id": None}},
-        [(TURN_END, ["tokenizer", "chat template"])],
+        [(TURN_END, ["the tokenizer", "the chat template"])],
     ),
     "missing": (
         {CONFIG: {"eos_token_id": ABSENT}, GENERATION: ABSENT},
-        [(TURN_END, ["tokenizer", "chat template"])],
+        [(TURN_END, ["the tokenizer", "the chat template"])],
     ),
     "outside of the vocabulary": (
         {CONFIG: {"eos_token_id": 300}, GENERATION: {"eos_token_id": [-1, 10**9]}},
-        [(TURN_END, ["tokenizer", "chat template"])],
+        [(TURN_END, ["the tokenizer", "the chat template"])],
     ),
     "a list": (
         {CONFIG: {"eos_token_id": 2}, GENERATION: {"eos_token_id": [2, 0]}},
-        [(TURN_END, [GENERATION, CONFIG, "tokenizer", "chat template"]), (TEXT_END, [GENERATION])],
+        [(TURN_END, [GENERATION, CONFIG, "the tokenizer", "the chat template"]),
+         (TEXT_END, [GENERATION])],
     ),
     "a token with its settings": (
         {TOKENIZER: {"eos_token": {"__type": "AddedToken", "content": "<|im_end|>",
                                    "lstrip": False, "normalized": False, "rstrip": False,
                                    "single_word": False, "special": True}}},
-        [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["tokenizer", "chat template"])],
+        [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["the tokenizer", "the chat template"])],
     ),
     "an older file": (
         {TOKENIZER: {"eos_token": ABSENT}, OLD: {"eos_token": "<|im_end|>"}},
-        [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["tokenizer", "chat template"])],
+        [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["the tokenizer", "the chat template"])],
     ),
     "only the template": (
         {TOKENIZER: NAMED_BY_TEMPLATE},
-        [(TEXT_END, [GENERATION, CONFIG, "tokenizer"]), (TURN_END, ["chat template"])],
+        [(TEXT_END, [GENERATION, CONFIG, "the tokenizer"]), (TURN_END, ["the chat template"])],
     ),
     "only the template, null elsewhere": (
         {CONFIG: {"eos_token_id": None}, GENERATION: ABSENT, TOKENIZER: {"eos_token": None}},
-        [(TURN_END, ["chat template"])],
+        [(TURN_END, ["the chat template"])],
     ),
     "a tokenizer's name that is no token": (
         {TOKENIZER: {"eos_token": "<|never|>"}},
-        [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["chat template"])],
+        [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["the chat template"])],
     ),
 }  # fmt: skip
 """What is changed in which file; ids that end an answer, and what names each."""
