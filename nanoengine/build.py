@@ -29,7 +29,7 @@ from nanoengine.features.stages import Stages
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.numerics import RunnerOptions, use_allowed_cores, use_isa
 from nanoengine.settings.config import EngineConfig
-from nanoengine.text.ends import with_ends
+from nanoengine.text.load_tokenizer import with_ends
 from nanoengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -120,7 +120,6 @@ LOADED = [
     "settings.structured",
     "settings.tiers",
     "settings.vllm_names",
-    "text.ends",
     "text.load_tokenizer",
     "text.prompt_forms",
     "text.prompts",

@@ -14,7 +14,7 @@ from nanoengine.cli.options import DEMO, EngineArgs, ModelName, engine_options
 from nanoengine.errors import NanoEngineError
 from nanoengine.jobs.manifest import sampling_line
 from nanoengine.settings.config import EngineConfig
-from nanoengine.text.ends import with_ends
+from nanoengine.text.load_tokenizer import with_ends
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.version import versions
 

@@ -23,7 +23,7 @@ from nanoengine.jobs.rows import RowReader, read_by
 from nanoengine.jobs.source import find_inputs
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.ends import with_ends
+from nanoengine.text.load_tokenizer import with_ends
 from nanoengine.text.prompt_forms import PAUSE
 from nanoengine.text.prompts import PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer

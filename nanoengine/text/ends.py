@@ -1,50 +1,30 @@
-"""Which tokens end an answer, as a checkpoint, its tokenizer, its chat template and a request say.
+"""Which tokens end an answer besides the model's EOS ids, and which ids spell bad words.
 
-    with_ends      of a model: its config's EOS ids, and its tokenizer's, as in vLLM
     turn_ends      of a chat: the token with which the template closes an assistant's message
     request_ends   of a request: stop strings that are special tokens, which no text shows
 
-Called by `build.py` and `nanoengine info`; by the PromptReader for chats, for requests with stop
-strings, and for the ids of their bad words.
+Also the warning of a text that begins with BOS, to which the tokenizer adds BOS. Called by the
+PromptReader for chats, and for requests with stop strings or bad words; by tokenizer.py; by
+load_tokenizer.py where a model names no end, and for `nanoengine info`. Why each tokenizer is `Any`
+here, a `Tokenizer`: modules import each other in no circle.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nanoengine.errors import RequestError
-
-if TYPE_CHECKING:
-    from nanoengine.checkpoint.config import ModelConfig
-    from nanoengine.settings.params import SamplingParams
-    from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.settings.params import SamplingParams
 
 MARK = "nanoengine-marks-this-answer"
 ASKED = {"role": "user", "content": "nanoengine-marks-this-question"}
 ANSWERED = {"role": "assistant", "content": MARK}
 
 
-def with_ends(
-    model: ModelConfig, tokenizer: Tokenizer | None, *, chats: bool = False
-) -> ModelConfig:
-    """A model's config, its `ends` with what the tokenizer names besides.
-
-    Args:
-        tokenizer: None: it is not loaded, and names none.
-        chats: also what the chat template closes a message with. It is asked in any case where
-            nothing else names an end.
-    """
-    if tokenizer is None:
-        return model
-    ends = (*model.ends, ("the tokenizer", tokenizer.token_id(tokenizer.eos_token)))
-    if chats or not (model := replace(model, ends=ends)).eos_token_ids:
-        ends += tuple(("the chat template", token_id) for token_id in turn_ends(tokenizer, None))
-    return replace(model, ends=ends)
-
-
-def turn_ends(tokenizer: Tokenizer, chat_template: str | None) -> tuple[int, ...]:
+def turn_ends(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
     """The token with which a chat template closes an assistant's message; (): it has none.
 
     Spaces before it don't count. Where the template closes the last message with nothing, it is the
@@ -64,7 +44,7 @@ def turn_ends(tokenizer: Tokenizer, chat_template: str | None) -> tuple[int, ...
 
 
 def request_ends(
-    tokenizer: Tokenizer, params: SamplingParams, turns: Iterable[int]
+    tokenizer: Any, params: SamplingParams, turns: Iterable[int]
 ) -> tuple[dict[int, str | None], SamplingParams]:
     """The ids that end a request beside the model's, and its parameters, with min_tokens for them.
 
@@ -80,7 +60,7 @@ def request_ends(
     return ends, params
 
 
-def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """Token sequences that spell `words`, at the start of a text and after a space.
 
     Source: vLLM `SamplingParams.update_from_tokenizer`; it drops the variant with a space when
@@ -89,3 +69,15 @@ def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int,
     spellings = (text for word in words for text in (word.lstrip(), " " + word.lstrip()))
     ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
     return tuple(dict.fromkeys(spelled for spelled in ids if spelled))
+
+
+def warn_of_two_bos(tokenizer: Any, token_ids: list[int]) -> None:
+    """Warns, once per tokenizer, of a text that begins with the token that is put before it."""
+    if token_ids and not tokenizer.has_warned and tokenizer.encode("")[:1] == token_ids[:1]:
+        tokenizer.has_warned = True
+        warnings.warn(
+            f"a prompt begins with the text {tokenizer.token_text(token_ids[0])!r}, and the"
+            " tokenizer adds that token itself: the model reads it twice, which changes answers."
+            " Leave it out of the text, or pass token ids; this is said once",
+            stacklevel=2,
+        )

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.text.ends import turn_ends, with_ends
+from nanoengine.text.ends import turn_ends
+from nanoengine.text.load_tokenizer import with_ends
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_llm import MakeLLM, make_llm_fixture  # noqa: F401
