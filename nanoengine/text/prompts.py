@@ -106,7 +106,7 @@ class PromptReader:
             params = [sampling_params] * count
         else:
             params = each_params(sampling_params, count, self.default_params)
-        priorities = [None] * count if priority is None else each_priority(priority, count)
+        priorities = each_priority(priority, count) if priority is not None else [None] * count
         return [
             self.read(i, *one, on_error)
             for i, one in enumerate(zip(given, params, priorities, strict=True))
@@ -125,7 +125,9 @@ class PromptReader:
         text: str | None = None
         cache_salt: str | None = None
         token_ids: list[int] = []
-        turns, ends, words = (), None, ()
+        turns: tuple[int, ...] = ()
+        ends: dict[int, str | None] = {}
+        words: tuple[tuple[int, ...], ...] = ()
         if isinstance(prompt, Row):
             params = params if prompt.sampling_params is None else prompt.sampling_params
             priority = priority if prompt.priority is None else prompt.priority
