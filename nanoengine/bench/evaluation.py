@@ -14,6 +14,7 @@ The one file that imports lm_eval; `run` hands `nanoengine eval` over to its com
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+# Why: the harness's library of data sets would count at its makers' that it reads a local file.
+os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 try:
     # Why the first line: a model that is registered before the harness's own makes them vanish.
     import lm_eval.models  # noqa: F401

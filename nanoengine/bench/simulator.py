@@ -199,7 +199,7 @@ def _add(
         executor.lengths[number] = len(ids) + length
     params = SamplingParams(max_tokens=asked, ignore_eos=not hidden, temperature=0)
     request = Request(str(number), ids, params, arrival=number, arrival_time=time.perf_counter())
-    request.stop_ids = frozenset((STOP,)) if hidden else frozenset()
+    request.stop_ids = {STOP: None} if hidden else {}
     request.max_num_tokens = len(ids) + asked
     scheduler.add(request)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -65,7 +65,7 @@ class ModelConfig:
             work: images, or drafts; "": there are none.
         dtype: of the stored weights, as torch names it.
         quantization: how linear layers are stored, where they are not floats.
-        eos_token_ids: generation_config.json's, then config.json's; any of them ends a sequence.
+        ends: what names the tokens that end an answer, a file or a key, each with an id.
         generation_defaults: sampling settings that the authors recommend.
         headless: there is no language head: the checkpoint is of vectors or classes.
     """
@@ -90,9 +90,14 @@ class ModelConfig:
     left_out: str = ""
     dtype: str = "float32"
     quantization: StoredQuantization | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    ends: tuple[tuple[str, int | None], ...] = ()
     generation_defaults: dict[str, float] = field(default_factory=dict)
     headless: bool = False
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer: those of `ends` that the vocabulary has."""
+        return tuple(dict.fromkeys(i for _, i in self.ends if i in range(self.vocab_size)))
 
     @property
     def attending(self) -> tuple[int, ...]:
@@ -214,7 +219,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         left_out="|".join(left_out) or _drafting_layers(keys),
         dtype=_dtype(keys),
         quantization=_quantization(keys, family, plan, is_part=is_part, tied=tied),
-        eos_token_ids=_end_ids(vocab_size, keys, generation),
+        ends=tuple(_ends(keys, generation)),
         generation_defaults=_generation_defaults(generation),
         headless=headless,
     )
@@ -388,20 +393,14 @@ def _dtype(keys: Keys) -> str:
     return check_value(name, Dtype, f"config.json: {key}", UnsupportedModelError)
 
 
-def _end_ids(vocab_size: int, keys: Keys, generation: Json) -> tuple[int, ...]:
-    """Every EOS id of both files once, generation_config.json's first."""
-    key, found = "eos_token_id", []
+def _ends(keys: Keys, generation: Json) -> Iterator[tuple[str, int | None]]:
+    """The EOS ids of both files, generation_config.json's first; see `ModelConfig.ends`."""
+    key = "eos_token_id"
     ours = Keys({key: generation.get(key)}, where="generation_config.json")
-    for where, given in (("generation_config.json", ours), ("config.json", keys)):
-        value = given.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(0 <= token_id < vocab_size for token_id in ids):
-            raise UnsupportedModelError(
-                f"{where}: {key} must be from 0 to {vocab_size - 1} (vocab_size - 1), got"
-                f" {shown(value)}"
-            )
-        found += ids
-    return tuple(dict.fromkeys(found))
+    where = keys.where if keys.given.get(key) is not None else "the architecture's default"
+    for source, value in ((ours.where, ours.get(key)), (where, keys.get(key))):
+        for token_id in value if isinstance(value, list) else [value]:
+            yield source, token_id
 
 
 def _generation_defaults(generation: Json) -> dict[str, float]:

@@ -8,7 +8,7 @@ architecture is, `gguf_tensors.py` its tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,8 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     raw |= windows(given, row.slides, raw["num_hidden_layers"]) | _rotation(model)
     raw = {key: value for key, value in raw.items() if value is not None} | more
     given.refuse_others()
-    return raw, _generation_json(given)
+    found = {theirs: given.read(f"general.sampling.{n}", float) for n, theirs in SAMPLING.items()}
+    return raw, {key: value for key, value in found.items() if value is not None}
 
 
 def in_its_words(model: GGUFModel, message: str) -> str:
@@ -153,6 +154,7 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
         left_out="|".join(filter(None, left_out)),
         dtype={"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),
         quantization=_quantization(here),
+        ends=tuple(_ends(model.given)),
     )
 
 
@@ -208,9 +210,8 @@ def _rotation(model: GGUFModel) -> Json:
     return found
 
 
-def _generation_json(given: Metadata) -> dict[str, Any]:
-    """What a generation_config.json of the same model would say."""
-    found = {theirs: given.read(f"general.sampling.{n}", float) for n, theirs in SAMPLING.items()}
+def _ends(given: Metadata) -> Iterator[tuple[str, int | None]]:
+    """What names the tokens that end an answer: keys, and names of control tokens."""
     words = "tokenizer.ggml"
     tokens = given.read(f"{words}.tokens", list[str], [])
     kinds = given.read(f"{words}.token_type", list[int], [])
@@ -221,11 +222,9 @@ def _generation_json(given: Metadata) -> dict[str, Any]:
     }
     if {"<|return|>", "<|call|>"} <= ends.keys():
         ends.pop("<|end|>", None)  # Why: there it ends a message, and an answer has several.
-    named = [given.read(f"{words}.{name}_token_id", int) for name in ("eos", "eot", "eom")]
-    ids = dict.fromkeys([*(number for number in named if number is not None), *ends.values()])
-    return {key: value for key, value in found.items() if value is not None} | {
-        "eos_token_id": list(ids)
-    }
+    for key in (f"{words}.{name}_token_id" for name in ("eos", "eot", "eom")):
+        yield key, given.read(key, int)
+    yield from (("its known name", token_id) for token_id in ends.values())
 
 
 def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:

@@ -19,7 +19,7 @@ from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sam
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import InputChangedError, Job, JobOptions
 from nanoengine.jobs.log import OutputLostError, lost
-from nanoengine.jobs.manifest import describe_engine
+from nanoengine.jobs.manifest import describe_engine, sampling_line
 from nanoengine.jobs.progress import Progress, summary, table
 from nanoengine.jobs.rows import read_by
 from nanoengine.jobs.signals import Signals, Stopped
@@ -167,6 +167,8 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
 
 def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
     """Answers the rows that are left; returns the exit code."""
+    used = sampling_line(llm.config, llm.info, job.options.sampling)
+    print(f"sampling: {used}; what a row sets comes first", file=sys.stderr)
     work = job.work(*of_model(llm, args))
     signals.work = work
     progress = Progress(job, work.counts, llm.stats)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError, NanoEngineError
+from nanoengine.jobs.manifest import sampling_line
 from nanoengine.settings.checks import nearest
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def main(args: ChatArgs) -> None:
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm:
+        print("sampling:", sampling_line(llm.config, llm.info, given), file=sys.stderr)
         unbounded = replace(llm.default_sampling_params, max_tokens=None)
         Chat(llm, replace(unbounded, **given), args.system).run()
 

@@ -17,6 +17,7 @@ from tyro.conf import UseAppendAction
 from nanoengine.cli import batch
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields, shared
 from nanoengine.errors import ConfigError
+from nanoengine.jobs.manifest import sampling_line
 from nanoengine.jobs.paths import STDOUT
 from nanoengine.jobs.records import Recorder, parts
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
@@ -77,6 +78,7 @@ def main(args: GenerateArgs) -> int:
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm, contextlib.ExitStack() as stack:
+        print("sampling:", sampling_line(llm.config, llm.info, rows.sampling), file=sys.stderr)
         reader = RowReader(rows, *batch.of_model(llm, args))
         tasks = [
             reader.task(Line(i, PROMPTS, i + 1, {"prompt": prompt}))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanoengine.cli.options import DEMO, EngineArgs, ModelName, engine_options
 from nanoengine.errors import NanoEngineError
+from nanoengine.jobs.manifest import sampling_line
 from nanoengine.settings.config import EngineConfig
+from nanoengine.text.load_tokenizer import with_ends
+from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.version import versions
 
 if TYPE_CHECKING:
@@ -52,7 +55,10 @@ def main(args: InfoArgs) -> None:
     device, config = resolve_device(args.device), EngineConfig(**engine_options(args))
     use_isa(config)
     directory = resolve_model(config)
-    model = load_model_config(directory)
+    model, tokenizer = load_model_config(directory), None
+    with suppress(NanoEngineError):  # Why: a checkpoint without a tokenizer runs on token ids.
+        tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
+    model = with_ends(model, tokenizer, chats=True)
     dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
     needs = {"device": device, "dtype": dtype, "head_dim": model.largest_head}
@@ -63,6 +69,7 @@ def main(args: InfoArgs) -> None:
         "device": device_lines(device),
         f"attention backends ({where})": backend_lines(needs),
         f"model {args.model}": model_lines(model, directory, dtype, kv_dtype),
+        "answers": [ends_line(model, tokenizer), f"sampling: {sampling_line(config, model)}"],
     }
     if is_gguf(directory):
         sections["GGUF file"] = gguf_lines(directory)
@@ -144,8 +151,7 @@ def model_lines(
         f" vocabulary {m.vocab_size:,}"
     )
     yield (
-        f"context {m.max_position_embeddings:,} tokens, stored as {m.dtype},"
-        f" runs in {_name(dtype)}, EOS {list(m.eos_token_ids)}"
+        f"context {m.max_position_embeddings:,} tokens, stored as {m.dtype}, runs in {_name(dtype)}"
     )
     per_gib = f"{GIB // token_bytes:,} tokens a GiB"
     yield f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)}, {per_gib}"
@@ -157,6 +163,16 @@ def model_lines(
         size, count = state_bytes([states] * len(states.layers), dtype), len(states.layers)
         much = f"as much as {size / token_bytes:,.0f} tokens"
         yield f"state: {size:,} bytes a sequence in {count} layers, {much}"
+
+
+def ends_line(model: ModelConfig, tokenizer: Tokenizer | None) -> str:
+    """The tokens that end an answer, and what names each: files, keys, the chat template."""
+    found = []
+    for token_id in model.eos_token_ids:
+        text = f" {tokenizer.token_text(token_id)!r}" if tokenizer else ""
+        sources = ", ".join(source for source, named in model.ends if named == token_id)
+        found.append(f"{token_id}{text} ({sources})")
+    return f"end with {', '.join(found) or 'no token of their own'}"
 
 
 def gguf_lines(path: Path) -> Iterable[str]:

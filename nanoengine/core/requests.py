@@ -56,6 +56,7 @@ class RequestChecker:
         key: str | None = None,
         cache_salt: str | None = None,
         bad_word_ids: SequenceOf[SequenceOf[int]] = (),
+        ends: dict[int, str | None] | None = None,
     ) -> Request:
         """The request, which has no name yet.
 
@@ -68,6 +69,7 @@ class RequestChecker:
                 this; None: from the engine's seed and the order of arrival.
             cache_salt: prefixes are shared only between requests of equal salt.
             bad_word_ids: token sequences of `params.bad_words`.
+            ends: further ids that end an answer -> the stop reason.
 
         Raises:
             RequestError: a value of another type or out of range.
@@ -99,7 +101,7 @@ class RequestChecker:
         longest = self.info.max_model_len + 1 - num_generated
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
-        eos = () if params.ignore_eos else self.info.eos_token_ids
+        stop_ids = dict.fromkeys(() if params.ignore_eos else self.info.eos_token_ids)
         return Request(
             "",
             token_ids,
@@ -108,7 +110,7 @@ class RequestChecker:
             key=key,
             cache_salt=cache_salt,
             bad_word_ids=words,
-            stop_ids=frozenset(eos) | frozenset(params.stop_token_ids or ()),
+            stop_ids=stop_ids | {i: i for i in params.stop_token_ids or ()} | (ends or {}),
             max_num_tokens=longest,
         )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -80,7 +80,7 @@ class Sequence:
             already: no block, no copy, no indexing.
         max_num_tokens: prompt and output together end here.
         min_num_tokens: stop ids and strings don't count before this many tokens.
-        stop_ids: EOS ids (unless ignored) and stop_token_ids.
+        stop_ids: ids that end it -> the stop reason: None for EOS ids.
         row: in the executor's buffers while running, else NO_ROW.
         extras: None for most sequences.
         num_dropped_blocks, num_shared_blocks: of windows and states (groups/).
@@ -93,7 +93,7 @@ class Sequence:
     index: int
     token_ids: list[int]
     seed: int = field(init=False)
-    stop_ids: frozenset[int] = field(init=False)
+    stop_ids: Mapping[int, int | str | None] = field(init=False)
     max_num_tokens: int = field(init=False)
     params: SamplingParams = field(init=False)
     order: tuple[int, int, int] = field(init=False)
@@ -157,8 +157,7 @@ class Sequence:
         self.token_ids.append(token_id)
         num_tokens = len(self.token_ids)
         if num_tokens >= self.min_num_tokens and token_id in self.stop_ids:
-            was_asked_for = token_id in (self.params.stop_token_ids or ())
-            return Ending("stop", token_id if was_asked_for else None)
+            return Ending("stop", self.stop_ids[token_id])
         stop_string = None if self.follower is None else self.follower.append(token_id)
         if stop_string is not None:
             return Ending("stop", stop_string)
@@ -223,7 +222,7 @@ class Request:
     priority: int = 0
     key: str | None = None
     cache_salt: str | None = None
-    stop_ids: frozenset[int] = frozenset()
+    stop_ids: Mapping[int, int | str | None] = field(default_factory=dict)
     max_num_tokens: int = sys.maxsize
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     make_follower: Callable[[int], OutputFollower | None] | None = None

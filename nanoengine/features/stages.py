@@ -8,7 +8,6 @@ Made by `build.py`, called by a runner's `need_special`; with ranks each one mak
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoengine.checkpoint.config import ModelConfig
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Stages:
-    """The stages for a model in `directory`.
+    """The stages for a model.
 
     Raises:
         ConfigError: one that the LLM was given is a class.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
-        self._args = (config, model_config, directory)
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        self._args = (config, model_config)
         if config.logits_processors:
             _ = self._given
 

@@ -24,7 +24,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol, Self
 
 import numpy as np
@@ -255,15 +254,15 @@ class Structured:
         return found
 
 
-def make_structured(config: EngineConfig, model_config: ModelConfig, directory: Path) -> Structured:
-    """The stage for a model in `directory`."""
+def make_structured(config: EngineConfig, model_config: ModelConfig) -> Structured:
+    """The stage for a model."""
     vocab_size, eos_token_ids = model_config.vocab_size, tuple(model_config.eos_token_ids)
-    make = functools.partial(_library, config, directory, vocab_size, eos_token_ids)
+    make = functools.partial(_library, config, vocab_size, eos_token_ids)
     return Structured(make, vocab_size, eos_token_ids)
 
 
 def _library(
-    config: EngineConfig, directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
+    config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> GrammarLibrary:
     if config.skip_tokenizer_init:
         raise RequestError(
@@ -276,6 +275,4 @@ def _library(
         raise MissingDependencyError(
             "structured_outputs need llguidance: pip install 'nanoengine[structured]'"
         ) from error
-    name = config.tokenizer or str(directory)
-    tokenizer = Tokenizer.load(name, trust_remote_code=config.trust_remote_code)
-    return LLGuidance(tokenizer, vocab_size, eos_token_ids)
+    return LLGuidance(Tokenizer.of(config), vocab_size, eos_token_ids)

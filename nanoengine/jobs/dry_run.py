@@ -23,6 +23,7 @@ from nanoengine.jobs.rows import RowReader, read_by
 from nanoengine.jobs.source import find_inputs
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
+from nanoengine.text.load_tokenizer import with_ends
 from nanoengine.text.prompt_forms import PAUSE
 from nanoengine.text.prompts import PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
@@ -37,9 +38,8 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     is_own = Paths(options.output, options.errors, options.summary_json).is_own
     inputs = find_inputs(options.inputs, options.input_format, is_own)
     count_rows(inputs, options)
-    directory = resolve_model(config)
-    model_config = load_model_config(directory)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
+    model_config = with_ends(load_model_config(resolve_model(config)), tokenizer)
     limits: Any = SimpleNamespace(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
@@ -47,7 +47,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         generation_defaults=model_config.generation_defaults,
     )
     room: Any = SimpleNamespace(can_ever_allocate=lambda num_tokens: True)
-    checker = RequestChecker(limits, room, Stages(config, model_config, directory))
+    checker = RequestChecker(limits, room, Stages(config, model_config))
     prompts = PromptReader(tokenizer, checker, SamplingParams)
     reader = RowReader(options, *read_by(model, config, limits, lambda: prompts.tokenizer))
     num_rows = num_failed = num_prompt = longest = num_output = 0

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoengine.checkpoint.files import checkpoint_files, file_digest
+from nanoengine.checkpoint.config import GENERATION_DEFAULTS, load_model_config
+from nanoengine.checkpoint.files import GGUF, checkpoint_files, file_digest
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.log import replacing
 from nanoengine.jobs.source import STDIN, Input, digest
 from nanoengine.settings.config import EngineConfig
 
 FORMAT = 2
-NOT_COMPARED = ("created", "inputs")
+NOT_COMPARED = ("created", "inputs", "sampling_defaults")
 
 ASIDE = (
     "name another output, or move this one aside, as `nanoengine batch` does with --restart"
@@ -72,11 +74,38 @@ def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
         "model": {"name": name, "files": _digests(directory, weights)},
         "engine": {setting: getattr(config, setting) for setting in RESULT_SETTINGS},
         "random_numbers": "by a row's id, else its number",
+        "sampling_defaults": sampling_line(config, load_model_config(directory)),
     }
     tokenizer = os.path.expanduser(config.tokenizer or "")
     if os.path.exists(tokenizer):
         facts["tokenizer"] = _digests(Path(tokenizer))
     return facts
+
+
+SHOWN = {*GENERATION_DEFAULTS} - {"max_tokens"}
+"""Sampling parameters that are reported: those that a checkpoint may set for the drawing."""
+
+
+def sampling_line(config: EngineConfig, info: Any, given: Mapping[str, Any] | None = None) -> str:
+    """The sampling parameters of prompts that set none, and where each value comes from.
+
+    Args:
+        info: has the model's `generation_defaults`.
+        given: options of the command line.
+    """
+    from nanoengine.checkpoint.find import resolve_model
+
+    places = ("general.sampling.*", "file"), ("generation_config.json", "checkpoint")
+    file, place = places[resolve_model(config).suffix != GGUF]
+    none = "" if info.generation_defaults else f"; the {place} has none"
+    found = {"temperature": (1.0, f"the engine's default{none}")}
+    found |= {name: (value, file) for name, value in info.generation_defaults.items()}
+    found |= {name: (value, "the command's options") for name, value in (given or {}).items()}
+    by_source = defaultdict(list)
+    for name, (value, source) in found.items():
+        if name in SHOWN:
+            by_source[source].append(f"{name} {value}")
+    return "; ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items())
 
 
 def _digests(directory: Path, weights: Iterable[Path] = ()) -> dict[str, str]:

@@ -203,7 +203,7 @@ class Replay:
             arrival_time=self.time_s,
             priority=told.get("priority", 0),
             cache_salt=told.get("salt"),
-            stop_ids=frozenset(_ints(told.get("stop", []))),
+            stop_ids=dict.fromkeys(_ints(told.get("stop", []))),
             max_num_tokens=told["most"],
             make_follower=follower if told.get("follower") else None,
             chooser=self if told.get("chooser") else None,

@@ -7,8 +7,6 @@ Legend: L lines of logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -68,9 +66,7 @@ def pack_tokens(token_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return torch.stack((token_ids, valid.long()))
 
 
-def check_vocabulary(vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-    """Raises ValueError for a vocabulary that can't be sampled from, or EOS ids outside of it."""
+def check_vocabulary(vocab_size: int) -> None:
+    """Raises ValueError for a vocabulary that can't be sampled from."""
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
-    if bad := [i for i in eos_token_ids if not 0 <= i < vocab_size]:
-        raise ValueError(f"EOS ids must be in [0, {vocab_size}), got {bad}")

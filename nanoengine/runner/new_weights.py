@@ -35,7 +35,7 @@ Source = Mapping[str, torch.Tensor] | Path
 
 NAMES = {**DTYPES, torch.float32: "F32", torch.float64: "F64"}
 
-NOT_COMPARED = {"dtype", "eos_token_ids", "generation_defaults", "left_out"}
+NOT_COMPARED = {"dtype", "ends", "generation_defaults", "left_out"}
 """Fields of a ModelConfig that change nothing of what layers compute."""
 
 

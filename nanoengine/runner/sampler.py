@@ -76,7 +76,7 @@ class Sampler:
         eos_token_ids: Sequence[int] = (),
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        check_vocabulary(vocab_size, eos_token_ids)
+        check_vocabulary(vocab_size)
         self.vocab_size = vocab_size
         self.processors = (*standard_processors(eos_token_ids), *processors)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)

@@ -124,7 +124,7 @@ class RunnerParts:
             state_bytes=kv_cache.state_bytes(plans, self.dtype),
         )
         self._require_rows(SAMPLER_BYTES)
-        check_vocabulary(self.model_config.vocab_size, self.model_config.eos_token_ids)
+        check_vocabulary(self.model_config.vocab_size)
         self.memory = plan_memory(
             self.config,
             layout,

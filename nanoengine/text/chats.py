@@ -6,11 +6,13 @@ rendered by a chat template, its contents in the form that the template takes.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanoengine.errors import RequestError
+from nanoengine.text.ends import turn_ends
 from nanoengine.text.tokenizer import Tokenizer
 
 MAX_TEMPLATES = 64
@@ -26,6 +28,7 @@ class Chats:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._takes_parts: dict[tuple[str | None, bool], bool] = {}  # by template
+        self.ends = functools.lru_cache(MAX_TEMPLATES)(functools.partial(turn_ends, tokenizer))
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """The prompt of a conversation; parts of text reach the template in the form it takes."""

@@ -200,8 +200,10 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     # Why such names: a template has a meaning for characters that a token may have.
     single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(ends)]
     raw.post_processor = TemplateProcessing(single=single, special_tokens=ends)
-    known = {"name_or_path": str(path), "chat_template": said.templates(), **said.names()}
-    return TokenizerFile(raw, functools.partial(_load_full, raw, known))
+    names = said.names()
+    known = {"chat_template": said.templates(), "clean_up_tokenization_spaces": False, **names}
+    load_full = functools.partial(_load_full, raw, str(path), known)
+    return TokenizerFile(raw, load_full, names.get("eos_token"))
 
 
 class _Said:
@@ -364,10 +366,11 @@ MODELS = {"gpt2": _byte_level, "llama": _by_scores, "gemma4": _by_merges}
 """By the name in `tokenizer.ggml.model`."""
 
 
-def _load_full(raw: RawTokenizer, known: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The same tokenizer as one of transformers, for chats and for who asks for it."""
+def _load_full(raw: RawTokenizer, name: str, known: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The same tokenizer as one of transformers, for chats and for callers who ask for it."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw, clean_up_tokenization_spaces=False, **known
-    )
+    full = PreTrainedTokenizerFast(tokenizer_object=raw, **known)
+    # Why not among the others: transformers would look it up at the hub, of a large vocabulary.
+    full.name_or_path = name
+    return full

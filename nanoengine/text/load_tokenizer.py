@@ -1,6 +1,6 @@
 """Where a tokenizer comes from: a tokenizer.json that says everything, a GGUF, or transformers.
 
-Called by `Tokenizer.load`.
+Called by `Tokenizer.load`; by `build.py` for what the tokenizer says of a model's end.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import functools
 import os
 import re
 import stat
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import brief
@@ -20,6 +21,7 @@ from nanoengine.text.tokenizer_file import TokenizerFile
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nanoengine.checkpoint.config import ModelConfig
     from nanoengine.settings.config import EngineConfig
 
 NAMED_TOKENS = {
@@ -94,6 +96,24 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     return found
 
 
+def with_ends(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> ModelConfig:
+    """A model's config, its `ends` with the tokenizer's EOS, as in vLLM.
+
+    Args:
+        tokenizer: a `Tokenizer`; None: it is not loaded, and names none.
+        chats: also what the chat template closes a message with. It is asked in any case where
+            nothing else names an end.
+    """
+    if tokenizer is None:
+        return model
+    ends = (*model.ends, ("the tokenizer", tokenizer.token_id(tokenizer.eos_token)))
+    if chats or not (model := replace(model, ends=ends)).eos_token_ids:
+        from nanoengine.text.ends import turn_ends
+
+        ends += tuple(("the chat template", token_id) for token_id in turn_ends(tokenizer, None))
+    return replace(model, ends=ends)
+
+
 def find_file(directory: Path) -> TokenizerFile | None:
     """The tokenizer of a checkpoint, if `tokenizer.json` says everything about it.
 
@@ -131,7 +151,8 @@ def find_file(directory: Path) -> TokenizerFile | None:
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
     if not special.issuperset([*named, *extra]):
         return None
-    return TokenizerFile(raw, functools.partial(load_backend, str(directory)))
+    load_full = functools.partial(load_backend, str(directory))
+    return TokenizerFile(raw, load_full, config.get("eos_token"))
 
 
 def _find_gguf(directory: Path) -> Path | None:

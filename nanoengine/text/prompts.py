@@ -10,6 +10,7 @@ token_bound.py (texts that are too long by far).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -72,7 +73,6 @@ class PromptReader:
         self._tokenizer = tokenizer
         self.checker = checker
         self.default_params = default_params
-        self._chats: Chats | None = None
         self._bound: TokenBound | None = None
 
     @property
@@ -106,9 +106,7 @@ class PromptReader:
             params = [sampling_params] * count
         else:
             params = each_params(sampling_params, count, self.default_params)
-        priorities: list[int | None] = [None] * count
-        if priority is not None:
-            priorities = each_priority(priority, count)
+        priorities = each_priority(priority, count) if priority is not None else [None] * count
         return [
             self.read(i, *one, on_error)
             for i, one in enumerate(zip(given, params, priorities, strict=True))
@@ -127,6 +125,9 @@ class PromptReader:
         text: str | None = None
         cache_salt: str | None = None
         token_ids: list[int] = []
+        turns: tuple[int, ...] = ()
+        ends: dict[int, str | None] = {}
+        words: tuple[tuple[int, ...], ...] = ()
         if isinstance(prompt, Row):
             params = params if prompt.sampling_params is None else prompt.sampling_params
             priority = priority if prompt.priority is None else prompt.priority
@@ -143,11 +144,14 @@ class PromptReader:
                 elif given.messages is None:
                     token_ids = self._encode(given.text or "")
                 else:
-                    text = self._open_chats().render(given.messages, dict(given.template_args))
+                    text = self._chats.render(given.messages, dict(given.template_args))
                     token_ids = self._encode(text, add_special_tokens=False)
-            if params.stop or params.bad_words:
-                _ = self.tokenizer
-            words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else ()
+                    turns = self._chats.ends(given.template_args.get("chat_template"))
+            if params.stop or params.bad_words or turns:
+                from nanoengine.text.ends import bad_word_ids, request_ends
+
+                ends, params = request_ends(self.tokenizer, params, turns)
+                words = bad_word_ids(self.tokenizer, params.bad_words or ())
             request = self.checker.check(
                 token_ids,
                 params,
@@ -155,6 +159,7 @@ class PromptReader:
                 key=key,
                 cache_salt=cache_salt,
                 bad_word_ids=words,
+                ends=ends,
             )
             return CheckedPrompt(index=index, text=text, request=request)
         except NanoEngineError as error:
@@ -178,12 +183,11 @@ class PromptReader:
             self.checker.check_length(self._bound.at_least(text), "at least ")
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _open_chats(self) -> Chats:
-        if self._chats is None:
-            from nanoengine.text.chats import Chats
+    @functools.cached_property
+    def _chats(self) -> Chats:
+        from nanoengine.text.chats import Chats
 
-            self._chats = Chats(self.tokenizer)
-        return self._chats
+        return Chats(self.tokenizer)
 
 
 def check_on_error(on_error: object) -> None:

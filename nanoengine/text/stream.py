@@ -92,6 +92,10 @@ class TextStream:
             self.append(token_id)
         if self._final is None:
             self._final = self._settled + self._decode(self._window)
+            # Why here: a stop string that is a special token has ended the output by its id.
+            if rest and rest[-1] in self._silent_ids and self._params.include_stop_str_in_output:
+                name = self._tokenizer.token_text(rest[-1])
+                self._final += name if name in self._stops else ""
         return self._final
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -42,14 +42,10 @@ class Tokenizer:
 
     def __init__(self, backend: PreTrainedTokenizerBase | TokenizerFile) -> None:
         self._plain = backend
-        added = backend.added_tokens_decoder.items()
-        special_ids = [token_id for token_id, token in added if token.special]
-        self.special_ids = frozenset([*backend.all_special_ids, *special_ids])
-        ids = [(backend.convert_tokens_to_ids(name), name) for name in BYTE_TOKENS]
-        # Why the second look: a missing name gives None or the id of <unk>.
-        self.byte_ids = frozenset(
-            i for i, name in ids if isinstance(i, int) and backend.convert_ids_to_tokens(i) == name
-        )
+        special_ids = {i for i, token in backend.added_tokens_decoder.items() if token.special}
+        self.special_ids = frozenset(special_ids.union(backend.all_special_ids))
+        self.eos_token, self.has_warned = backend.eos_token, False
+        self.byte_ids = frozenset(map(self.token_id, BYTE_TOKENS)) - {None}
         self.anchor = self._find_anchor()
         self._anchor_len = len(self._raw(self.anchor))
         self._token_texts: dict[int, str] = {}
@@ -109,7 +105,7 @@ class Tokenizer:
                 pattern gives up on it.
         """
         try:
-            return list(self._plain.encode(text, add_special_tokens=add_special_tokens))
+            token_ids = list(self._plain.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the text can't be encoded as UTF-8: {error!s:.200}") from error
         except BaseException as error:
@@ -117,6 +113,11 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":
                 raise
             raise RequestError(f"the tokenizer gave up on the text: {error!s:.200}") from error
+        if add_special_tokens and token_ids[:1] == token_ids[1:2]:
+            from nanoengine.text.ends import warn_of_two_bos
+
+            warn_of_two_bos(self, token_ids)
+        return token_ids
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt that the model's chat template makes of a conversation.
@@ -169,6 +170,13 @@ class Tokenizer:
             anchored=self.is_anchored(prompt_token_ids),
         )
 
+    def token_id(self, name: str | None) -> int | None:
+        """The id of the token with this name; None: there is none."""
+        found = self._plain.convert_tokens_to_ids(name) if name else None
+        # Why the second look: a missing name gives None or the id of <unk>.
+        known = isinstance(found, int) and self._plain.convert_ids_to_tokens(found) == name
+        return found if known else None
+
     def token_text(self, token_id: int) -> str:
         """One token as text, with its leading space, special tokens by name; cached."""
         text = self._token_texts.get(token_id)
@@ -180,16 +188,6 @@ class Tokenizer:
     def is_anchored(self, prompt_token_ids: Iterable[int]) -> bool:
         """True if the prompt has text, so that an output's first token does not begin a text."""
         return any(token_id not in self.special_ids for token_id in prompt_token_ids)
-
-    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that spell `words`, at the start of a text and after a space.
-
-        Source: vLLM `SamplingParams.update_from_tokenizer`; it drops the variant with a space when
-        its length differs, which lets " word" through where only that one is a single token.
-        """
-        spellings = (text for word in words for text in (word.lstrip(), " " + word.lstrip()))
-        ids = (tuple(self.encode(text, add_special_tokens=False)) for text in spellings)
-        return tuple(dict.fromkeys(spelled for spelled in ids if spelled))
 
     def _raw(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # Why: clean-up rewrites " ." to "." across token borders; we show what the model wrote.

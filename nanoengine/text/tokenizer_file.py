@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
     from transformers import PreTrainedTokenizerBase
 
+    LoadFull = Callable[[], PreTrainedTokenizerBase]
+
 
 class TokenizerFile:
     """The part of a tokenizer of transformers that plain text needs, under the same names.
 
     Args:
         load_full: gives the tokenizer of transformers, for what else is asked.
+        eos_token: the name of the token that ends a text; None: none has that role.
 
     Attributes:
         chat_template: of the checkpoint, as its files have it.
@@ -28,18 +31,16 @@ class TokenizerFile:
 
     chat_template: Any = None
 
-    def __init__(self, raw: RawTokenizer, load_full: Callable[[], PreTrainedTokenizerBase]) -> None:
-        self.load_full = load_full
+    def __init__(self, raw: RawTokenizer, load_full: LoadFull, eos_token: str | None) -> None:
+        self.load_full, self.eos_token = load_full, eos_token
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
         self.all_special_ids: Sequence[int] = ()  # All of them are among the added tokens.
         self.backend_tokenizer = raw
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
-        ids: list[int] = self.backend_tokenizer.encode(
-            text, add_special_tokens=add_special_tokens
-        ).ids
-        return ids
+        encoded = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return list(encoded.ids)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, **no_cleaning: bool

@@ -24,6 +24,7 @@ from nanoengine import (
     SamplingParams,
 )
 from nanoengine.llm import LOOK_AHEAD
+from nanoengine.text.ends import bad_word_ids
 from nanoengine.text.prompt_forms import PAUSE
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.fake_llm import (
@@ -264,7 +265,7 @@ def test_salt_and_bad_words_reach_the_engine(llm: LLM) -> None:
     )
     prompt = {"prompt": "nothing", "cache_salt": "mine"}
     llm.generate(prompt, SamplingParams(bad_words=["dog"]), use_tqdm=False)
-    assert seen == [("mine", byte_level().bad_word_ids(["dog"]))]
+    assert seen == [("mine", bad_word_ids(byte_level(), ["dog"]))]
 
 
 def test_followers_are_made_only_where_text_is_needed_early(llm: LLM) -> None:

@@ -24,6 +24,7 @@ from nanoengine.errors import ConfigError, ModelError, RequestError
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text import rendering
+from nanoengine.text.ends import bad_word_ids
 from nanoengine.text.stream import MAX_OPEN_TOKENS, TextStream
 from nanoengine.text.tokenizer import REPLACEMENT, Tokenizer
 from tests.support.text_fixtures import CHAT_TEMPLATE, KINDS, byte_fallback, byte_level
@@ -292,7 +293,7 @@ def test_token_text_keeps_leading_spaces() -> None:
 
 def test_bad_words_are_spelled_with_and_without_a_space() -> None:
     tokenizer = byte_level()
-    spellings = tokenizer.bad_word_ids(["dog", "dog"])
+    spellings = bad_word_ids(tokenizer, ["dog", "dog"])
     assert [tokenizer.decode(ids) for ids in spellings] == ["dog", " dog"]
 
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from nanoengine import SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.text.ends import bad_word_ids
 from nanoengine.text.load_tokenizer import MODEL_TYPES, find_file
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.text_fixtures import CHAT_TEMPLATE, KINDS, byte_level
@@ -79,10 +80,11 @@ def test_ids_and_texts_equal_those_of_transformers(pairs, kind, text, special, d
 @kinds
 def test_what_is_known_of_tokens_is_equal(pairs, kind) -> None:  # type: ignore[no-untyped-def]
     plain, full = pairs[kind]
-    for name in ("special_ids", "byte_ids", "anchor"):
+    for name in ("special_ids", "byte_ids", "anchor", "eos_token"):
         assert getattr(plain, name) == getattr(full, name), name
     assert plain.special_ids
-    assert plain.bad_word_ids(["dog", "naïve €"]) == full.bad_word_ids(["dog", "naïve €"])
+    words = ["dog", "naïve €"]
+    assert bad_word_ids(plain, words) == bad_word_ids(full, words)
     with pytest.raises(RequestError, match="UTF-8"):
         plain.encode("a\ud800b")
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -170,6 +173,45 @@ def test_ctrl_c_ends_with_its_own_status(
     monkeypatch.setattr("nanoengine.cli.generate.main", interrupt)
     assert cli.main(["generate", "m"]) == cli.INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_the_sampling_in_use_is_said_with_what_sets_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    path, rows, output = tmp_path / "m", tmp_path / "rows.txt", tmp_path / "out.jsonl"
+    shutil.copytree(model, path)
+    rows.write_text("the dog\n", encoding="utf-8")
+    (path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.5, "repetition_penalty": 1.25}), encoding="utf-8"
+    )
+    few = [*SMALL, "--max-tokens", "2"]
+    own = "temperature 0.5, repetition_penalty 1.25 (generation_config.json)"
+    mixed = (
+        "sampling: temperature 1.5, top_k 9 (the command's options);"
+        " repetition_penalty 1.25 (generation_config.json)"
+    )
+
+    def told(*command: str) -> str:
+        assert cli.main([*command]) == 0
+        captured = capsys.readouterr()
+        assert "sampling" not in captured.out
+        return captured.err
+
+    assert told("generate", str(path), "--prompt", "the", *few) == f"sampling: {own}\n"
+    given = ["--temperature", "1.5", "--top-k", "9", "--presence-penalty", "1"]
+    assert told("generate", str(path), "--prompt", "the", *given, *few) == f"{mixed}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
+    assert told("chat", str(path), *few) == f"sampling: {own}\n"
+    batch = told("batch", str(path), str(rows), "--output", str(output), *given, *few)
+    assert f"{mixed}; what a row sets comes first\n" in batch
+    job = json.loads((tmp_path / "out.jsonl.job.json").read_text())
+    assert (job["sampling_defaults"], job["rows"]["sampling"]["top_k"]) == (own, 9)
+    none = "sampling: temperature 1.0 (the engine's default; the checkpoint has none)\n"
+    assert told("generate", str(model), "--prompt", "the", *few) == none
+    assert cli.main(["info", str(path), *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert f"sampling: {own}\n" in shown
+    assert "end with 2 '<|user|>' (config.json), 1 '</s>' (the tokenizer" in shown
 
 
 @pytest.fixture

@@ -644,8 +644,6 @@ def test_a_further_processor_enters_by_the_door():
 def test_sizes_out_of_range_are_refused():
     with pytest.raises(ValueError, match="vocab_size must be in"):
         Sampler(2**19 + 1, 4)
-    with pytest.raises(ValueError, match="EOS ids must be in"):
-        Sampler(10, 4, eos_token_ids=(10,))
 
 
 # --- log-probabilities --------------------------------------------------------------------------

@@ -15,6 +15,12 @@ from nanoengine.cli import main as cli
 from tests.support.fake_llm import ANSWERS, MakeLLM
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 400, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "max_position_embeddings": 100, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
+
 
 class Batch:
     """Runs jobs in a directory of its own.
@@ -30,7 +36,7 @@ class Batch:
         self._capsys = capsys
         self._model = directory / "model"
         self._model.mkdir()
-        (self._model / "config.json").write_text("{}", encoding="utf-8")
+        (self._model / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
         (self._model / "model.safetensors").write_bytes(bytes(8))
         make_llm(ANSWERS, tokenizer=byte_level()).close()
 

@@ -93,7 +93,7 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             for prompt, answer in (answers or {}).items()
         }
 
-        def build(config: EngineConfig) -> LLMEngine:
+        def build(config: EngineConfig, tokenizer: object = None) -> LLMEngine:
             executor = ScriptedExecutor(script, eos, num_blocks)
             scheduler = Scheduler(
                 BlockManager(executor.start()),

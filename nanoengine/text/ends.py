@@ -1,0 +1,83 @@
+"""Which tokens end an answer besides the model's EOS ids, and which ids spell bad words.
+
+    turn_ends      of a chat: the token with which the template closes an assistant's message
+    request_ends   of a request: stop strings that are special tokens, which no text shows
+
+Also the warning of a text that begins with BOS, to which the tokenizer adds BOS. Called by the
+PromptReader for chats, and for requests with stop strings or bad words; by tokenizer.py; by
+load_tokenizer.py where a model names no end, and for `nanoengine info`. Why each tokenizer is `Any`
+here, a `Tokenizer`: modules import each other in no circle.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from nanoengine.errors import RequestError
+from nanoengine.settings.params import SamplingParams
+
+MARK = "nanoengine-marks-this-answer"
+ASKED = {"role": "user", "content": "nanoengine-marks-this-question"}
+ANSWERED = {"role": "assistant", "content": MARK}
+
+
+def turn_ends(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
+    """The token with which a chat template closes an assistant's message; (): it has none.
+
+    Spaces before it don't count. Where the template closes the last message with nothing, it is the
+    token that comes before the user's next one.
+    """
+    added = {token.content: i for i, token in tokenizer.backend.added_tokens_decoder.items()}
+    options = {"chat_template": chat_template, "add_generation_prompt": False}
+    # Why the last message first: gpt-oss closes earlier ones with what also ends its reasoning.
+    for messages in [ASKED, ANSWERED], [ASKED, ANSWERED, ASKED]:
+        try:
+            after = tokenizer.render_chat(messages, **options).partition(MARK)[2].lstrip()
+        except RequestError:  # no template, or one that takes other conversations
+            continue
+        if found := [content for content in added if content and after.startswith(content)]:
+            return (added[max(found, key=len)],)
+    return ()
+
+
+def request_ends(
+    tokenizer: Any, params: SamplingParams, turns: Iterable[int]
+) -> tuple[dict[int, str | None], SamplingParams]:
+    """The ids that end a request beside the model's, and its parameters, with min_tokens for them.
+
+    Args:
+        turns: of the chat template; none for a prompt that is no chat.
+    """
+    ends: dict[int, str | None] = {} if params.ignore_eos else dict.fromkeys(turns)
+    for stop in params.stop or ():
+        if (token_id := tokenizer.token_id(stop)) in tokenizer.special_ids:
+            ends[token_id] = stop
+    if ends and params.min_tokens:
+        params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends])
+    return ends, params
+
+
+def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that spell `words`, at the start of a text and after a space.
+
+    Source: vLLM `SamplingParams.update_from_tokenizer`; it drops the variant with a space when
+    its length differs, which lets " word" through where only that one is a single token.
+    """
+    spellings = (text for word in words for text in (word.lstrip(), " " + word.lstrip()))
+    ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
+    return tuple(dict.fromkeys(spelled for spelled in ids if spelled))
+
+
+def warn_of_two_bos(tokenizer: Any, token_ids: list[int]) -> None:
+    """Warns, once per tokenizer, of a text that begins with the token that is put before it."""
+    if token_ids and not tokenizer.has_warned and tokenizer.encode("")[:1] == token_ids[:1]:
+        tokenizer.has_warned = True
+        warnings.warn(
+            f"a prompt begins with the text {tokenizer.token_text(token_ids[0])!r}, and the"
+            " tokenizer adds that token itself: the model reads it twice, which changes answers."
+            " Leave it out of the text, or pass token ids; this is said once",
+            stacklevel=2,
+        )

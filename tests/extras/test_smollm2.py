@@ -1,0 +1,37 @@
+"""SmolLM2-135M-Instruct, a trained model: what random weights and the demo model can't show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nanoengine import LLM, SamplingParams
+from tests.support.trained_models import smollm2_gguf
+
+pytestmark = pytest.mark.extra
+
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(smollm2_gguf(), max_model_len=512, max_num_seqs=4) as llm:
+        yield llm
+
+
+def test_a_chat_answers_and_ends(llm: LLM) -> None:
+    (output,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
+    answer = output.outputs[0]
+    assert "Paris" in answer.text and answer.finish_reason == "stop"
+
+
+def test_what_ends_an_answer_and_a_stop_string_that_no_text_shows(llm: LLM) -> None:
+    """With EOS ignored, the token that closes the turn still stops by its name."""
+    text = llm.tokenizer.token_text
+    assert [text(i) for i in llm.info.eos_token_ids] == ["<|im_end|>", "<|endoftext|>"]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop=["<|im_end|>"])
+    (output,) = llm.chat(QUESTION, params, use_tqdm=False)
+    answer = output.outputs[0]
+    assert (answer.stop_reason, text(answer.token_ids[-1])) == ("<|im_end|>", "<|im_end|>")
+    assert "Paris" in answer.text and not answer.text.endswith(">")
