@@ -23,7 +23,8 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.runner.logits import LogitsProcessor
+from nanoengine.runner.logits import LineErrors, LogitsProcessor
+from nanoengine.settings.checks import described
 from nanoengine.settings.config import LogitsStage
 
 LogitsFunction = Callable[..., torch.Tensor]
@@ -55,13 +56,20 @@ class Functions:
         return ShownIds.to([(f, takes_prompt(f)) for f in functions], sequence)
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ShownIds]) -> None:
+        errors: dict[int, Exception] = {}
         for line, state in zip(lines, states, strict=True):
             edited = row = logits[line]
-            for function, with_prompt in state.whom:
-                ids = (state.prompt, state.output) if with_prompt else (state.output,)
-                edited = _called(function, *ids, edited)
-            if edited is not row:
-                logits[line] = edited
+            try:
+                for function, with_prompt in state.whom:
+                    ids = (state.prompt, state.output) if with_prompt else (state.output,)
+                    edited = _called(function, *ids, edited)
+            except RequestError as error:
+                errors[line] = error
+            else:
+                if edited is not row:
+                    logits[line] = edited
+        if errors:
+            raise LineErrors(errors)
 
 
 @dataclass(eq=False)
@@ -102,12 +110,13 @@ def _called(function: LogitsFunction, *args: Any) -> torch.Tensor:
     try:
         edited = function(*args)
     except Exception as error:
-        why = f"logits processor {name} raised {type(error).__name__}: {error}"
-        raise RequestError(why) from error
+        raise RequestError(f"logits processor {name} raised {described(error)}") from error
     shape = args[-1].shape
     if not isinstance(edited, torch.Tensor) or edited.shape != shape:
-        got = getattr(edited, "shape", edited)
+        got = getattr(edited, "shape", None)
+        if not isinstance(edited, torch.Tensor | None):
+            got = f"a value of type {type(edited).__name__}: return a torch.Tensor"
         raise RequestError(
-            f"logits processor {name} must return logits of shape {tuple(shape)}, got {got!r}"
+            f"logits processor {name} must return logits of shape {tuple(shape)}, got {got}"
         )
     return edited

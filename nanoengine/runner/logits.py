@@ -9,7 +9,7 @@ stage costs nothing in a step where no row uses it.
         ┌────────────────────────────────────────────────────────────────┘
         └─ the caller's (features/processors.py) ─ grammars (features/structured.py) ─ [a token]
 
-A processor that raises ends the row that it was called for, and no other.
+A processor that raises ends the row that it was called for, and no other: see `errors_of`.
 
 Legend: L lines of logits, V vocabulary.
 """
@@ -27,6 +27,7 @@ import torch
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import NanoEngineError
 from nanoengine.runner.transfers import ship
+from nanoengine.settings.checks import described
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class RowEdits:
         self.error, where = str(error), error.__cause__
         if not isinstance(error, NanoEngineError):
             name = type(self.processors[place]).__name__
-            self.error = f"logits processor {name} raised {type(error).__name__}: {error}"
+            self.error = f"logits processor {name} raised {described(error)}"
             where = where or error
         logger.warning("sequence %d: %s", self.sequence.seq_id, self.error, exc_info=where)
 
@@ -147,11 +148,56 @@ def stages_of(
     processors: Sequence[LogitsProcessor], rows: Mapping[int, RowEdits]
 ) -> Iterator[tuple[int, LogitsProcessor, list[int], list[RowState]]]:
     """The processors that edit some of these lines, in their order: place and processor, its lines
-    and their states. None of the rows has an error."""
+    and their states. A row with an error, which an earlier processor may just have raised, is
+    passed over."""
     for place, processor in enumerate(processors):
-        of_line = {line: row.states[place] for line, row in rows.items() if place in row.states}
+        of_line = {
+            line: row.states[place]
+            for line, row in rows.items()
+            if place in row.states and row.error is None
+        }
         if of_line:
             yield place, processor, list(of_line), list(of_line.values())
+
+
+class LineErrors(Exception):
+    """Raised by a processor that knows the line of each error; it has edited its other lines."""
+
+    def __init__(self, errors: Mapping[int, Exception]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+
+def errors_of(
+    call: Callable[[Sequence[int], Sequence[RowState]], None],
+    lines: Sequence[int],
+    states: Sequence[RowState],
+    logits: Any = None,
+    before: Any = None,
+) -> Mapping[int, Exception]:
+    """Calls a processor once for some lines, and returns what it has raised, by line.
+
+    Only an exception for several lines together does not tell whose it is. The processor is then
+    called for each of them alone; if none of these calls raises, the exception is that of all lines
+    rather than of none.
+
+    Args:
+        before: `logits[lines]`, which are put back before lines are edited again; None: they need
+            not be.
+    """
+    try:
+        call(lines, states)
+    except LineErrors as error:
+        return error.errors
+    except Exception as error:
+        found: dict[int, Exception] = {}
+        if len(lines) > 1:
+            if before is not None:
+                logits[lines] = before
+            for line, state in zip(lines, states, strict=True):
+                found |= errors_of(call, [line], [state])
+        return found or dict.fromkeys(lines, error)
+    return {}
 
 
 def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:

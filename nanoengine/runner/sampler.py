@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,14 @@ import torch
 from nanoengine.core.plan import AdmittedSequence, Fork
 from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
 from nanoengine.runner.greedy import check_vocabulary, pack_tokens
-from nanoengine.runner.logits import LogitsProcessor, RowEdits, stages_of, standard_processors
+from nanoengine.runner.logits import (
+    LogitsProcessor,
+    RowEdits,
+    RowState,
+    errors_of,
+    stages_of,
+    standard_processors,
+)
 from nanoengine.runner.sampled import SampledTokens
 from nanoengine.runner.sampling_ops import (
     DrawParams,
@@ -78,7 +86,8 @@ class Sampler:
     ) -> None:
         check_vocabulary(vocab_size, eos_token_ids)
         self.vocab_size = vocab_size
-        self.processors = (*standard_processors(eos_token_ids), *processors)
+        standard = standard_processors(eos_token_ids)
+        self.processors, self.num_standard = (*standard, *processors), len(standard)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
         self.drawers = np.zeros(max_num_seqs, dtype=np.int64)
         self.params = np.tile([[0.0], [vocab_size], [1.0], [0.0]], max_num_seqs)
@@ -171,16 +180,19 @@ class Sampler:
         Args: as of `sample`, of rows that are `only_masked`.
 
         Returns:
-            None: a processor has raised, which `sample` sorts out.
+            None: a processor has raised, which `sample` reports.
         """
         edits = self._edits(rows, np.arange(len(rows)), drafts)
         masks = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
-        for _, processor, lines, states in stages_of(self.processors, edits):
-            try:
-                masks[lines] &= processor.masks(states)
-            except Exception:
-                return None
-        return masks
+
+        def ban(processor: Any, lines: Sequence[int], states: Sequence[RowState]) -> None:
+            masks[lines] &= processor.masks(states)
+
+        for place, processor, lines, states in stages_of(self.processors, edits):
+            errors = errors_of(functools.partial(ban, processor), lines, states)
+            for line, error in errors.items():
+                edits[line].fail(place, error)
+        return None if any(row.error for row in edits.values()) else masks
 
     def sample(
         self,
@@ -240,28 +252,18 @@ class Sampler:
             edits: of the edited lines, counted within `lines`.
         """
         work = _take(logits, lines, copy=bool(edits))
-        whole = {i: row for i, row in edits.items() if row.error is None}
-        if self._apply(work, whole) is not None:
-            work = _take(logits, lines, copy=True)
-            for i, row in whole.items():  # Why one by one: this finds whose error it is.
-                if (raised := self._apply(work, {i: row})) is not None:
-                    row.fail(*raised)
+        known = work[:, : self.vocab_size]
+        for place, processor, own, states in stages_of(self.processors, edits):
+            # Why only then: the standard ones don't raise, and bans may be applied twice.
+            may_undo = place >= self.num_standard and not hasattr(processor, "masks")
+            before = known[own] if may_undo and len(own) > 1 else None
+            call = functools.partial(processor.apply, known)
+            for line, error in errors_of(call, own, states, known, before).items():
+                edits[line].fail(place, error)
         for i, row in edits.items():
             if row.error is not None:
                 work[i] = -torch.inf
         return work
-
-    def _apply(
-        self, work: torch.Tensor, edits: Mapping[int, RowEdits]
-    ) -> tuple[int, Exception] | None:
-        """Edits these lines in place by all processors, in their order; returns what one of them
-        has raised, and its place. The lines are edited in part then."""
-        for place, processor, lines, states in stages_of(self.processors, edits):
-            try:
-                processor.apply(work[:, : self.vocab_size], lines, states)
-            except Exception as error:
-                return place, error
-        return None
 
     def _groups(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device

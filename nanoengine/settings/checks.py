@@ -31,6 +31,9 @@ T = TypeVar("T")
 MOST_SHOWN = 200
 """Characters of a wrong value that a message shows."""
 
+MOST_OF_ERROR = 1000
+"""Characters that a message shows of an exception that other code has raised."""
+
 WORDS: dict[Any, tuple[str, ...]] = {
     bool: ("True", "False"),
     int: ("an integer",),
@@ -120,7 +123,17 @@ def shown(value: Any) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # too deep, or an integer of too many digits
         return f"a value of type {type(value).__name__}"
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return shortened(text)
+
+
+def shortened(text: str, most: int = MOST_SHOWN) -> str:
+    """A text for a message, cut after `most` characters."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def described(error: BaseException) -> str:
+    """The type of an exception and what it says, for a message: not too long."""
+    return shortened(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
 
 
 def nearest(name: object, known: Collection[str]) -> str:
