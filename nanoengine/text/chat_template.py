@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import RequestError
+from nanoengine.settings.checks import MOST_OF_ERROR, shortened
 from nanoengine.text.rendering import Renderer
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def render_conversation(
         special = backend.special_tokens_map
         return CHATS.render(backend.chat_template, special, list(messages), options)
     except Exception as error:  # Why: templates are programs; jinja2 and they raise anything.
-        raise RequestError(f"the chat template refused the conversation: {error}") from error
+        why = shortened(str(error), MOST_OF_ERROR)
+        raise RequestError(f"the chat template refused the conversation: {why}") from error
 
 
 def _described(tool: Any) -> Any:
