@@ -23,7 +23,7 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.runner.logits import LineErrors, LogitsProcessor
+from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.settings.checks import described
 from nanoengine.settings.config import LogitsStage
 
@@ -46,6 +46,8 @@ def make_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
 class Functions:
     """The stage of functions: those of all requests, then those of a request."""
 
+    one_by_one = True  # Why: an exception is then its row's, and nothing is called again.
+
     def __init__(self, of_all: Sequence[LogitsFunction]) -> None:
         self.of_all = tuple(of_all)
 
@@ -56,20 +58,13 @@ class Functions:
         return ShownIds.to([(f, takes_prompt(f)) for f in functions], sequence)
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ShownIds]) -> None:
-        errors: dict[int, Exception] = {}
         for line, state in zip(lines, states, strict=True):
             edited = row = logits[line]
-            try:
-                for function, with_prompt in state.whom:
-                    ids = (state.prompt, state.output) if with_prompt else (state.output,)
-                    edited = _called(function, *ids, edited)
-            except RequestError as error:
-                errors[line] = error
-            else:
-                if edited is not row:
-                    logits[line] = edited
-        if errors:
-            raise LineErrors(errors)
+            for function, with_prompt in state.whom:
+                ids = (state.prompt, state.output) if with_prompt else (state.output,)
+                edited = _called(function, *ids, edited)
+            if edited is not row:
+                logits[line] = edited
 
 
 @dataclass(eq=False)

@@ -9,7 +9,8 @@ stage costs nothing in a step where no row uses it.
         ┌────────────────────────────────────────────────────────────────┘
         └─ the caller's (features/processors.py) ─ grammars (features/structured.py) ─ [a token]
 
-A processor that raises ends the row that it was called for, and no other: see `errors_of`.
+A processor that raises ends the row that it was called for, and no other. One that raises for
+several lines is called again for each line alone, to find whose exception it is.
 
 Legend: L lines of logits, V vocabulary.
 """
@@ -48,8 +49,9 @@ class RowState(Protocol):
 class LogitsProcessor(Protocol):
     """A stage of the pipeline.
 
-    One that only bans tokens may also have `masks(states) -> [L, ceil(V / 32)] int32`, the tokens
-    that may come, a bit each. Greedy rows then need not all of their logits.
+    One that is `one_by_one` is called for a single line at a time. One that only bans tokens may
+    also have `masks(states) -> [L, ceil(V / 32)] int32`, the tokens that may come, a bit each.
+    Greedy rows then need not all of their logits.
     """
 
     def admit(self, sequence: AdmittedSequence) -> RowState | None:
@@ -151,53 +153,10 @@ def stages_of(
     and their states. A row with an error, which an earlier processor may just have raised, is
     passed over."""
     for place, processor in enumerate(processors):
-        of_line = {
-            line: row.states[place]
-            for line, row in rows.items()
-            if place in row.states and row.error is None
-        }
+        edited = [i for i, row in rows.items() if place in row.states and row.error is None]
+        of_line = {line: rows[line].states[place] for line in edited}
         if of_line:
             yield place, processor, list(of_line), list(of_line.values())
-
-
-class LineErrors(Exception):
-    """Raised by a processor that knows the line of each error; it has edited its other lines."""
-
-    def __init__(self, errors: Mapping[int, Exception]) -> None:
-        super().__init__(errors)
-        self.errors = errors
-
-
-def errors_of(
-    call: Callable[[Sequence[int], Sequence[RowState]], None],
-    lines: Sequence[int],
-    states: Sequence[RowState],
-    logits: Any = None,
-    before: Any = None,
-) -> Mapping[int, Exception]:
-    """Calls a processor once for some lines, and returns what it has raised, by line.
-
-    Only an exception for several lines together does not tell whose it is. The processor is then
-    called for each of them alone; if none of these calls raises, the exception is that of all lines
-    rather than of none.
-
-    Args:
-        before: `logits[lines]`, which are put back before lines are edited again; None: they need
-            not be.
-    """
-    try:
-        call(lines, states)
-    except LineErrors as error:
-        return error.errors
-    except Exception as error:
-        found: dict[int, Exception] = {}
-        if len(lines) > 1:
-            if before is not None:
-                logits[lines] = before
-            for line, state in zip(lines, states, strict=True):
-                found |= errors_of(call, [line], [state])
-        return found or dict.fromkeys(lines, error)
-    return {}
 
 
 def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:

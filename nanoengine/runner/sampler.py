@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,14 +29,7 @@ import torch
 from nanoengine.core.plan import AdmittedSequence, Fork
 from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
 from nanoengine.runner.greedy import check_vocabulary, pack_tokens
-from nanoengine.runner.logits import (
-    LogitsProcessor,
-    RowEdits,
-    RowState,
-    errors_of,
-    stages_of,
-    standard_processors,
-)
+from nanoengine.runner.logits import LogitsProcessor, RowEdits, stages_of, standard_processors
 from nanoengine.runner.sampled import SampledTokens
 from nanoengine.runner.sampling_ops import (
     DrawParams,
@@ -180,19 +172,16 @@ class Sampler:
         Args: as of `sample`, of rows that are `only_masked`.
 
         Returns:
-            None: a processor has raised, which `sample` reports.
+            None: a processor has raised, which `sample` sorts out.
         """
         edits = self._edits(rows, np.arange(len(rows)), drafts)
         masks = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
-
-        def ban(processor: Any, lines: Sequence[int], states: Sequence[RowState]) -> None:
-            masks[lines] &= processor.masks(states)
-
-        for place, processor, lines, states in stages_of(self.processors, edits):
-            errors = errors_of(functools.partial(ban, processor), lines, states)
-            for line, error in errors.items():
-                edits[line].fail(place, error)
-        return None if any(row.error for row in edits.values()) else masks
+        for _, processor, lines, states in stages_of(self.processors, edits):
+            try:
+                masks[lines] &= processor.masks(states)
+            except Exception:
+                return None
+        return masks
 
     def sample(
         self,
@@ -252,18 +241,37 @@ class Sampler:
             edits: of the edited lines, counted within `lines`.
         """
         work = _take(logits, lines, copy=bool(edits))
-        known = work[:, : self.vocab_size]
-        for place, processor, own, states in stages_of(self.processors, edits):
-            # Why only then: the standard ones don't raise, and bans may be applied twice.
-            may_undo = place >= self.num_standard and not hasattr(processor, "masks")
-            before = known[own] if may_undo and len(own) > 1 else None
-            call = functools.partial(processor.apply, known)
-            for line, error in errors_of(call, own, states, known, before).items():
-                edits[line].fail(place, error)
+        for place, processor, own, _ in stages_of(self.processors, edits):
+            one_by_one = getattr(processor, "one_by_one", False)
+            for some in [[line] for line in own] if one_by_one else [own]:
+                self._apply(work[:, : self.vocab_size], place, some, edits)
         for i, row in edits.items():
             if row.error is not None:
                 work[i] = -torch.inf
         return work
+
+    def _apply(
+        self, work: torch.Tensor, place: int, lines: list[int], edits: Mapping[int, RowEdits]
+    ) -> None:
+        """Has the processor at a place edit some lines in place; a row that it raises for fails.
+
+        If it raises for several lines, it is called again for each alone, to find whose error it
+        is. If none of these calls raises, it is the error of all of these rows.
+        """
+        processor, states = self.processors[place], [edits[line].states[place] for line in lines]
+        # Why only then: the standard ones don't raise, and tokens may be banned twice.
+        may_undo = place >= self.num_standard and not hasattr(processor, "masks")
+        before = work[lines] if may_undo and len(lines) > 1 else None
+        try:
+            processor.apply(work, lines, states)
+        except Exception as error:
+            if before is not None:
+                work[lines] = before
+            for line in lines if len(lines) > 1 else ():
+                self._apply(work, place, [line], edits)
+            if not any(edits[line].error for line in lines):
+                for line in lines:
+                    edits[line].fail(place, error)
 
     def _groups(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device
