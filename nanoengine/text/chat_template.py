@@ -32,8 +32,8 @@ def render_conversation(
     """The prompt that a chat template makes of a conversation; see `Tokenizer.render_chat`."""
     if chat_template is None and not backend.chat_template:
         raise RequestError(
-            "this model's tokenizer has no chat template: pass chat_template=..., or call"
-            " generate() with the prompt as text"
+            "this model's tokenizer has no chat template: give chat_template (--chat-template), or"
+            " the prompt as text without a chat"
         )
     from transformers import PreTrainedTokenizerBase
 

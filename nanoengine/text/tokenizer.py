@@ -53,6 +53,7 @@ class Tokenizer:
         self.anchor = self._find_anchor()
         self._anchor_len = len(self._raw(self.anchor))
         self._token_texts: dict[int, str] = {}
+        self._chat_template: str | None = None
 
     @classmethod
     def load(cls, name: str, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -72,14 +73,18 @@ class Tokenizer:
         from nanoengine.checkpoint.find import resolve_model
 
         name = config.tokenizer or str(resolve_model(config))
-        return cls.load(name, trust_remote_code=config.trust_remote_code)
+        found = cls.load(name, trust_remote_code=config.trust_remote_code)
+        found._chat_template = config.chat_template
+        return found
 
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
         """The tokenizer of transformers, which is loaded now if plain text did not need it."""
-        if isinstance(self._plain, TokenizerFile):
-            return self._plain.load_full()
-        return self._plain
+        plain = self._plain
+        full = plain.load_full() if isinstance(plain, TokenizerFile) else plain
+        if self._chat_template is not None:
+            full.chat_template = self._chat_template
+        return full
 
     def definition(self) -> str:
         """The tokenizer as the text of a tokenizer.json, with all its added tokens.
