@@ -11,6 +11,7 @@ one make gigabytes. `_require_small` counts it before the library is asked.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections import Counter
@@ -180,11 +181,12 @@ def _source(asked: StructuredOutputs) -> str:
 
 
 def _tell_apart(one: Any, root: Any) -> None:
-    """Has the library see where alternatives of `oneOf` exclude one another by a constant.
+    """Makes an `anyOf` of each `oneOf` whose alternatives exclude one another by constants.
 
     Properties that are constants in several alternatives become required. Why: pydantic leaves
-    those out that have a default, and a value without them fits several alternatives. Alternatives
-    that are constants themselves become those of an `anyOf`.
+    those out that have a default, and a value without them fits several alternatives. The library
+    itself sees other differences, but none of constants, nor those of alternatives that hold the
+    `oneOf` itself.
     """
     if not isinstance(one, dict):
         for inner in one if isinstance(one, list) else ():
@@ -198,19 +200,20 @@ def _tell_apart(one: Any, root: Any) -> None:
     found = []
     for each in one["oneOf"]:  # Why: pydantic nests unions whose tags are not the same property.
         inner = _resolved(each, root)
-        is_union = "oneOf" in inner and inner.keys() <= {"oneOf", "discriminator", "title"}
-        found += inner["oneOf"] if is_union else [each]
+        is_union = "anyOf" in inner and inner.keys() <= {"anyOf", "discriminator", "title"}
+        found += inner["anyOf"] if is_union else [each]
     alternatives = [_resolved(each, root) for each in found]
-    constants = [_constants(each.get("properties"), root) for each in alternatives]
+    constants = [_constants(each, root) for each in alternatives]
     shared = Counter(name for each in constants for name in each)
     for each, own in zip(alternatives, constants, strict=True):
-        if tags := {name for name in own if shared[name] > 1}:
+        if tags := {name for name in own if name is not None and shared[name] > 1}:
             each["required"] = sorted({*each.get("required", ()), *tags})
-    one["oneOf"] = found
-    known = _constants(dict(enumerate(found)), root)
-    values = [text for each in known.values() for text in each]
-    if len(known) == len(found) and len(values) == len(set(values)):
-        one["anyOf"] = one.pop("oneOf")
+    pairs = itertools.combinations(constants, 2)
+    if "anyOf" not in one and all(
+        any(a[t].isdisjoint(b[t]) for t in a if t in b) for a, b in pairs
+    ):
+        del one["oneOf"]
+        one["anyOf"] = found
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
@@ -223,14 +226,18 @@ def _resolved(schema: Any, root: Any) -> dict[str, Any]:
     return schema if isinstance(schema, dict) else {}
 
 
-def _constants(schemas: Any, root: Any) -> dict[Any, list[str]]:
-    """Of schemas by name, those that are constants: their values as JSON."""
+def _constants(schema: dict[str, Any], root: Any) -> dict[str | None, set[str]]:
+    """The properties of an object that are constants, or by None a schema that is one: their values
+    as JSON."""
+    members: dict[str | None, Any] = {None: schema}
+    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        members = schema["properties"]
     found = {}
-    for name, schema in schemas.items() if isinstance(schemas, dict) else ():
-        schema = _resolved(schema, root)
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
+    for name, member in members.items():
+        known = _resolved(member, root)
+        values = [known["const"]] if "const" in known else known.get("enum")
         if isinstance(values, list):
-            found[name] = [json.dumps(value, sort_keys=True) for value in values]
+            found[name] = {json.dumps(value, sort_keys=True) for value in values}
     return found
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanoengine.errors import RequestError
+from nanoengine.assets import demo_model_path
+from nanoengine.errors import ConfigError, RequestError
+from nanoengine.settings.config import EngineConfig
 from nanoengine.text.chats import Chats, parse_messages
+from nanoengine.text.tokenizer import Tokenizer
 from tests.support.chat_templates import TEMPLATES
 from tests.support.text_fixtures import byte_level
 
@@ -177,3 +181,13 @@ def test_the_form_of_a_conversation_is_found_once_per_shape(
     options = {"continue_final_message": True, "add_generation_prompt": False}
     text = chats.render(parse_messages(talk), {"chat_template": TEMPLATES["CHATML"], **options})
     assert text.endswith("To be")
+
+
+def test_a_template_of_the_settings_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}?!", encoding="utf-8")
+    for given in (str(file), "{{ messages[0].content }}?!"):
+        config = EngineConfig(model=str(demo_model_path()), chat_template=given)
+        assert Tokenizer.of(config).render_chat([USER]) == "How are you??!"
+    with pytest.raises(ConfigError, match=r"chat_template must be .* got 'missing\.jinja'"):
+        EngineConfig(model="m", chat_template="missing.jinja")
