@@ -172,7 +172,13 @@ def test_greedy_answers_equal_those_of_the_large_engine(large):
     assert [a.strip() for a in answers] == [t.strip() for t in texts_of(large)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_generate_without_params_uses_the_defaults_of_sampling_params():
+    prompts = PROMPTS[:2]
+    with_defaults = SmallLLM(demo_model_path()).generate(prompts, SamplingParams())
+    assert SmallLLM(demo_model_path()).generate(prompts) == with_defaults
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_families_equal_the_large_engine(family, tmp_path):
     make_checkpoint(tmp_path, family)
     prompts = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 3], [20, 21]]

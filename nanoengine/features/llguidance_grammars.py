@@ -11,9 +11,11 @@ one make gigabytes. `_require_small` counts it before the library is asked.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,11 +39,21 @@ MEANINGS = {
     r"too many expressions|too big|fuel exhausted|precomputation|symbols\.len":
         "it is too large: have fewer or simpler patterns",
     r"recursion depth": "it nests too deep, or names itself in a circle",
+    r"oneOf constraints":
+        "the alternatives of a oneOf must exclude one another: give each the same property with a"
+        " const of its own, or use anyOf",
 }  # fmt: skip
 """What parts of the library's messages mean."""
 
 MOST_WRITTEN_OUT = 65_536
 """Characters of all terminals of a grammar, when each stands for each of its names."""
+
+MOST_DIGITS = 16
+"""Digits that a number of JSON may have in a row, as in llama.cpp's grammar. Why: a weak model may
+write digits until its tokens end. A token of several digits may pass it."""
+
+BLANKS = r"[\r\n]{0,2}[ \t]{0,40}"
+"""What may stand between the tokens of JSON, where blanks may. Why a bound: as for digits."""
 
 MANY = 4
 """Rows from which on masks are filled by threads."""
@@ -59,6 +71,16 @@ class LLGuidance:
             json.dumps(known), n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
         self.threads = LLExecutor(torch.get_num_threads())
+        vocab = known["model"]["vocab"]
+        names = vocab if isinstance(vocab, dict) else {name: i for i, (name, _) in enumerate(vocab)}
+        self.runs = {i: name for name, i in names.items() if name[-1:].isdecimal()}
+        digits = [i for name, i in names.items() if name[:1].isdecimal() and i < vocab_size]
+        bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        bits[digits] = 1
+        self.digits = np.packbits(bits, bitorder="little").view(np.int32)
+        bits[:] = 0
+        bits[[names[name] for name in ('"', "a") if name in names]] = 1
+        self.text = np.packbits(bits, bitorder="little").view(np.int32)
 
     def compile(self, asked: StructuredOutputs) -> LLGuidanceGrammar:
         """The grammar at the start of a text.
@@ -74,7 +96,7 @@ class LLGuidance:
             error = str(raised)
         if error:
             raise RequestError(f"structured_outputs can't be compiled: {_meaning(error)}")
-        return LLGuidanceGrammar(matcher, self.eos_token_ids)
+        return LLGuidanceGrammar(matcher, self.eos_token_ids, self.runs if asked.schema else {})
 
     def fill(self, grammars: Sequence[LLGuidanceGrammar], masks: np.ndarray) -> None:
         """See `GrammarLibrary`."""
@@ -84,19 +106,33 @@ class LLGuidance:
         else:
             matchers = [(grammar.matcher, i) for i, grammar in enumerate(grammars)]
             fill_next_token_bitmask_par(self.threads, matchers, masks)
-        for grammar in grammars:
+        for grammar, mask in zip(grammars, masks, strict=False):
             grammar.require()  # Why: the mask of one that has failed would end the text.
+            # Why text: strings may have any number of digits.
+            is_long = grammar.num_digits >= MOST_DIGITS and not (mask & self.text).any()
+            if is_long and (mask & ~self.digits).any():
+                mask &= ~self.digits
 
 
 class LLGuidanceGrammar:
     """A place in a text; a `Grammar`."""
 
-    __slots__ = ("eos_token_ids", "matcher")
+    __slots__ = ("eos_token_ids", "matcher", "num_digits", "runs")
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        eos_token_ids: tuple[int, ...],
+        runs: Mapping[int, str],
+        num_digits: int = 0,
+    ) -> None:
         self.matcher, self.eos_token_ids = matcher, eos_token_ids
+        self.runs, self.num_digits = runs, num_digits
 
     def accept(self, token_id: int) -> None:
+        run = self.runs.get(token_id, "")
+        before = run.rstrip("0123456789")
+        self.num_digits = len(run) - len(before) + (self.num_digits if run and not before else 0)
         if token_id not in self.eos_token_ids and not self.matcher.consume_token(token_id):
             self.require()
 
@@ -106,7 +142,8 @@ class LLGuidanceGrammar:
             raise RequestError(f"structured_outputs: {_meaning(self.matcher.get_error())}")
 
     def fork(self) -> LLGuidanceGrammar:
-        return LLGuidanceGrammar(self.matcher.deep_copy(), self.eos_token_ids)
+        copy = self.matcher.deep_copy()
+        return LLGuidanceGrammar(copy, self.eos_token_ids, self.runs, self.num_digits)
 
     def forced_tokens(self) -> list[int]:
         """See `RowState`. No EOS id: what follows the last draft is sampled in the same step."""
@@ -126,9 +163,13 @@ def _source(asked: StructuredOutputs) -> str:
         ValueError: it is too large, or holds what the library would not obey.
     """
     if asked.schema is not None:
-        _require_exact(json.loads(asked.schema))
+        schema = json.loads(asked.schema)
+        _require_exact(schema)
+        _tell_apart(schema, schema)
         options = {"whitespace_flexible": asked.whitespace, "lenient": False}
-        return LLMatcher.grammar_from_json_schema(asked.schema, overrides=options)
+        if asked.whitespace:
+            options["whitespace_pattern"] = BLANKS
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     if asked.choice is not None:
         # Why not rules: the library takes thousands of them in one place for too many.
         return LLMatcher.grammar_from_regex("|".join(map(re.escape, asked.choice)))
@@ -137,6 +178,67 @@ def _source(asked: StructuredOutputs) -> str:
     lark = to_lark(asked.grammar or "")
     _require_small(lark)
     return LLMatcher.grammar_from_lark(lark)
+
+
+def _tell_apart(one: Any, root: Any) -> None:
+    """Makes an `anyOf` of each `oneOf` whose alternatives exclude one another by constants.
+
+    Properties that are constants in several alternatives become required. Why: pydantic leaves
+    those out that have a default, and a value without them fits several alternatives. The library
+    itself sees other differences, but none of constants, nor those of alternatives that hold the
+    `oneOf` itself.
+    """
+    if not isinstance(one, dict):
+        for inner in one if isinstance(one, list) else ():
+            _tell_apart(inner, root)
+        return
+    for name, inner in one.items():
+        if name not in ("const", "enum", "default", "examples"):
+            _tell_apart(inner, root)
+    if not isinstance(one.get("oneOf"), list):
+        return
+    found = []
+    for each in one["oneOf"]:  # Why: pydantic nests unions whose tags are not the same property.
+        inner = _resolved(each, root)
+        is_union = "anyOf" in inner and inner.keys() <= {"anyOf", "discriminator", "title"}
+        found += inner["anyOf"] if is_union else [each]
+    alternatives = [_resolved(each, root) for each in found]
+    constants = [_constants(each, root) for each in alternatives]
+    shared = Counter(name for each in constants for name in each)
+    for each, own in zip(alternatives, constants, strict=True):
+        if tags := {name for name in own if name is not None and shared[name] > 1}:
+            each["required"] = sorted({*each.get("required", ()), *tags})
+    pairs = itertools.combinations(constants, 2)
+    if "anyOf" not in one and all(
+        any(a[t].isdisjoint(b[t]) for t in a if t in b) for a, b in pairs
+    ):
+        del one["oneOf"]
+        one["anyOf"] = found
+
+
+def _resolved(schema: Any, root: Any) -> dict[str, Any]:
+    """What a schema refers to by a path in the root; itself where it refers to nothing."""
+    path = schema.get("$ref") if isinstance(schema, dict) else None
+    if isinstance(path, str) and path.startswith("#/"):
+        schema = root
+        for key in path[2:].split("/"):
+            schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) else {}
+
+
+def _constants(schema: dict[str, Any], root: Any) -> dict[str | None, set[str]]:
+    """The properties of an object that are constants, or by None a schema that is one: their values
+    as JSON."""
+    members: dict[str | None, Any] = {None: schema}
+    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        members = schema["properties"]
+    found = {}
+    for name, member in members.items():
+        known = _resolved(member, root)
+        values = [known["const"]] if "const" in known else known.get("enum")
+        if isinstance(values, list):
+            found[name] = {json.dumps(value, sort_keys=True) for value in values}
+    return found
 
 
 def _require_exact(schema: Any) -> None:

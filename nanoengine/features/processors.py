@@ -24,6 +24,7 @@ import torch
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.runner.logits import LogitsProcessor
+from nanoengine.settings.checks import described
 from nanoengine.settings.config import LogitsStage
 
 LogitsFunction = Callable[..., torch.Tensor]
@@ -44,6 +45,8 @@ def make_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
 
 class Functions:
     """The stage of functions: those of all requests, then those of a request."""
+
+    one_by_one = True  # Why: an exception is then its row's, and nothing is called again.
 
     def __init__(self, of_all: Sequence[LogitsFunction]) -> None:
         self.of_all = tuple(of_all)
@@ -102,12 +105,13 @@ def _called(function: LogitsFunction, *args: Any) -> torch.Tensor:
     try:
         edited = function(*args)
     except Exception as error:
-        why = f"logits processor {name} raised {type(error).__name__}: {error}"
-        raise RequestError(why) from error
+        raise RequestError(f"logits processor {name} raised {described(error)}") from error
     shape = args[-1].shape
     if not isinstance(edited, torch.Tensor) or edited.shape != shape:
-        got = getattr(edited, "shape", edited)
+        got = getattr(edited, "shape", None)
+        if not isinstance(edited, torch.Tensor | None):
+            got = f"a value of type {type(edited).__name__}: return a torch.Tensor"
         raise RequestError(
-            f"logits processor {name} must return logits of shape {tuple(shape)}, got {got!r}"
+            f"logits processor {name} must return logits of shape {tuple(shape)}, got {got}"
         )
     return edited

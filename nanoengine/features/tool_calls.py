@@ -1,6 +1,7 @@
 """Calls of functions in answers: the forms in which models write them, and what makes them.
 
     hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>    Qwen, Hermes
+                  the same in <tools>, in a fence of Markdown or bare         Qwen2.5-Coder
     qwen3_coder   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
     llama3_json   {"name": ..., "parameters": {...}}; {...}
     mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or NAME{...}
@@ -100,9 +101,42 @@ def hermes(text: str, schemas: Schemas) -> Read:
         value, end = decode(text, start + len(opened))
         calls.append(_call(value))
         end = CLOSED.match(text, end).end()  # type: ignore[union-attr]
+    if not calls:
+        return bare(text, schemas)
     # Why: max_tokens may cut the last tag.
     is_cut = bool(calls) and "</tool_call>".startswith(text[end:].strip())
     return calls, [*pieces, "" if is_cut else text[end:]]
+
+
+OPENED, CLOSED_AGAIN = re.compile(r"(?:<tools>|```\w*)\s*\Z"), re.compile(r"\s*(?:</tools>|```)")
+NAMED = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
+
+
+def bare(text: str, schemas: Schemas) -> Read:
+    """Objects that call one of the tools, bare, in `<tools>` or in a fence of Markdown.
+
+    Raises:
+        ValueError: none does, and one is cut off or calls what is no tool.
+    """
+    calls, pieces, end, problem = list[FunctionCall](), list[str](), 0, ""
+    for match in NAMED.finditer(text):
+        if match.start() < end:
+            continue
+        try:
+            value, behind = decode(text, match.start())
+            call = _call(value) if value.keys() & {"arguments", "parameters"} else None
+        except (ValueError, RecursionError):
+            problem = problem or (match[1] in schemas and f"the call of {shown(match[1])} is cut")
+            continue
+        if call and call.name in schemas:
+            pieces.append(OPENED.sub("", text[end : match.start()]))
+            closed = CLOSED_AGAIN.match(text, behind)
+            calls, end = [*calls, call], closed.end() if closed else behind
+        elif call:
+            problem = problem or f"{shown(call.name)} is none of the tools {', '.join(schemas)}"
+    if problem and not calls:
+        raise ValueError(problem)
+    return calls, [*pieces, text[end:]]
 
 
 def llama3_json(text: str, schemas: Schemas) -> Read:

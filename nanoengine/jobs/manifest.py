@@ -26,9 +26,9 @@ ASIDE = (
 """What to do. Why the command's name: other commands, and Python, have no such option."""
 
 RESULT_SETTINGS = (
-    "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "quantization",
-    "device", "tensor_parallel_size", "seed", "max_model_len", "kv_cache_dtype", "deterministic",
-    "attention_backend",
+    "tokenizer", "chat_template", "skip_tokenizer_init", "revision", "load_format", "dtype",
+    "quantization", "device", "tensor_parallel_size", "seed", "max_model_len", "kv_cache_dtype",
+    "deterministic", "attention_backend",
 )  # fmt: skip
 """Settings of the engine that results depend on: a job is resumed with the same ones."""
 

@@ -9,7 +9,8 @@ stage costs nothing in a step where no row uses it.
         ┌────────────────────────────────────────────────────────────────┘
         └─ the caller's (features/processors.py) ─ grammars (features/structured.py) ─ [a token]
 
-A processor that raises ends the row that it was called for, and no other.
+A processor that raises ends the row that it was called for, and no other. One that raises for
+several lines is called again for each line alone, to find whose exception it is.
 
 Legend: L lines of logits, V vocabulary.
 """
@@ -27,6 +28,7 @@ import torch
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import NanoEngineError
 from nanoengine.runner.transfers import ship
+from nanoengine.settings.checks import described
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +49,9 @@ class RowState(Protocol):
 class LogitsProcessor(Protocol):
     """A stage of the pipeline.
 
-    One that only bans tokens may also have `masks(states) -> [L, ceil(V / 32)] int32`, the tokens
-    that may come, a bit each. Greedy rows then need not all of their logits.
+    One that is `one_by_one` is called for a single line at a time. One that only bans tokens may
+    also have `masks(states) -> [L, ceil(V / 32)] int32`, the tokens that may come, a bit each.
+    Greedy rows then need not all of their logits.
     """
 
     def admit(self, sequence: AdmittedSequence) -> RowState | None:
@@ -138,7 +141,7 @@ class RowEdits:
         self.error, where = str(error), error.__cause__
         if not isinstance(error, NanoEngineError):
             name = type(self.processors[place]).__name__
-            self.error = f"logits processor {name} raised {type(error).__name__}: {error}"
+            self.error = f"logits processor {name} raised {described(error)}"
             where = where or error
         logger.warning("sequence %d: %s", self.sequence.seq_id, self.error, exc_info=where)
 
@@ -147,9 +150,11 @@ def stages_of(
     processors: Sequence[LogitsProcessor], rows: Mapping[int, RowEdits]
 ) -> Iterator[tuple[int, LogitsProcessor, list[int], list[RowState]]]:
     """The processors that edit some of these lines, in their order: place and processor, its lines
-    and their states. None of the rows has an error."""
+    and their states. A row with an error, which an earlier processor may just have raised, is
+    passed over."""
     for place, processor in enumerate(processors):
-        of_line = {line: row.states[place] for line, row in rows.items() if place in row.states}
+        edited = [i for i, row in rows.items() if place in row.states and row.error is None]
+        of_line = {line: rows[line].states[place] for line in edited}
         if of_line:
             yield place, processor, list(of_line), list(of_line.values())
 

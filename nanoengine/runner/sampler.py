@@ -78,7 +78,8 @@ class Sampler:
     ) -> None:
         check_vocabulary(vocab_size)
         self.vocab_size = vocab_size
-        self.processors = (*standard_processors(eos_token_ids), *processors)
+        standard = standard_processors(eos_token_ids)
+        self.processors, self.num_standard = (*standard, *processors), len(standard)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
         self.drawers = np.zeros(max_num_seqs, dtype=np.int64)
         self.params = np.tile([[0.0], [vocab_size], [1.0], [0.0]], max_num_seqs)
@@ -240,28 +241,37 @@ class Sampler:
             edits: of the edited lines, counted within `lines`.
         """
         work = _take(logits, lines, copy=bool(edits))
-        whole = {i: row for i, row in edits.items() if row.error is None}
-        if self._apply(work, whole) is not None:
-            work = _take(logits, lines, copy=True)
-            for i, row in whole.items():  # Why one by one: this finds whose error it is.
-                if (raised := self._apply(work, {i: row})) is not None:
-                    row.fail(*raised)
+        for place, processor, own, _ in stages_of(self.processors, edits):
+            one_by_one = getattr(processor, "one_by_one", False)
+            for some in [[line] for line in own] if one_by_one else [own]:
+                self._apply(work[:, : self.vocab_size], place, some, edits)
         for i, row in edits.items():
             if row.error is not None:
                 work[i] = -torch.inf
         return work
 
     def _apply(
-        self, work: torch.Tensor, edits: Mapping[int, RowEdits]
-    ) -> tuple[int, Exception] | None:
-        """Edits these lines in place by all processors, in their order; returns what one of them
-        has raised, and its place. The lines are edited in part then."""
-        for place, processor, lines, states in stages_of(self.processors, edits):
-            try:
-                processor.apply(work[:, : self.vocab_size], lines, states)
-            except Exception as error:
-                return place, error
-        return None
+        self, work: torch.Tensor, place: int, lines: list[int], edits: Mapping[int, RowEdits]
+    ) -> None:
+        """Has the processor at a place edit some lines in place; a row that it raises for fails.
+
+        If it raises for several lines, it is called again for each alone, to find whose error it
+        is. If none of these calls raises, it is the error of all of these rows.
+        """
+        processor, states = self.processors[place], [edits[line].states[place] for line in lines]
+        # Why only then: the standard ones don't raise, and tokens may be banned twice.
+        may_undo = place >= self.num_standard and not hasattr(processor, "masks")
+        before = work[lines] if may_undo and len(lines) > 1 else None
+        try:
+            processor.apply(work, lines, states)
+        except Exception as error:
+            if before is not None:
+                work[lines] = before
+            for line in lines if len(lines) > 1 else ():
+                self._apply(work, place, [line], edits)
+            if not any(edits[line].error for line in lines):
+                for line in lines:
+                    edits[line].fail(place, error)
 
     def _groups(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device

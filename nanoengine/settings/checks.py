@@ -30,6 +30,9 @@ MOST_SHOWN = 200
 MOST_NAMES = 10
 """Names that one message lists."""
 
+MOST_OF_ERROR = 1000
+"""Characters that a message shows of an exception that other code has raised."""
+
 WORDS: dict[Any, tuple[str, ...]] = {
     bool: ("True", "False"),
     int: ("an integer",),
@@ -122,10 +125,15 @@ def shown(value: Any) -> str:
     return brief(text)
 
 
-def brief(text: object) -> str:
-    """The start of a text that a file, a user or another library has made, such as an error's."""
+def brief(text: object, most: int = MOST_SHOWN) -> str:
+    """A text that a file, a user or another library has made, cut after `most` characters."""
     text = str(text)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def described(error: BaseException) -> str:
+    """The type of an exception and what it says, for a message: not too long."""
+    return brief(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
 
 
 def listed(names: Collection[str], like: str | None = None, most: int = MOST_NAMES) -> str:

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from nanoengine.errors import ConfigError
@@ -42,6 +43,8 @@ class EngineConfig:
             hub, that and its quantization, "owner/name:Q4_K_M", or its file,
             "owner/name/file.gguf".
         tokenizer: Directory or hub id of the tokenizer; None: the model's own.
+        chat_template: Jinja text of a chat template, or a file that holds one; None: the model's
+            own.
         skip_tokenizer_init: Do without a tokenizer: prompts are token ids, outputs have no text.
         trust_remote_code: Let transformers run the tokenizer's own Python code from the checkpoint.
         revision: Branch, tag or commit of the hub repository; None: its main branch.
@@ -127,6 +130,7 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    chat_template: str | None = None
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     revision: str | None = None
@@ -199,6 +203,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_ranges()
+        if self.chat_template is not None and "{" not in self.chat_template:
+            try:
+                text = Path(self.chat_template).expanduser().read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    "chat_template must be the text of a Jinja template or a file that holds it,"
+                    f" got {shown(self.chat_template)}: {error}"
+                ) from error
+            object.__setattr__(self, "chat_template", text)
         check_tiers(self.kv_tiers)
         if self.trace_steps is not None:
             self.steps_traced()

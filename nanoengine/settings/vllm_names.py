@@ -156,7 +156,6 @@ LLM_OPTIONS: Table = {
     "download_dir": Refused("set the variable HF_HOME, which the hub's library reads"),
     "tokenizer_revision": Refused("give tokenizer a directory that holds that revision"),
     "code_revision": Refused("models are nanoengine's own"),
-    "chat_template": Refused("give chat_template to llm.chat"),
     "enable_sleep_mode": Refused("close an LLM to give its memory back"),
     "disable_sliding_window": Refused("windows are part of the model"),
     "calculate_kv_scales": Refused("fp8 scales are the checkpoint's, or 1"),

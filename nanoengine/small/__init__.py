@@ -12,7 +12,7 @@ Read the files in this order:
     scheduler.py   which sequences compute how many tokens in a step
     engine.py      the loop: schedule, launch, commit
     batch.py       the tensors of one step, and attention over the paged KV cache
-    model.py       Llama and Qwen3, from token ids to logits
+    model.py       Llama, Qwen2 and Qwen3, from token ids to logits
     sampler.py     from logits to a token
     runner.py      carries out a plan
     llm.py         text in, text out

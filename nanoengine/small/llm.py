@@ -31,7 +31,7 @@ class LLM:
     """A model and everything that runs it.
 
     Args:
-        model: directory of a Qwen3 or Llama checkpoint with a tokenizer.json.
+        model: directory of a Llama, Qwen2 or Qwen3 checkpoint with a tokenizer.json.
         num_blocks: blocks of the KV cache, the null block included.
         block_size: tokens a block.
         max_num_seqs: most sequences that run at once.
@@ -41,7 +41,7 @@ class LLM:
 
     Raises:
         ConfigError: the directory lacks a file, or limits contradict each other.
-        UnsupportedModelError: the checkpoint is neither a plain Llama nor a Qwen3.
+        UnsupportedModelError: the checkpoint is no plain Llama, Qwen2 or Qwen3.
     """
 
     def __init__(
@@ -76,11 +76,14 @@ class LLM:
     def generate(self, prompts: SequenceOf[str], params: SamplingParams | None = None) -> list[str]:
         """The answers to prompts, in their order.
 
+        Args:
+            params: of all prompts; None: the defaults of SamplingParams.
+
         Raises:
             RequestError, CapacityError: a prompt can't run; none has run then.
         """
         token_ids = [self.tokenizer.encode(prompt).ids for prompt in prompts]
-        sequences = self.engine.add_requests(token_ids, params)
+        sequences = self.engine.add_requests(token_ids, params or SamplingParams())
         self.engine.run()
         return [self.tokenizer.decode(seq.output_token_ids) for seq in sequences]
 

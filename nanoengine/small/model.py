@@ -1,10 +1,11 @@
-"""Llama and Qwen3: from token ids to logits, over a dictionary of weights.
+"""Llama, Qwen2 and Qwen3: from token ids to logits, over a dictionary of weights.
 
     x = embedding[token_ids]
     each layer:   x += attention(norm(x))      x += mlp(norm(x))
     logits = norm(x) @ head
 
-Qwen3 is Llama with one line more: it norms each query and key head before the rotation.
+Qwen2 is Llama with a bias in its query, key and value projections. Qwen3 is Llama with one line
+more: it norms each query and key head before the rotation.
 
 Legend: T tokens of the step, L tokens that give logits, E hidden size, H query heads, K key and
 value heads, D numbers a head, V vocabulary.
@@ -24,8 +25,6 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.small.batch import Attention, Batch
 
 PLAIN = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
     "quantization_config": (None,),
     "hidden_act": ("silu",),
     "use_sliding_window": (False, None),
@@ -108,8 +107,8 @@ class Llama:
         return F.rms_norm(x, weight.shape, weight, self.config["rms_norm_eps"])
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """x times the transposed weight."""
-        return F.linear(x, self.weights[f"{name}.weight"])
+        """x times the transposed weight, plus the bias if the checkpoint has one."""
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
 
 class Qwen3(Llama):
@@ -120,7 +119,7 @@ class Qwen3(Llama):
         return self.norm(x, name)
 
 
-MODELS = {"LlamaForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3}
+MODELS = {"LlamaForCausalLM": Llama, "Qwen2ForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3}
 
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype) -> Llama:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import RequestError
+from nanoengine.settings.checks import MOST_OF_ERROR, brief
 from nanoengine.text.rendering import Renderer
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def render_conversation(
     """The prompt that a chat template makes of a conversation; see `Tokenizer.render_chat`."""
     if chat_template is None and not backend.chat_template:
         raise RequestError(
-            "this model's tokenizer has no chat template: pass chat_template=..., or call"
-            " generate() with the prompt as text"
+            "this model's tokenizer has no chat template: give chat_template (--chat-template), or"
+            " the prompt as text without a chat"
         )
     from transformers import PreTrainedTokenizerBase
 
@@ -45,7 +46,8 @@ def render_conversation(
         special = backend.special_tokens_map
         return CHATS.render(backend.chat_template, special, list(messages), options)
     except Exception as error:  # Why: templates are programs; jinja2 and they raise anything.
-        raise RequestError(f"the chat template refused the conversation: {error}") from error
+        why = brief(str(error), MOST_OF_ERROR)
+        raise RequestError(f"the chat template refused the conversation: {why}") from error
 
 
 def _described(tool: Any) -> Any:

@@ -1,25 +1,60 @@
 """Chats: conversations, lists of messages whose contents are strings or lists of parts.
 
 `prompt_forms.py` finds a conversation in a prompt, and has it checked here. The PromptReader has it
-rendered by a chat template, its contents in the form that the template takes.
+rendered by a chat template, in the form that the template takes:
+
+    contents     lists of text parts, or the texts of these joined; no content, or an empty string
+    arguments    of tool calls: objects, or their JSON as a string
+    developer    this role becomes `system` where the template does not name it
+
+No message disappears. For each new shape of a conversation (its roles, and the keys of its
+messages) a copy with marks in place of texts is rendered in each form. The form in which most
+messages leave their mark is taken. A message that leaves none in this form is refused, unless the
+prompt depends on its content in another way.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nanoengine.errors import RequestError
+from nanoengine.settings.checks import brief, shown
 from nanoengine.text.ends import turn_ends
 from nanoengine.text.tokenizer import Tokenizer
 
-MAX_TEMPLATES = 64
-"""Chat templates of which it is remembered whether they take lists of parts."""
+MAX_FORMS = 256
+"""Shapes of conversations whose form is remembered."""
 
-MARK = "nanoengine-marks-this-text"
-"""What `takes_parts` looks for in a rendered conversation."""
+MARK = "nanoengine-marks-text-{}-"
+"""Stands in place of what the message with this index says."""
+
+OPTIONAL = {"role", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
+"""Keys of a message that a chat template may leave out."""
+
+DEVELOPER = re.compile(r"""\\?['"]developer\\?['"]""")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Form(NamedTuple):
+    """How a conversation reaches its template.
+
+    Attributes:
+        objects: the arguments of tool calls are objects, else JSON.
+        nulls: messages may have no content, else it is "".
+        parts: contents may be lists of parts, else they are strings.
+        lost: indices of messages that leave no mark.
+    """
+
+    objects: bool
+    nulls: bool
+    parts: bool
+    lost: tuple[int, ...] = ()
 
 
 class Chats:
@@ -27,34 +62,70 @@ class Chats:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._takes_parts: dict[tuple[str | None, bool], bool] = {}  # by template
-        self.ends = functools.lru_cache(MAX_TEMPLATES)(functools.partial(turn_ends, tokenizer))
+        self._forms: dict[Any, Form] = {}  # by template and shape
+        self.ends = functools.lru_cache(MAX_FORMS)(functools.partial(turn_ends, tokenizer))
 
-    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """The prompt of a conversation; parts of text reach the template in the form it takes."""
+    def render(self, messages: Messages, options: dict[str, Any]) -> str:
+        """The prompt of a conversation, in the form that its template takes.
+
+        Raises:
+            RequestError: the template refuses it or leaves a message out.
+        """
         variables = options.pop("chat_template_kwargs", {})
-        render = self._tokenizer.render_chat
-        if has_parts(messages):
-            kind = {key: options[key] for key in ("chat_template", "tools") if key in options}
-            key = (kind.get("chat_template"), bool(kind.get("tools")))
-            if key not in self._takes_parts:
-                if len(self._takes_parts) >= MAX_TEMPLATES:
-                    self._takes_parts.clear()
-                self._takes_parts[key] = takes_parts(lambda m: render(m, **kind, **variables))
-            if not self._takes_parts[key]:
-                messages = join_parts(messages)
-        return render(messages, **options, **variables)
+        own, roles = options.get("chat_template"), [message["role"] for message in messages]
+        if "developer" in roles:
+            template = str(own or self._tokenizer.backend.chat_template)
+            known = "developer" if DEVELOPER.search(template) else "system"
+            roles = [known if role == "developer" else role for role in roles]
+            messages = [{**m, "role": role} for m, role in zip(messages, roles, strict=True)]
+
+        def render(messages: Messages, form: Form, **changed: Any) -> str:
+            given = {**options, **changed, **variables}
+            return self._tokenizer.render_chat(in_form(messages, form), **given)
+
+        def is_lost(index: int) -> bool:
+            try:
+                return render(marked(messages, {index}), form) == text
+            except RequestError:  # Why not: the template has read the content.
+                return False
+
+        switches = frozenset((name, value is True) for name, value in variables.items())
+        key = own, bool(options.get("tools")), switches, shape_of(messages)
+        if key not in self._forms:
+            if len(self._forms) >= MAX_FORMS:
+                self._forms.clear()
+            # Why changed: the text of the last message, which is to be continued, may be left out.
+            probe = functools.partial(render, continue_final_message=False)
+            self._forms[key] = find_form(messages, probe)
+        form = self._forms[key]
+        text = render(messages, form)
+        for index in filter(is_lost, form.lost):
+            keys = brief(" and ".join(text_keys(messages[index])))
+            raise RequestError(
+                f"the chat template leaves out the {keys} of messages[{index}] with role"
+                f" {shown(roles[index])}: change its role, place or keys, or give another chat"
+                " template"
+            )
+        return text
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
+    """Copies of messages with contents and arguments of tool calls as a template can take them.
+
+    Raises:
+        RequestError: they are no list of messages, or one holds what is neither text nor JSON.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"a conversation must be a list of messages, got {messages!r}")
+        raise RequestError(f"a conversation must be a list of messages, got {shown(messages)}")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(
-                f"a message must be a dict with 'role' and 'content', got {message!r}"
+                f"a message must be a dict with 'role' and 'content', got {shown(message)}"
             )
-    return [_with_text_parts(i, message) for i, message in enumerate(messages)]
+    return [
+        with_arguments(_with_text_parts(i, message), functools.partial(_decoded, i))
+        for i, message in enumerate(messages)
+    ]
 
 
 def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,35 +139,115 @@ def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
                 f"messages[{index}]: a content part must be {{'type': 'text', 'text': ...}}, as"
-                f" this engine takes text alone; got one of type {kind!r}"
+                f" this engine takes text alone; got one of type {shown(kind)}"
             )
     return {**message, "content": [dict(part) for part in parts]}
 
 
-def has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """True if the content of a parsed message is a list of parts."""
-    return any(isinstance(message.get("content"), list) for message in messages)
-
-
-def join_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with each list of text parts as one string, a part a line, as vLLM has it."""
-    return [
-        {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else dict(message)
-        for message in messages
-    ]
-
-
-def takes_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """True if a chat template takes lists of parts; `render` applies it to a conversation.
-
-    A template that takes strings alone fails, leaves the text out, or prints the list with the text
-    in quotes.
-    """
-    part = {"type": "text", "text": MARK}
+def _decoded(index: int, arguments: Any) -> Any:
+    """The arguments of a tool call. OpenAI's API has them as JSON, and "" where there are none."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
     try:
-        shown = render([{"role": "user", "content": [part]}])
-    except RequestError:
-        return False
-    return MARK in shown and repr(MARK) not in shown and json.dumps(MARK) not in shown
+        return json.loads(arguments or "{}", strict=False)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"messages[{index}]: the arguments of a tool call must be an object or its JSON, got"
+            f" {shown(arguments)}"
+        ) from error
+
+
+def with_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A copy of a message with the arguments of its tool calls changed."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    calls = [{**call} if isinstance(call, Mapping) else call for call in calls]
+    for call in calls:
+        if isinstance(call, dict) and isinstance(function := call.get("function"), Mapping):
+            call["function"] = {**function, "arguments": change(function.get("arguments"))}
+    return {**message, "tool_calls": calls}
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+
+def shape_of(messages: Messages) -> tuple[Any, ...]:
+    """What a template's way through a conversation depends on: roles, and keys with a value."""
+    sizes = lambda v: len(v) if isinstance(v, list) else bool(v)  # noqa: E731
+    return tuple(
+        (one["role"], *((key, type(v), sizes(v)) for key, v in one.items())) for one in messages
+    )
+
+
+def find_form(messages: Messages, render: Callable[[Messages, Form], str]) -> Form:
+    """The first form in which most messages leave their mark in what `render` makes of them.
+
+    Forms that a template refuses are passed over; if it refuses all of them, it is the last one.
+    """
+    contents = [message.get("content") for message in messages]
+    has_parts = any(isinstance(content, list) for content in contents)
+    needed = any(m.get("tool_calls") for m in messages), None in contents, has_parts
+    copy = marked(messages, range(len(messages)))
+    found: list[Form] = []
+    for choice in itertools.product(*([True, False] if one else [False] for one in needed)):
+        form = Form(*choice)
+        try:
+            text = render(copy, form)
+        except RequestError:
+            continue
+        lost = (i for i, one in enumerate(copy) if not _leaves_mark(i, one, text, form))
+        found.append(form._replace(lost=tuple(lost)))
+        if not found[-1].lost:
+            break
+    return min(found, key=lambda one: len(one.lost), default=form)
+
+
+def in_form(messages: Messages, form: Form) -> list[dict[str, Any]]:
+    """The messages as a template of this form takes them."""
+    as_json = functools.partial(json.dumps, ensure_ascii=False)
+    found = [dict(one) if form.objects else with_arguments(one, as_json) for one in messages]
+    for message in found:
+        content = message.get("content")
+        if content is None and not form.nulls:
+            message["content"] = ""
+        elif isinstance(content, list) and not form.parts:
+            # Why line ends: vLLM joins parts so.
+            message["content"] = "\n".join(part["text"] for part in content)
+    return found
+
+
+def text_keys(message: Mapping[str, Any]) -> list[str]:
+    """The keys of what a message says: content and tool calls, or without these the other ones."""
+    said = [key for key in ("content", "tool_calls") if message.get(key)]
+    if not said and "content" not in message:
+        said = [k for k, v in message.items() if k not in OPTIONAL and v and isinstance(v, str)]
+    return said
+
+
+def marked(messages: Messages, indices: Collection[int]) -> list[dict[str, Any]]:
+    """The messages with marks in place of what these of them say."""
+    copy = [dict(message) for message in messages]
+    for index in indices:
+        message, mark = copy[index], MARK.format(index)
+        for key in text_keys(message):
+            if key == "tool_calls":
+                message |= with_arguments(message, lambda _, mark=mark: {mark: mark})
+            elif isinstance(message[key], list):
+                message[key] = [{"type": "text", "text": mark}]
+            else:
+                message[key] = mark
+    return copy
+
+
+def _leaves_mark(index: int, message: Mapping[str, Any], text: str, form: Form) -> bool:
+    """True if a marked message shows in the text, or has no mark to show.
+
+    A template that takes no lists of parts prints them with their texts in quotes, and one that
+    takes no objects prints them as Python does.
+    """
+    mark = MARK.format(index)
+    quoted = [str({mark: mark})]
+    if form.parts and isinstance(message.get("content"), list):
+        quoted += [repr(mark), json.dumps(mark)]
+    return mark not in str(message) or (mark in text and not any(q in text for q in quoted))

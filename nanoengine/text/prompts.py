@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from nanoengine.core.requests import RequestChecker
 from nanoengine.core.sequence import Request
 from nanoengine.errors import NanoEngineError, RequestError
+from nanoengine.settings.checks import described
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import Row, each_params, each_priority, parse_prompt, prompt_list
 from nanoengine.text.tokenizer import Tokenizer
@@ -165,7 +166,7 @@ class PromptReader:
         except NanoEngineError as error:
             kind, message, cause = type(error), str(error), error.__cause__
         except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
-            kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error
+            kind, message, cause = RequestError, described(error), error
         if on_error == "raise":
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:

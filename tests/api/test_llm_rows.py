@@ -157,11 +157,19 @@ def test_parts_of_text_reach_a_template_in_the_form_it_takes(
 
 
 def test_conversations_of_strings_are_left_as_they_are(llm: LLM) -> None:
-    """2.7: nothing is asked of a template that gets no parts."""
+    """2.7: a template that prints JSON gets strings as strings."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (output,) = llm.chat(talk, LONG, chat_template=AS_JSON, use_tqdm=False)
     assert output.prompt == '"a""b"'
-    assert llm._reader is not None and llm._reader._chats._takes_parts == {}
+
+
+def test_a_message_that_the_template_leaves_out_fails_its_row_alone(llm: LLM) -> None:
+    users_alone = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    talks = [TALK, [{"role": "system", "content": "Be brief."}, *TALK]]
+    options: dict[str, Any] = {"chat_template": users_alone, "use_tqdm": False}
+    first, second = llm.chat(talks, LONG, on_error="record", **options)
+    assert first.error is None and first.prompt == "go home"
+    assert "leaves out the content of messages[0] with role 'system'" in (second.error or "")
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,70 @@ def test_a_function_that_raises_or_returns_no_logits_is_named() -> None:
     assert [[request.output_token_ids for request in requests[3].sequences]] == expected
 
 
+def run_to_errors(prompts: Any, params: SamplingParams, **options: Any) -> list[str | None]:
+    """The error of each request, None where it has ended well."""
+    engine = make_engine(checkpoint("qwen3"), **options)
+    requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    while engine.has_unfinished():
+        engine.step()
+    return [request.error for request in requests]
+
+
+def test_a_function_is_called_once_per_row_and_step_and_its_exception_is_never_lost() -> None:
+    calls: list[int] = []
+
+    def fails_at_its_third_call(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        calls.append(len(output))
+        if len(calls) == 3:
+            raise KeyError("only once")
+        return logits
+
+    params = replace(greedy(4), logits_processors=[fails_at_its_third_call])
+    errors = run_to_errors(PROMPTS[:4], params)
+    assert [error is None for error in errors] == [True, True, False, True]
+    assert "fails_at_its_third_call raised KeyError: 'only once'" in str(errors[2])
+    assert len(calls) == 4 + 3 * 3, "three rows go on for three more steps"
+
+
+def test_an_exception_of_a_stage_that_no_row_raises_alone_is_that_of_all_rows() -> None:
+    class FailsOnce(Stage):
+        calls = 0
+
+        def apply(self, logits: torch.Tensor, lines: Any, states: Any) -> None:
+            self.calls += 1
+            self.reach("apply", self.calls == 2)
+
+    stage = FailsOnce("apply", -1)
+    errors = run_to_errors(PROMPTS[:3], greedy(4), logits_processors=[stage])
+    assert errors == ["logits processor FailsOnce raised ValueError: not that one"] * 3
+    assert stage.calls == 1 + 1 + 3, "again for each row alone"
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (lambda x: x.tolist(), "got a value of type list: return a torch.Tensor"),
+        (lambda x: x.numpy(), "got a value of type ndarray: return a torch.Tensor"),
+        (lambda x: x.tolist()[:3] + 1000 * [None], "got a value of type list"),
+    ],
+)
+def test_what_is_returned_in_place_of_logits_is_named_by_its_type(
+    returned: Any, shown: str
+) -> None:
+    params = replace(greedy(2), logits_processors=[lambda output, logits: returned(logits)])
+    (error,) = run_to_errors(PROMPTS[:1], params)
+    assert shown in str(error) and len(str(error)) < 300
+
+
+def test_what_a_function_says_of_its_failure_is_cut() -> None:
+    def says_much(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raise ValueError("x" * 10**6)
+
+    params = replace(greedy(2), logits_processors=[says_much])
+    (error,) = run_to_errors(PROMPTS[:1], params)
+    assert "raised ValueError: xxx" in str(error) and len(str(error)) < 1200
+
+
 def test_what_is_no_processor_is_refused_by_name() -> None:
     for given in ("package.module:Class", 3):
         with pytest.raises(ConfigError, match=r"logits_processors\[0\] must be a function or"):

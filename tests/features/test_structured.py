@@ -431,6 +431,137 @@ def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str) -> None
             json.loads(text)
 
 
+def fits(schema: dict[str, Any], text: str, whitespace: bool = False) -> bool:
+    """Whether a text is allowed, token by token as far as masks go, and complete."""
+    stage = make_stage()
+    asked = StructuredOutputs(json=schema, whitespace=whitespace)
+    grammar = stage._compile(asked).fork()
+    for token_id in Tokenizer(text_tokenizer()).encode(text, add_special_tokens=False):
+        (mask,) = stage.masks([grammar])
+        if not mask[token_id // 32] >> token_id % 32 & 1:
+            return False
+        grammar.accept(token_id)
+    (mask,) = stage.masks([grammar])
+    return bool(mask[EOS // 32] >> EOS % 32 & 1)
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"type": "integer"}, "3" * 16, True),
+        ({"type": "integer"}, "3" * 17, False),
+        ({"type": "number"}, "0." + "3" * 16, True),
+        ({"type": "number"}, "0." + "3" * 17, False),
+        ({"type": "number"}, "6.02e23", True),
+        ({"type": "array", "items": {"type": "number"}}, f"[{'3' * 16},{'4' * 16}]", True),
+        ({"type": "object"}, '{"a":' + "3" * 17 + "}", False),
+        ({"type": "string"}, f'"{"3" * 40}"', True),
+        ({"type": "string", "pattern": "^[0-9]{20}$"}, f'"{"3" * 20}"', True),
+        ({"type": "integer", "minimum": 10**17}, "3" * 18, True),
+    ],
+)
+def test_numbers_have_a_bound_of_digits_and_strings_have_none(
+    schema: dict[str, Any], text: str, expected: bool
+) -> None:
+    needs("llguidance")
+    assert fits(schema, text) is expected
+
+
+@pytest.mark.extra
+def test_runs_of_blanks_have_a_bound() -> None:
+    needs("llguidance")
+    schema = {"type": "array", "items": {"type": "integer"}}
+    assert fits(schema, json.dumps([1, 2], indent=8), whitespace=True)
+    assert not fits(schema, f"[{' ' * 50}1]", whitespace=True)
+    assert not fits(schema, "[\n\n\n1]", whitespace=True)
+
+
+def tagged(**constants: str) -> dict[str, Any]:
+    """An object with defaulted tags and a count, as pydantic describes it."""
+    tags = {name: {"const": value, "default": value} for name, value in constants.items()}
+    return {"type": "object", "properties": {**tags, "n": {"type": "integer"}}, "required": ["n"]}
+
+
+def refer(*names: str) -> list[dict[str, str]]:
+    return [{"$ref": f"#/$defs/{name}"} for name in names]
+
+
+UNIONS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "a tag": (
+        {
+            "oneOf": refer("cat", "dog"),
+            "discriminator": {"propertyName": "kind"},
+            "$defs": {"cat": tagged(kind="cat"), "dog": tagged(kind="dog")},
+        },
+        ['{"kind":"cat","n":1}', '{"kind":"dog","n":1}'],
+        ['{"n":1}', '{"kind":"cow","n":1}'],
+    ),
+    "unions with other tags": (
+        {
+            "oneOf": [{"oneOf": refer("red", "blue")}, *refer("dog")],
+            "$defs": {
+                "red": tagged(kind="fish", color="red"),
+                "blue": tagged(kind="fish", color="blue"),
+                "dog": tagged(kind="dog"),
+            },
+        },
+        ['{"kind":"fish","color":"blue","n":1}', '{"kind":"dog","n":1}'],
+        ['{"kind":"fish","n":1}'],
+    ),
+    "a union or nothing, which holds itself": (
+        {
+            "anyOf": [{"oneOf": refer("leaf", "node")}, {"type": "null"}],
+            "$defs": {
+                "leaf": tagged(kind="leaf"),
+                "node": {
+                    "type": "object",
+                    "properties": {
+                        "kind": {"const": "node", "default": "node"},
+                        "next": {"oneOf": refer("leaf", "node")},
+                    },
+                    "required": ["next"],
+                },
+            },
+        },
+        ['{"kind":"node","next":{"kind":"leaf","n":1}}', "null"],
+        ['{"next":{"kind":"leaf","n":1}}'],
+    ),
+    "constants": ({"oneOf": [{"const": 1}, {"enum": ["a", None]}]}, ["1", '"a"', "null"], ["2"]),
+}
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("name", UNIONS)
+def test_alternatives_that_a_constant_tells_apart_are_compiled(name: str) -> None:
+    needs("llguidance")
+    schema, right, wrong = UNIONS[name]
+    before = copy.deepcopy(schema)
+    assert [fits(schema, text) for text in right] == [True] * len(right)
+    assert [fits(schema, text) for text in wrong] == [False] * len(wrong)
+    assert schema == before, "a caller's schema stays as it is"
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    "alternatives",
+    [
+        [{"enum": [1, 2]}, {"type": "integer"}],
+        [{"enum": ["a", "b"]}, {"const": "b"}],
+        [tagged(kind="cat"), tagged(kind="cat", name="Tom")],
+        [{"oneOf": [tagged(kind="cat")], "required": ["x"]}, tagged(kind="dog")],
+        [{"type": "object"}, {"type": "object", "properties": {"a": {"type": "integer"}}}],
+    ],
+)
+def test_alternatives_that_are_not_told_apart_are_refused_in_words_of_json_schema(
+    alternatives: list[dict[str, Any]],
+) -> None:
+    needs("llguidance")
+    with pytest.raises(RequestError, match="alternatives of a oneOf must exclude") as caught:
+        make_stage()._compile(StructuredOutputs(json={"oneOf": alternatives}))
+    assert "coerce" not in str(caught.value)
+
+
 GBNF = {
     r"""
         root ::= statement

@@ -84,6 +84,14 @@ CASES = [
      [("a", {"b": "two\nlines"})], ""),
     ("hermes", '<tool_call>{"name": "a", "arguments": {"b": "</tool_call>"}}</tool_call>',
      [("a", {"b": "</tool_call>"})], ""),
+    # Qwen2.5-Coder writes its calls without the tags that its template asks for
+    ("hermes", json.dumps({"name": "times", "arguments": {}}), [B], ""),
+    ("hermes", f"```json\n{llama(*A)}\n```", [A], ""),
+    ("hermes", f"Sure:\n```\n{llama(*A)}\n{llama(*C)}\n```\nDone.", [A, C], "Sure:\n\nDone."),
+    ("hermes", f"<tools>\n{llama(*A)}\n</tools>", [A], ""),
+    ("hermes", f"{llama(*A)}\n{llama('unknown', {})}", [A], f"\n{llama('unknown', {})}"),
+    ("hermes", '{"name": "Bob", "age": 3}', [], '{"name": "Bob", "age": 3}'),
+    ("hermes", 'It is {"name": "Bob"', [], 'It is {"name": "Bob"'),
     ("qwen3_coder", coder(*A), [A], ""),
     ("qwen3_xml", coder(*A), [A], ""),
     ("qwen3_coder", "Let me book that." + coder(*A) + "\n" + coder(*B), [A, B],
@@ -142,6 +150,9 @@ UNREADABLE = [
     ("hermes", '<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "a", "arguments": {"b": 1e999}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "a", "arguments": ' + '{"a":' * 100_000),
+    ("hermes", '```json\n{"name": "unknown", "arguments": {}}\n```'),
+    ("hermes", '{"name": "book", "arguments": {"harbour": "Ki'),
+    ("hermes", '{"name": "book", "parameters": {harbour}}'),
     ("qwen3_coder", "<tool_call><function=book>\n<parameter=harbour>\nKi"),
     ("llama3_json", '{"name": "book", "parameters": {harbour}'),
     ("llama3_json", '{"name": "book"}'),
@@ -156,6 +167,11 @@ UNREADABLE = [
 def test_a_call_that_is_none_is_no_half_a_call(reader, text):
     with pytest.raises((ValueError, RecursionError), match=r"\w"):
         READERS[reader](text, SCHEMAS)
+
+
+def test_what_is_none_of_the_tools_is_named():
+    with pytest.raises(ValueError, match="'fly' is none of the tools"):
+        READERS["hermes"](llama("fly", {}), SCHEMAS)
 
 
 @pytest.mark.parametrize("reader", READERS)

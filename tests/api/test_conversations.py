@@ -1,0 +1,193 @@
+"""Conversations by the chat templates of many families: no message of them disappears."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoengine.assets import demo_model_path
+from nanoengine.errors import ConfigError, RequestError
+from nanoengine.settings.config import EngineConfig
+from nanoengine.text.chats import Chats, parse_messages
+from nanoengine.text.tokenizer import Tokenizer
+from tests.support.chat_templates import TEMPLATES
+from tests.support.text_fixtures import byte_level
+
+USER = {"role": "user", "content": "How are you?"}
+ASSISTANT = {"role": "assistant", "content": "Fine."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+LATER = {"role": "system", "content": "Be polite."}
+TOOL = {"role": "tool", "name": "add", "tool_call_id": "abcdefgh1", "content": "The sum is 3."}
+WITHOUT_SYSTEM = {"GEMMA", "GRANITE"}
+WITHOUT_TOOLS = {"CHATML", "GEMMA", "GEMMA_3", "PHI_3", "ZEPHYR", "GRANITE"}
+
+
+def calling(arguments: Any, **changed: Any) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    call = {"id": "abcdefgh1", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **changed}
+
+
+def rendered(messages: list[dict[str, Any]], template: str, **options: Any) -> str:
+    return Chats(byte_level()).render(
+        parse_messages(messages), {"chat_template": TEMPLATES.get(template, template), **options}
+    )
+
+
+GOOD = {
+    "a user": [USER],
+    "turns": [USER, ASSISTANT, {"role": "user", "content": " And\n now? "}],
+    "short texts": [{"role": role, "content": "a"} for role in ("user", "assistant", "user")],
+    "a blank text": [{"role": "user", "content": " \n"}],
+    "no text": [{"role": "user", "content": ""}],
+    "an empty answer": [USER, {"role": "assistant", "content": ""}, USER],
+    "no answer": [USER, {"role": "assistant", "content": None}, USER],
+    "a name": [{**USER, "name": "Bob"}],
+    "thoughts": [USER, {"role": "assistant", "content": "<think>hm</think>Fine."}, USER],
+    "thoughts alone": [USER, {"role": "assistant", "content": "<think>hm</think>"}, USER],
+    "reasoning": [USER, {**ASSISTANT, "reasoning_content": "hm"}, USER],
+    "reasoning alone": [
+        USER,
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+        USER,
+    ],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": one} for one in "ab"]}],
+    "no parts": [{"role": "user", "content": []}],
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_good_conversations_are_rendered_by_every_template(template: str) -> None:
+    for name, talk in GOOD.items():
+        assert rendered(talk, template), name
+        if template not in WITHOUT_SYSTEM:
+            assert "Be brief." in rendered([SYSTEM, *talk], template), name
+
+
+@pytest.mark.parametrize("template", sorted(set(TEMPLATES) - WITHOUT_TOOLS))
+@pytest.mark.parametrize("content", [None, "", "Let me see."])
+def test_arguments_given_as_json_are_rendered_as_objects(template: str, content: Any) -> None:
+    given = [USER, calling('{"a":1, "b":"x"}', content=content), TOOL]
+    text = rendered(given, template)
+    as_object = [USER, calling({"a": 1, "b": "x"}, content=content), TOOL]
+    assert text == rendered(as_object, template)
+    assert '\\"a' not in text and "'a'" not in text
+    if template == "DEEPSEEK":  # Why: it takes strings.
+        assert '\n```json\n{"a": 1, "b": "x"}\n```' in text
+    assert "The sum is 3." in text
+    assert rendered([USER, calling("", content=content), TOOL], template) == rendered(
+        [USER, calling({}, content=content), TOOL], template
+    )
+
+
+def test_arguments_that_are_no_json_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"messages\[1\]: the arguments .* got '\{\"a\": '"):
+        rendered([USER, calling('{"a": '), TOOL], "HERMES")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_developer_is_a_system_unless_the_template_names_the_role(template: str) -> None:
+    talk = [{**SYSTEM, "role": "developer"}, USER]
+    if template in WITHOUT_SYSTEM:
+        with pytest.raises(RequestError):
+            rendered(talk, template)
+    elif template == "GPT_OSS":
+        assert "<|start|>developer" in rendered(talk, template)
+    else:
+        assert rendered(talk, template) == rendered([SYSTEM, USER], template)
+    named = "{% for m in messages %}{{ m.role if m.role in ('user', 'developer') }}{% endfor %}"
+    named += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert rendered(talk, named).startswith("developeruser")
+
+
+LOST: dict[str, tuple[list[dict[str, Any]], set[str], str]] = {
+    "a role that nobody knows": (
+        [USER, {"role": "critic", "content": "Bad."}, USER],
+        {"PHI_3", "ZEPHYR", "DEEPSEEK", "COMMAND_R", "GLM_4", "GPT_OSS", "HERMES", "GRANITE"},
+        r"the content of messages\[1\] with role 'critic'",
+    ),
+    "a later system message": (
+        [USER, ASSISTANT, LATER, USER],
+        {"COMMAND_R", "GPT_OSS", "GRANITE"},
+        r"the content of messages\[2\] with role 'system'",
+    ),
+    "the first of two system messages": (
+        [SYSTEM, LATER, USER],
+        {"DEEPSEEK"},
+        r"the content of messages\[0\]",
+    ),
+    "tool calls": (
+        [USER, calling({"a": 1}), TOOL],
+        {"CHATML", "PHI_3", "ZEPHYR", "GRANITE"},
+        r"the tool_calls of messages\[1\]",
+    ),
+    "a tool's answer": (
+        [USER, ASSISTANT, TOOL],
+        {"PHI_3", "ZEPHYR", "GRANITE"},
+        r"the content of messages\[2\] with role 'tool'",
+    ),
+    "a mistyped key": (
+        [{"role": "user", "contnet": "How are you?"}],
+        set(TEMPLATES),
+        r"the contnet of messages\[0\]",
+    ),
+    "the same text, which another message has": (
+        [{**USER, "role": "critic"}, USER],
+        {"PHI_3", "GLM_4", "HERMES"},
+        r"the content of messages\[0\] with role 'critic'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_message_that_leaves_no_trace_is_refused(name: str) -> None:
+    talk, templates, message = LOST[name]
+    for template in sorted(templates):
+        with pytest.raises(RequestError, match=f"the chat template leaves out {message}"):
+            rendered(talk, template)
+
+
+def test_a_message_that_acts_without_being_printed_is_none_that_is_lost() -> None:
+    control = {"role": "control", "content": "thinking"}
+    assert "Think first." in rendered([control, USER], "GRANITE")
+    with pytest.raises(RequestError, match=r"leaves out the content of messages\[0\]"):
+        rendered([{**control, "content": "humming"}, USER], "GRANITE")
+
+
+def test_what_a_template_refuses_is_said_in_its_words() -> None:
+    with pytest.raises(RequestError, match=r"refused the conversation: .* must alternate"):
+        rendered([USER, USER], "GEMMA")
+
+
+def test_the_form_of_a_conversation_is_found_once_per_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer, calls = byte_level(), []
+    render = type(tokenizer).render_chat
+
+    def counted(self: Any, messages: Any, **options: Any) -> str:
+        calls.append(messages)
+        return render(self, messages, **options)
+
+    monkeypatch.setattr(type(tokenizer), "render_chat", counted)
+    chats = Chats(tokenizer)
+    for text in "abc":
+        talk = parse_messages([SYSTEM, {"role": "user", "content": text}])
+        assert text in chats.render(talk, {"chat_template": TEMPLATES["CHATML"]})
+    assert len(calls) == 1 + 3
+    talk = [SYSTEM, USER, {"role": "assistant", "content": "To be"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    text = chats.render(parse_messages(talk), {"chat_template": TEMPLATES["CHATML"], **options})
+    assert text.endswith("To be")
+
+
+def test_a_template_of_the_settings_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}?!", encoding="utf-8")
+    for given in (str(file), "{{ messages[0].content }}?!"):
+        config = EngineConfig(model=str(demo_model_path()), chat_template=given)
+        assert Tokenizer.of(config).render_chat([USER]) == "How are you??!"
+    with pytest.raises(ConfigError, match=r"chat_template must be .* got 'missing\.jinja'"):
+        EngineConfig(model="m", chat_template="missing.jinja")
