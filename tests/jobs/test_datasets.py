@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from nanoengine import LLM, ConfigError, RequestError, SamplingParams
+from tests.support.batch_jobs import CONFIG
 from tests.support.fake_llm import ANSWERS, MakeLLM, make_llm_fixture
 
 __all__ = ["make_llm_fixture"]
@@ -23,6 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64)
 def llm(make_llm: MakeLLM, tmp_path: Path) -> Iterator[LLM]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     with make_llm(ANSWERS) as llm:
         object.__setattr__(llm.config, "model", str(tmp_path / "model"))
         yield llm
