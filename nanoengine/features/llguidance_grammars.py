@@ -166,7 +166,7 @@ def _source(asked: StructuredOutputs) -> str:
         schema = json.loads(asked.schema)
         _require_exact(schema)
         _tell_apart(schema, schema)
-        options = {"whitespace_flexible": asked.whitespace, "lenient": False}
+        options: Any = {"whitespace_flexible": asked.whitespace, "lenient": False}
         if asked.whitespace:
             options["whitespace_pattern"] = BLANKS
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
@@ -197,7 +197,7 @@ def _tell_apart(one: Any, root: Any) -> None:
             _tell_apart(inner, root)
     if not isinstance(one.get("oneOf"), list):
         return
-    found = []
+    found: list[Any] = []
     for each in one["oneOf"]:  # Why: pydantic nests unions whose tags are not the same property.
         inner = _resolved(each, root)
         is_union = "anyOf" in inner and inner.keys() <= {"anyOf", "discriminator", "title"}

@@ -126,7 +126,8 @@ def bare(text: str, schemas: Schemas) -> Read:
             value, behind = decode(text, match.start())
             call = _call(value) if value.keys() & {"arguments", "parameters"} else None
         except (ValueError, RecursionError):
-            problem = problem or (match[1] in schemas and f"the call of {shown(match[1])} is cut")
+            if match[1] in schemas:
+                problem = problem or f"the call of {shown(match[1])} is cut"
             continue
         if call and call.name in schemas:
             pieces.append(OPENED.sub("", text[end : match.start()]))

@@ -174,10 +174,13 @@ def with_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> 
 
 def shape_of(messages: Messages) -> tuple[Any, ...]:
     """What a template's way through a conversation depends on: roles, and keys with a value."""
-    sizes = lambda v: len(v) if isinstance(v, list) else bool(v)  # noqa: E731
     return tuple(
-        (one["role"], *((key, type(v), sizes(v)) for key, v in one.items())) for one in messages
+        (one["role"], *((key, type(v), _size(v)) for key, v in one.items())) for one in messages
     )
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, list) else bool(value)
 
 
 def find_form(messages: Messages, render: Callable[[Messages, Form], str]) -> Form:
@@ -191,7 +194,7 @@ def find_form(messages: Messages, render: Callable[[Messages, Form], str]) -> Fo
     copy = marked(messages, range(len(messages)))
     found: list[Form] = []
     for choice in itertools.product(*([True, False] if one else [False] for one in needed)):
-        form = Form(*choice)
+        form = Form(*choice)  # type: ignore[arg-type]
         try:
             text = render(copy, form)
         except RequestError:
@@ -225,6 +228,10 @@ def text_keys(message: Mapping[str, Any]) -> list[str]:
     return said
 
 
+def _as_object(mark: str, arguments: Any) -> dict[str, str]:
+    return {mark: mark}
+
+
 def marked(messages: Messages, indices: Collection[int]) -> list[dict[str, Any]]:
     """The messages with marks in place of what these of them say."""
     copy = [dict(message) for message in messages]
@@ -232,7 +239,7 @@ def marked(messages: Messages, indices: Collection[int]) -> list[dict[str, Any]]
         message, mark = copy[index], MARK.format(index)
         for key in text_keys(message):
             if key == "tool_calls":
-                message |= with_arguments(message, lambda _, mark=mark: {mark: mark})
+                message |= with_arguments(message, functools.partial(_as_object, mark))
             elif isinstance(message[key], list):
                 message[key] = [{"type": "text", "text": mark}]
             else:
