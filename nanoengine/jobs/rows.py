@@ -30,6 +30,7 @@ from nanoengine.jobs.source import AS_UTF8, STDIN, Input, Line, RowError, own_id
 from nanoengine.settings.checks import nearest, plain, shown
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
+from nanoengine.text.chat_template import template_of
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.text.rendering import Renderer
 
@@ -230,7 +231,7 @@ def read_by(
         return Pools(config, info.max_model_len, tokenizer)
 
     def template() -> Any:
-        return None if config.skip_tokenizer_init else tokenizer().chat_template
+        return None if config.skip_tokenizer_init else template_of(tokenizer())
 
     return model, info.generation_defaults, template, pools
 
@@ -609,8 +610,9 @@ def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes:
             continue
         lines, names = read_lines([one], max_row_bytes), dict[str, None]()
         first = next(lines, None)
-        if first and one.form == "csv" and getattr(first.content, "code", "") == "unreadable_input":
-            raise ConfigError(f"input {one.name!r}: {first.content}")
+        error = first.content if first and isinstance(first.content, RowError) else None
+        if error and one.form == "csv" and error.code == "unreadable_input":
+            raise ConfigError(f"input {one.name!r}: {error}")
         for row in _readable(itertools.chain([first] if first else [], lines)):
             if isinstance(row, dict):
                 names |= dict.fromkeys(row)

@@ -81,11 +81,6 @@ class Tokenizer:
             return self._plain.load_full()
         return self._plain
 
-    @property
-    def chat_template(self) -> Any:
-        """The model's chat template, or several by name; None: it has none."""
-        return self._plain.chat_template
-
     def definition(self) -> str:
         """The tokenizer as the text of a tokenizer.json, with all its added tokens.
 

@@ -36,10 +36,8 @@ class TokenizerFile:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
-        ids: list[int] = self.backend_tokenizer.encode(
-            text, add_special_tokens=add_special_tokens
-        ).ids
-        return ids
+        found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return found.ids  # type: ignore[no-any-return]
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, **no_cleaning: bool
