@@ -30,7 +30,6 @@ from nanoengine.jobs.source import AS_UTF8, STDIN, Input, Line, RowError, own_id
 from nanoengine.settings.checks import nearest, plain, shown
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
-from nanoengine.text.chat_template import template_of
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.text.rendering import Renderer
 
@@ -231,7 +230,7 @@ def read_by(
         return Pools(config, info.max_model_len, tokenizer)
 
     def template() -> Any:
-        return None if config.skip_tokenizer_init else template_of(tokenizer())
+        return None if config.skip_tokenizer_init else tokenizer()._plain.chat_template
 
     return model, info.generation_defaults, template, pools
 

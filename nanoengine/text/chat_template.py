@@ -16,8 +16,6 @@ from nanoengine.text.rendering import Renderer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanoengine.text.tokenizer import Tokenizer
-
 CHATS = Renderer("chat")
 
 
@@ -55,8 +53,3 @@ def _described(tool: Any) -> Any:
     from transformers.utils import get_json_schema
 
     return get_json_schema(tool) if inspect.isroutine(tool) else tool
-
-
-def template_of(tokenizer: Tokenizer) -> Any:
-    """The model's chat template, or several by name, without loading more; None: it has none."""
-    return tokenizer._plain.chat_template
