@@ -609,8 +609,9 @@ def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes:
             continue
         lines, names = read_lines([one], max_row_bytes), dict[str, None]()
         first = next(lines, None)
-        if first and one.form == "csv" and getattr(first.content, "code", "") == "unreadable_input":
-            raise ConfigError(f"input {one.name!r}: {first.content}")
+        error = first.content if first and isinstance(first.content, RowError) else None
+        if error and one.form == "csv" and error.code == "unreadable_input":
+            raise ConfigError(f"input {one.name!r}: {error}")
         for row in _readable(itertools.chain([first] if first else [], lines)):
             if isinstance(row, dict):
                 names |= dict.fromkeys(row)

@@ -54,7 +54,7 @@ class ProgressBar:
         output = (stats.output_tokens - zero.output_tokens) / elapsed
         self._bar.update(stats.finished_requests - self._finished)
         # Why without: vectors and scores have no output tokens.
-        told = f", output {output:,.0f} tok/s" if output else ""
+        told = f", output {output:,.0f} tok/s" * (output > 0)
         self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s{told}")
         self._finished = stats.finished_requests
 

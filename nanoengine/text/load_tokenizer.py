@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from nanoengine.checkpoint.config import ModelConfig
     from nanoengine.settings.config import EngineConfig
 
-NAMED_TOKENS = {
-    f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-}  # fmt: skip
+NAMED_TOKENS = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 WITHOUT_EFFECT = {"chat_template", "clean_up_tokenization_spaces", "model_max_length"}
 """Settings that change neither the ids of a text nor the text of ids as nanoengine asks for it."""
@@ -38,7 +36,6 @@ builds its own; for mistral it may take another library or patch the splitting o
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
 """What the hub may be asked for. Of any other name its library says which characters it takes."""
 
-CONFIG = "tokenizer_config.json"
 OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
 """Files of older checkpoints that may add tokens."""
 
@@ -90,9 +87,10 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     found = find_file(directory)
     if found is None:
         return load_backend(name, trust_remote_code)
-    found.chat_template = read_object(directory / CONFIG, ConfigError).get("chat_template")
-    if (template := directory / "chat_template.jinja").is_file():
-        found.chat_template = template.read_text(encoding="utf-8", errors="replace")
+    said, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    found.chat_template = read_object(said, ConfigError).get("chat_template")
+    if file.is_file():
+        found.chat_template = file.read_text(encoding="utf-8", errors="replace")
     return found
 
 
@@ -120,7 +118,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
     None: transformers must load it, and explain what is wrong if something is.
     """
     try:
-        config = read_object(directory / CONFIG, ConfigError)
+        config = read_object(directory / "tokenizer_config.json", ConfigError)
         model_type = read_object(directory / "config.json", ConfigError).get("model_type")
     except ConfigError:
         return None
