@@ -46,6 +46,7 @@ def balance_keys(model: CausalLM, dtype: torch.dtype) -> None:
         q = q.unflatten(0, (spec.num_kv_heads, -1)).mean(1)
         exponents = ((k + 1e-12) / (q + 1e-12)).log2().div(4).nan_to_num().round()
         factors = exponents.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2().repeat(1, 2)
+        factors = factors.to(torch.promote_types(dtype, torch.float32))
         of_queries = factors.repeat_interleave(spec.num_heads // spec.num_kv_heads, 0)
         weights = HeadNormWeights(weight=torch.cat((of_queries, 1 / factors)), eps=None)
         attention.norm_weights = weights
