@@ -13,8 +13,8 @@ products' sizes.
 **int8**: a row is multiplied by a Hadamard matrix, and its elements are stored as element * 127 /
 the row's largest, rounded half to even, with a float32 scale beside them. Multiplying by the matrix
 once more gives the row back. A row depends on nothing but itself, and a block of rows and scales is
-one piece of bytes. Rounding changes an element of the product by at most 1/254 of the largest. A row
-with infinity or NaN gets such a scale, so a broken model is still noticed.
+one piece of bytes. Rounding changes an element of the product by at most 1/254 of the row's
+largest. A row with infinity or NaN gets such a scale, so a broken model is still noticed.
 
 Why a Hadamard matrix: keys of trained models have a few channels that are many times larger than
 the others, which would get few of the 255 levels. The product spreads each channel over all.

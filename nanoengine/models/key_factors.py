@@ -29,7 +29,7 @@ def balance_keys(model: CausalLM, dtype: torch.dtype) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROBES, model.config.hidden_size, generator=generator)
-    found = []
+    found: list[HeadNormWeights] = []
     for layer in model.model.layers:
         attention = getattr(layer, "self_attn", None)
         if attention is None:
