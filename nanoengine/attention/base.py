@@ -88,12 +88,13 @@ class HeadNormWeights:
     """RMSNorm of query and key heads: weight [H + K, D] of the model's dtype or wider.
 
     Attributes:
+        eps: None: heads are multiplied by the weight alone, and not normed.
         together: None: each head is normed by itself; (H, K): all query heads as one row, and all
             key heads as another.
     """
 
     weight: torch.Tensor
-    eps: float
+    eps: float | None
     together: tuple[int, int] | None = None
 
 
@@ -219,7 +220,9 @@ def arch_of(device: torch.device) -> int:
 def normed_heads(x: torch.Tensor, norm: HeadNormWeights) -> torch.Tensor:
     """The norm of the heads of x [T, H + K, D]."""
     wide = x.to(norm.weight.dtype)
-    if norm.together is None:
+    if norm.eps is None:
+        normed = wide
+    elif norm.together is None:
         normed = F.rms_norm(wide, (x.shape[-1],), None, norm.eps)
     else:
         rows = [part.flatten(1) for part in wide.split(norm.together, dim=1)]

@@ -149,7 +149,7 @@ class CPUBackend(AttentionBackend):
             source,
             self._angles(step, rotation),
             weight,
-            source.dtype.type(0 if norm is None else norm.eps),
+            source.dtype.type(norm.eps or 0 if norm else 0),
             norm_kind(norm),
             step.slots[spec.group],
             *self.cache_arrays(cache),
@@ -179,16 +179,13 @@ class CPUBackend(AttentionBackend):
                 real(spec.scale), self.sinks(spec), result, step.num_workers,
             )  # fmt: skip
             return torch.from_numpy(result).to(q.dtype)
+        if cache.k_cache.dtype == torch.int8:
+            queries = queries.copy()  # The kernel overwrites them.
         kernels.attend(
-            queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, sizes,
-            real(spec.scale), real(spec.softcap or 0), window, self.operand, self.sinks(spec),
-            result, plan.partial_out, plan.partial_stats, step.num_workers,
+            queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, plan.merges,
+            plan.parts, sizes, real(spec.scale), real(spec.softcap or 0), window, self.operand,
+            self.sinks(spec), result, plan.partial_out, plan.partial_stats, step.num_workers,
         )  # fmt: skip
-        if len(plan.merges):
-            kernels.combine(
-                plan.merges, plan.parts, sizes, self.sinks(spec), result, plan.partial_out,
-                plan.partial_stats, step.num_workers,
-            )  # fmt: skip
         return torch.from_numpy(result).to(q.dtype)
 
     def step_arrays(
@@ -281,6 +278,8 @@ def norm_kind(norm: HeadNormWeights | None) -> int:
     """What `cpu_layers.rotate_and_store` calls a norm of heads."""
     if norm is None:
         return cpu_layers.NO_NORM
+    if norm.eps is None:
+        return cpu_layers.FACTORS
     return cpu_layers.EACH_HEAD if norm.together is None else cpu_layers.TOGETHER
 
 

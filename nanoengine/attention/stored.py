@@ -10,14 +10,18 @@ most 1/16 of it, or by 2**-10 scales where that is more. So rounded values chang
 most 1/16 of the greatest value, and rounded keys change a score by at most 1/16 of the sum of its
 products' sizes.
 
-**int8**: a row's numbers are stored as number * 127 / the row's largest, rounded half to even, with
-a float32 scale beside them. So a row depends on nothing but itself, and a block of rows and scales
-is one piece of bytes. Rounding changes a number by at most 1/254 of its row's largest. A row with
-infinity or NaN gets such a scale, so a broken model is still noticed.
+**int8**: a row is multiplied by a Hadamard matrix, and its elements are stored as element * 127 /
+the row's largest, rounded half to even, with a float32 scale beside them. Multiplying by the matrix
+once more gives the row back. A row depends on nothing but itself, and a block of rows and scales is
+one piece of bytes. Rounding changes an element of the product by at most 1/254 of the row's
+largest. A row with infinity or NaN gets such a scale, so a broken model is still noticed.
+
+Why a Hadamard matrix: keys of trained models have a few channels that are many times larger than
+the others, which would get few of the 255 levels. The product spreads each channel over all.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), with static scales
-as in vLLM's checkpoints; KVQuant (Hooper et al., arXiv 2401.18079), for values with a scale a
-token.
+as in vLLM's checkpoints; KVQuant (Hooper et al., arXiv 2401.18079), for values with one scale per
+token; QuaRot (Ashkboos et al., arXiv 2404.00456), for the Hadamard matrix.
 """
 
 from __future__ import annotations
@@ -56,9 +60,27 @@ def from_fp8(stored: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Te
     return stored.to(dtype) * scale
 
 
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """Rows [..., D] times a Hadamard matrix, in blocks of the largest power of two that divides D.
+
+    Applied twice it gives the row times that power.
+
+    >>> hadamard(torch.tensor([1.0, 2.0]))
+    tensor([ 3., -1.])
+    """
+    size = x.shape[-1] & -x.shape[-1]
+    blocks = x.unflatten(-1, (-1, size))
+    for _ in range(size.bit_length() - 1):
+        even, odd = blocks.unflatten(-1, (-1, 2)).unbind(-1)
+        blocks = torch.cat((even + odd, even - odd), dim=-1)
+    return blocks.flatten(-2)
+
+
 def to_int8(x: torch.Tensor) -> torch.Tensor:
-    """Rows [..., D] as int8 [..., D + SCALE_BYTES]: numbers, then the bytes of the scale."""
-    rows = x.float()
+    """Rows [..., D] as int8 [..., D + SCALE_BYTES]: elements, then the bytes of the scale."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # Why divided here and not when read: the kernels then read scores and sums as they are.
+    rows = hadamard(wide / (x.shape[-1] & -x.shape[-1])).float()
     largest = rows.abs().amax(-1, keepdim=True)
     scale = largest / 127
     # Why a factor and not a division: the kernels multiply, and both must round alike.
@@ -71,4 +93,5 @@ def from_int8(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows that `to_int8` stored, in a wider dtype."""
     codes, scale = stored.split((stored.shape[-1] - SCALE_BYTES, SCALE_BYTES), dim=-1)
     # Why clone: a view of one row is contiguous, and begins at any byte.
-    return codes.to(dtype) * scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return hadamard(codes.to(dtype) * scale)

@@ -51,7 +51,7 @@ from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.transfers import ship
 from nanoengine.settings.tiers import Tier
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"nanoKV%02d" % FORMAT_VERSION
 CHECKSUM_BYTES = 16
 MOST_HEADER_BYTES = 2**20
@@ -616,6 +616,7 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
             "dtype": runner.dtype,
             "quantization": runner.options.quantization,
             "kv_dtype": runner.kv_dtype,
+            "key_factors": [each.weight.tolist() for each in runner.model.key_factors],
             "deterministic": config.deterministic,
             "attention_backend": runner.options.backend,
             "layout": runner.backend.kv_layout,

@@ -300,24 +300,6 @@ def _attend_tasks(
                 scale_row(sums, r * head_dim, one, parts, (base + r) * head_dim, head_dim)
 
 
-@compiled(fastmath=FASTMATH)
-def attend(
-    queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand, sinks,
-    out_rows, partial_out, partial_stats, workers,
-):  # fmt: skip
-    """Runs all tasks; whole ones write to `out_rows`, splits to the partial buffers.
-
-    Share i is tasks bounds[i] ... bounds[i + 1] - 1. `operand` is an empty array of what
-    queries and weights are made before they are multiplied: the queries' own floats, or uint32 for
-    pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none.
-    """
-    parallel_for(
-        _attend_tasks, len(bounds) - 1, workers,
-        (queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand,
-         sinks, out_rows, partial_out, partial_stats),
-    )  # fmt: skip
-
-
 @compiled(fastmath=FASTMATH, part=True)
 def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
     """`combine` for one tile."""
@@ -361,6 +343,38 @@ def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, w
     """
     operands = merges, parts, sizes, sinks, out_rows, partial_out, partial_stats
     parallel_for(_combine_merges, len(merges), workers, operands)
+
+
+@by_types()
+def transform_rows(rows, cache, workers):
+    """In place: rows [T, H, D] times the matrix that the rows of a cache of int8 are multiplied by;
+    nothing for other caches."""
+    if cache.dtype != types.int8:
+        return lambda rows, cache, workers: None
+
+
+@compiled(fastmath=FASTMATH)
+def attend(
+    queries, k_cache, v_cache, tables, tasks, bounds, merges, parts, sizes, scale, softcap, window,
+    operand, sinks, out_rows, partial_out, partial_stats, workers,
+):  # fmt: skip
+    """Runs all tasks; whole ones write to `out_rows`, splits to the partial buffers, which
+    `combine` joins.
+
+    Share i is tasks bounds[i] ... bounds[i + 1] - 1. `operand` is an empty array of what
+    queries and weights are made before they are multiplied: the queries' own floats, or uint32 for
+    pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none. The queries
+    are overwritten where the cache is int8.
+    """
+    transform_rows(queries, k_cache, workers)
+    parallel_for(
+        _attend_tasks, len(bounds) - 1, workers,
+        (queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand,
+         sinks, out_rows, partial_out, partial_stats),
+    )  # fmt: skip
+    if len(merges):
+        combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, workers)
+    transform_rows(out_rows, v_cache, workers)
 
 
 @compiled(fastmath=FASTMATH)

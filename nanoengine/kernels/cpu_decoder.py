@@ -27,7 +27,7 @@ from numba import types
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_tiles import numbers_a_word, scale_row
-from nanoengine.kernels.cpu_attention import ask_for_slots, attend, combine
+from nanoengine.kernels.cpu_attention import ask_for_slots, attend
 from nanoengine.kernels.cpu_layers import (
     ADDS,
     ALONE,
@@ -300,11 +300,9 @@ def attend_heads(x, step, memory, mixer, workers):
     attended = empty((tokens, num_heads * head_dim), x.dtype)
     of_heads = attended.reshape(q.shape)
     attend(
-        q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window, operand,
-        sinks, of_heads, partial_out, partial_stats, workers,
+        q, k_cache, v_cache, tables, tasks, bounds, merges, parts, heads_and_dims, scale, softcap,
+        window, operand, sinks, of_heads, partial_out, partial_stats, workers,
     )  # fmt: skip
-    if len(merges):
-        combine(merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats, workers)
     weigh(attended, projected, own, workers)
     return attended
 

@@ -28,7 +28,7 @@ from nanoengine.kernels.pool import parallel_for
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
 FASTMATH = ("reassoc", "contract", "nsz")
 SMALL = 8192  # numbers; about 2 us of work, the price of a parallel region
-NO_NORM, EACH_HEAD, TOGETHER = 0, 1, 2  # how query and key heads are normed
+NO_NORM, EACH_HEAD, TOGETHER, FACTORS = 0, 1, 2, 3  # how query and key heads are normed
 # Why numpy's: numba compiles a function once more for each literal.
 ADDS, ALONE = np.bool_(True), np.bool_(False)
 
@@ -198,8 +198,9 @@ def rotate_and_store(
         heads: [T, H + 2 K, D], query, key and value heads; or [T, columns], the last of which
             are these.
         table: [T, D], cos then sin of each token's angles.
-        weight: [H + K, D], read only where heads are normed.
-        normed: NO_NORM; EACH_HEAD; TOGETHER: all query heads as one row, and all key heads.
+        weight: [H + K, D], not read with NO_NORM.
+        normed: NO_NORM; EACH_HEAD; TOGETHER: all query heads as one row, and all key heads;
+            FACTORS: heads are multiplied by the weight and not normed.
         slots: [T] int64; k_blocks, v_blocks: contiguous, [B, K, P, D], see `cpu_attention`.
         sizes: (H, K, D, P).
     """

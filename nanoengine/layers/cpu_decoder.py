@@ -102,7 +102,7 @@ class LayerParts:
         return (
             (qkv, of_heads, self.backend.operand, sinks, own),
             (heads_and_dims, columns, kept, window, kind),
-            (real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
+            (real(head_norm.eps or 0), real(spec.scale), real(spec.softcap or 0)),
         )
 
     def own_of_heads(self) -> tuple[int, tuple[Any, ...]]:

@@ -58,6 +58,7 @@ class ModelContext:
         all_reduce: sums a tensor over the ranks, in place or not, and returns it.
         all_gather: joins the ranks' tensors along the last dimension, in rank order.
         max_positions: positions that rotary tables cover; None: the model's longest context.
+        int8_cache: the KV cache is int8.
     """
 
     dtype: torch.dtype
@@ -69,6 +70,7 @@ class ModelContext:
     max_positions: int | None = None
     weight_dtype: torch.dtype | None = None
     keeps_weights: bool = True
+    int8_cache: bool = False
 
     @property
     def stored_dtype(self) -> torch.dtype:

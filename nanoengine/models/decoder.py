@@ -48,10 +48,12 @@ class CausalLM(Layer):
     Attributes:
         graph_safe: a forward decides nothing on the host, so it may be captured in a CUDA graph.
         state_layers: the layers that keep a state in place of keys and values.
+        key_factors: of each layer, where an int8 cache has them (`key_factors.py`).
     """
 
     graph_safe = True
     state_layers: Sequence[Layer] = ()
+    key_factors: Sequence[HeadNormWeights] = ()
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()

@@ -101,6 +101,10 @@ def load_model(
     for module in model.modules():
         if isinstance(module, LinearMethod):
             module.finish()
+    if context.int8_cache and config.plan.qkv_bias and config.plan.head_norm is None:
+        from nanoengine.models.key_factors import balance_keys
+
+        balance_keys(model, context.dtype)
     context.kernels.fuse(model)
     pin_attributes(model)
     return model

@@ -88,6 +88,7 @@ def make_context(
         device=device,
         kernels=kernels,
         max_positions=config.max_model_len,
+        int8_cache=config.kv_cache_dtype == "int8",
         shard=ranks.shard,
         all_reduce=ranks.all_reduce if ranks.group else one_rank,
         all_gather=ranks.all_gather if ranks.group else one_rank,

@@ -9,6 +9,7 @@ import torch
 
 from nanoengine.attention import cpu, make_backend
 from nanoengine.attention.cpu import wanted
+from nanoengine.attention.stored import hadamard
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.attention_tasks import (
     COUNT,
@@ -351,10 +352,13 @@ def test_stores_keys_and_values_where_the_slots_say(block_size, kv_dtype):
         lengths=[(1, 20), (3, 130)], dtype=torch.float32, kv_dtype=kv_dtype, block_size=block_size
     )
     odd = [1 + 2**-8, 1 + 3 * 2**-8, torch.inf]
-    if kv_dtype == torch.int8:  # what 127 / 4 makes halves
-        odd = [4.0, 4 * 2.5 / 127, -4 * 3.5 / 127]
+    if kv_dtype == torch.int8:
+        odd = [127.0, 2.5, -3.5]
         paged.dense[1][-2, 5] *= 1e-38  # kept as zeros
     paged.dense[1][-1, 4:, :3] = torch.tensor(odd)
+    if kv_dtype == torch.int8:  # what becomes halves when it is stored
+        paged.dense[1][-1, 4:, 3:] = 0
+        paged.dense[1][-1, 4:] = hadamard(paged.dense[1][-1, 4:])
     paged.fused = torch.cat([paged.dense[0][-1:], paged.dense[1][-3:]]).flatten(1)
     backend = make_backend(
         "cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=block_size,
