@@ -38,7 +38,6 @@ COMMANDS = {
     "compare": "measure what quantization or another file changes in a model",
     "eval": "score a model on tasks of lm-evaluation-harness",
     "info": "show versions, device, attention backends and a model",
-    "completion": "print what completes these commands in bash, zsh or fish",
 }
 
 HELP = ("-h", "--help")
