@@ -23,7 +23,6 @@ from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.vllm_names import LLM_METHODS
 from nanoengine.text.prompts import OnError, PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.turns import Calls
@@ -127,6 +126,8 @@ class OtherCalls:
 
     def __getattr__(self, name: str) -> NoReturn:
         """Called for what is not here: says why, where vLLM has it."""
+        from nanoengine.settings.vllm_names import LLM_METHODS
+
         why = f": {LLM_METHODS[name]}" if name in LLM_METHODS else ""
         raise AttributeError(f"LLM has no {name!r}{why}", name=name, obj=self)
 

@@ -96,7 +96,6 @@ LOADED = [
     "settings.params",
     "settings.structured",
     "settings.tiers",
-    "settings.vllm_names",
     "text.load_tokenizer",
     "text.prompt_forms",
     "text.prompts",

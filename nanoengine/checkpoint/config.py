@@ -19,7 +19,7 @@ from typing import Literal
 from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
-from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
+from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.readers import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
@@ -364,6 +364,8 @@ def _quantization(
     raw = keys.get("quantization_config")
     if not raw:
         return None
+    from nanoengine.checkpoint.quantization_parsers import parse_quantization
+
     stored = parse_quantization(raw, tied=tied)
     if stored.format == "mxfp4" and family.model_type != "gpt_oss":
         raise UnsupportedModelError(

@@ -16,7 +16,6 @@ from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import brief, listed, shown
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import GGUF, is_gguf
-from nanoengine.settings.vllm_names import warn_idle
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Names of a repository's files that make a checkpoint."""
@@ -147,6 +146,8 @@ def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
     if share is None:
         return config
     if device.type != "cuda":
+        from nanoengine.settings.vllm_names import warn_idle
+
         warn_idle(
             f"gpu_memory_utilization={share} (there is no GPU; kv_cache_gib or memory_fraction"
             " sizes the KV cache)"

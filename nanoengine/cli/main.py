@@ -34,12 +34,10 @@ COMMANDS = {
     "viz": "draw a trace as a page, to step through a run and look at it",
     "simulate": "try pool sizes and admission policies on a workload, no model",
     "explain": "say in sentences what a trace shows: run, request or step",
-    "trace": "convert a trace for Perfetto",
     "embed": "write a vector for each text of a file",
     "compare": "measure what quantization or another file changes in a model",
     "eval": "score a model on tasks of lm-evaluation-harness",
     "info": "show versions, device, attention backends and a model",
-    "completion": "print what completes these commands in bash, zsh or fish",
 }
 
 HELP = ("-h", "--help")

@@ -3,8 +3,7 @@
     scheduler ── on_request, on_plan, on_step ──► step(Step)
 
 A plan names rows, and a row's sequence may be gone once the step is committed. So this notes who
-held the rows when a step was planned. Base of `explain`, of the export for Perfetto and of the
-viewer's data.
+held the rows when a step was planned. Base of `explain` and of the viewer's data.
 
 Told by a replay (`trace_reader.Replay.run`), or, of an engine that runs, by `attend` and
 `LLMEngine.observers`.

@@ -173,7 +173,8 @@ def checked(
     not checked. A subclass that is a dataclass of its own checks only if it is decorated too.
 
     Args:
-        translate: makes a caller's options into fields, before anything is checked.
+        translate: makes a caller's options into fields. Called only where one of them is not a
+            field or has a value of a wrong type, so that fine options load no tables.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -186,14 +187,7 @@ def checked(
         def hints() -> dict[str, tuple[Any, frozenset[type]]]:
             return {name: (kind, _as_is(kind)) for name, kind in typing.get_type_hints(cls).items()}
 
-        @functools.wraps(init)
-        def __init__(self: T, *args: Any, **options: Any) -> None:
-            given = dict(zip(positional, args, strict=False))
-            if len(given) < len(args) or not given.keys().isdisjoint(options):
-                init(self, *args, **options)  # Python's own TypeError
-            options |= given
-            if translate is not None:
-                options = translate(options)
+        def check(options: dict[str, Any]) -> None:
             kinds = hints()
             for name, value in options.items():
                 if name not in kinds:
@@ -202,6 +196,23 @@ def checked(
                 kind, as_is = kinds[name]
                 if type(value) not in as_is:  # Perf: a Row takes 1.7 us, not 4.5.
                     options[name] = check_value(value, kind, name, error)
+
+        @functools.wraps(init)
+        def __init__(self: T, *args: Any, **options: Any) -> None:
+            given = dict(zip(positional, args, strict=False))
+            if len(given) < len(args) or not given.keys().isdisjoint(options):
+                init(self, *args, **options)  # Python's own TypeError
+            options |= given
+            try:
+                check(options)
+            except error:
+                if translate is None:
+                    raise
+            else:
+                init(self, **options)
+                return
+            options = translate(options)  # Why here: its errors have no other one as their context.
+            check(options)
             init(self, **options)
 
         def __setattr__(self: T, name: str, value: Any) -> None:

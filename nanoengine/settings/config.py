@@ -6,7 +6,6 @@ Frozen: what is discovered at start (number of blocks, dtype, EOS ids, backend) 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -16,7 +15,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import checked, require_positive, shown
 from nanoengine.settings.tiers import Tier, check_tiers
-from nanoengine.settings.vllm_names import LLM_OPTIONS, translate
 
 
 @runtime_checkable
@@ -30,7 +28,13 @@ class LogitsStage(Protocol):
         """Edits lines of logits."""
 
 
-@checked(ConfigError, functools.partial(translate, table=LLM_OPTIONS, error=ConfigError))
+def _translate(options: dict[str, Any]) -> dict[str, Any]:
+    from nanoengine.settings.vllm_names import LLM_OPTIONS, translate
+
+    return translate(options, LLM_OPTIONS, ConfigError)
+
+
+@checked(ConfigError, _translate)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine.

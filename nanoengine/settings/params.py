@@ -8,7 +8,6 @@ docs/moving_from_vllm.md lists what differs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -17,7 +16,6 @@ from typing import Any
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked, shown
 from nanoengine.settings.structured import StructuredOutputs
-from nanoengine.settings.vllm_names import SAMPLING_PARAMS, translate
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -37,7 +35,13 @@ Source: vLLM `_SAMPLING_EPS`.
 """
 
 
-@checked(RequestError, functools.partial(translate, table=SAMPLING_PARAMS, error=RequestError))
+def _translate(options: dict[str, Any]) -> dict[str, Any]:
+    from nanoengine.settings.vllm_names import SAMPLING_PARAMS, translate
+
+    return translate(options, SAMPLING_PARAMS, RequestError)
+
+
+@checked(RequestError, _translate)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request.
@@ -130,6 +134,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if self.seed == -1:  # as vLLM has it
+            object.__setattr__(self, "seed", None)
         if isinstance(self.structured_outputs, dict):
             asked = StructuredOutputs(**self.structured_outputs)
             object.__setattr__(self, "structured_outputs", asked)

@@ -12,14 +12,12 @@ Checked for form when built. Whether it can be compiled is seen when a prompt is
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked, shown
-from nanoengine.settings.vllm_names import STRUCTURED_OUTPUTS, translate
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -28,7 +26,13 @@ MOST_CHARS = {"json": 131_072, "regex": 16_384, "choice": 1_000_000, "grammar": 
 it takes time and memory in squares of that, and its stack grows with it."""
 
 
-@checked(RequestError, functools.partial(translate, table=STRUCTURED_OUTPUTS, error=RequestError))
+def _translate(options: dict[str, Any]) -> dict[str, Any]:
+    from nanoengine.settings.vllm_names import STRUCTURED_OUTPUTS, translate
+
+    return translate(options, STRUCTURED_OUTPUTS, RequestError)
+
+
+@checked(RequestError, _translate)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """One form of an output; exactly one of the first five fields. Equal ones compile once.

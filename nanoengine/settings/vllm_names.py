@@ -5,9 +5,11 @@
     Refused   an error that says why; None, False and values that ask for nothing are accepted
     Values    a field here, some of whose values in vLLM have another name here
 
-`translate` applies a table to what a user gave. A name that is neither in a table nor a field is
-refused by `checks.checked`. docs/moving_from_vllm.md shows the tables to users; a test holds the
-two together. Source: vLLM's `LLM`, `EngineArgs`, `SamplingParams` and `BeamSearchParams`.
+`translate` applies a table to a user's options, and `checks.checked` calls it only where one of
+them is not a field or has a value of a wrong type. So a name in a table must not be a field, and a
+value in `Values` must not be of the field's type. A name that is neither in a table nor a field is
+refused by `checked`. docs/moving_from_vllm.md shows the tables to users; a test holds the two
+together. Source: vLLM's `LLM`, `EngineArgs`, `SamplingParams` and `BeamSearchParams`.
 """
 
 from __future__ import annotations
@@ -167,7 +169,6 @@ LLM_OPTIONS: Table = {
 LOGPROBS = Values(((True, 1),))
 
 SAMPLING_PARAMS: Table = {
-    "seed": Values(((-1, None),)),
     "logprobs": LOGPROBS,
     "prompt_logprobs": LOGPROBS,
     "spaces_between_special_tokens": Idle("special tokens in a text stand as they decode"),

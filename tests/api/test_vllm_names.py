@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,7 +16,10 @@ from nanoengine.build import build_engine
 from nanoengine.checkpoint.find import share_of_memory
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.settings import vllm_names
+from nanoengine.settings.checks import check_value
 from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.pooling import POOLING_PARAMS, PoolingParams
+from nanoengine.settings.structured import StructuredOutputs
 from nanoengine.settings.vllm_names import Alias, Idle, Refused, Values
 from tests.support.engines import checkpoint, random_prompts, run
 
@@ -139,6 +142,28 @@ def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
 )
 def test_values_of_sampling_params(options: dict[str, Any], ours: dict[str, Any]) -> None:
     assert changed(SamplingParams(**options), SamplingParams()) == ours
+
+
+@pytest.mark.parametrize(
+    ("cls", "table"),
+    [
+        (EngineConfig, vllm_names.LLM_OPTIONS),
+        (SamplingParams, vllm_names.SAMPLING_PARAMS),
+        (StructuredOutputs, vllm_names.STRUCTURED_OUTPUTS),
+        (BeamSearchParams, vllm_names.BEAM_SEARCH_PARAMS),
+        (PoolingParams, POOLING_PARAMS),
+    ],
+)
+def test_what_a_table_names_fails_the_check_of_fields(cls: type, table: vllm_names.Table) -> None:
+    """Otherwise the table would not be asked, and vLLM's value would be taken as ours."""
+    kinds = get_type_hints(cls)
+    for name, meaning in table.items():
+        if isinstance(meaning, Values):
+            for value, _ in meaning.pairs:
+                with pytest.raises(ValueError, match=name):
+                    check_value(value, kinds[name], name, ValueError)
+        else:
+            assert name not in kinds
 
 
 @pytest.mark.parametrize("name", ["spaces_between_special_tokens", "output_kind", "skip_clone"])

@@ -113,7 +113,6 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path: Pat
         "nanoengine.observe.metrics",
         "nanoengine.observe.taps",
         "nanoengine.observe.trace",
-        "nanoengine.observe.kv_events",
         "nanoengine.bench.simulator",
         "nanoengine.bench.workload",
         "loc",

@@ -1,15 +1,9 @@
-"""The help of commands, in groups, and what completes them in a shell."""
+"""The help of commands, in groups."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -101,92 +95,3 @@ def test_options_of_all_groups_reach_the_command_and_are_checked() -> None:
     assert args.sampling.top_k == 4  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="kv_cache_gib must be greater than 0"):
         cli.parse(BatchArgs, "x", ["m", "a", "--output", "o", "--kv-cache-gib", "0"])
-
-
-# --- completion -----------------------------------------------------------------------------------
-
-
-def test_completion_of_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["completion", "bahs"]) == 2
-    assert "unknown shell 'bahs'; did you mean 'bash'?" in capsys.readouterr().err
-    assert cli.main(["completion"]) == 0
-    assert "completion bash >" in capsys.readouterr().out
-
-
-def write_script(shell: str, path: Path) -> None:
-    command = [sys.executable, "-m", "nanoengine.cli.main", "completion", shell]
-    path.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    (path.parent / "rows.jsonl").touch()
-
-
-def need(shell: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell}")
-
-
-def test_bash_completes_commands_options_values_and_files(tmp_path: Path) -> None:
-    """No file was completed: not an input, of which each batch has one."""
-    need("bash")
-    script = tmp_path / "completion.bash"
-    write_script("bash", script)
-    lines = ["nanoengine ba", "nanoengine batch --temp", "nanoengine chat --dtype ''"]
-    press_tab = 'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); $complete; echo "${COMPREPLY[*]}"'
-    asked = "".join(f"COMP_WORDS=({line}); {press_tab}\n" for line in lines)
-    run = f"source {script}\ncomplete=$(complete -p nanoengine | sed 's/.*-F \\([^ ]*\\).*/\\1/')\n"
-    done = subprocess.run(["bash", "-c", run + asked], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        "batch",
-        "--template --temperature",
-        "auto float32 float64 bfloat16 float16",
-    ]
-    tab = "bind 'set bell-style none'\nnanoengine batch demo ro\t\n"
-    run = f'PS1=; source {script}\nnanoengine() {{ echo "given: $*"; }}\n{tab}exit\n'
-    done = in_a_terminal(["bash", "--norc", "--noprofile", "-i"], run, tmp_path)
-    assert "given: batch demo rows.jsonl" in done
-
-
-def test_zsh_completes_commands_options_and_files(tmp_path: Path) -> None:
-    need("zsh")
-    write_script("zsh", tmp_path / "_nanoengine")
-    lines = ["nanoengine ba", "nanoengine batch --tempe", "nanoengine batch demo ro"]
-    typed = "".join(f"{line}\t\n" for line in lines)
-    run = "PS1=; fpath=($PWD $fpath); autoload -Uz compinit; compinit -u -D\n"
-    run += "nanoengine() { echo given: $*. }\n"
-    done = in_a_terminal(["zsh", "-f", "-i"], f"{run}{typed}exit\n", tmp_path)
-    given = re.findall(r"^given: (.*?)\.\s*$", done, re.MULTILINE)
-    assert given == ["batch", "batch --temperature", "batch demo rows.jsonl"], done
-
-
-def test_fish_completes_commands_options_values_and_files(tmp_path: Path) -> None:
-    need("fish")
-    write_script("fish", tmp_path / "nanoengine.fish")
-    found = []
-    for line in ("nanoengine ba", "nanoengine batch --tempe", "nanoengine batch demo rows.",
-                 "nanoengine chat --dtype bf"):  # fmt: skip
-        run = f"source nanoengine.fish; complete -C '{line}'"
-        done = subprocess.run(
-            ["fish", "--no-config", "-c", run],
-            capture_output=True, text=True, check=True, cwd=tmp_path,
-        )  # fmt: skip
-        found.append([tuple(one.split("\t")) for one in done.stdout.splitlines()])
-    assert found[0] == [("batch", cli.COMMANDS["batch"])]
-    assert [flag for flag, _ in found[1]] == ["--temperature"]
-    assert found[2][0][0] == "rows.jsonl"
-    assert [value for value, _ in found[3]] == ["bfloat16"]
-
-
-def in_a_terminal(command: list[str], typed: str, directory: Path) -> str:
-    """What a program shows that somebody types to."""
-    ours, theirs = os.openpty()
-    shown = b""
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=directory, start_new_session=True
-    ) as process:
-        os.close(theirs)
-        os.write(ours, typed.encode())
-        with contextlib.suppress(OSError):  # as it ends
-            while chunk := os.read(ours, 1 << 16):
-                shown += chunk
-        assert process.wait(60) is not None
-    os.close(ours)
-    return shown.decode(errors="replace")

@@ -31,7 +31,7 @@ from tests.support.quantized_checkpoints import make_mxfp4, write_quantized
 # Why: the interpreter takes a minute.
 pytestmark = pytest.mark.guards(
     "nanoengine/*/triton*.py", "nanoengine/layers/*quantized*.py", "nanoengine/layers/moe.py",
-    "nanoengine/checkpoint/quantization.py", "tests/support/emulated_gpu.py",
+    "nanoengine/checkpoint/quantization*.py", "tests/support/emulated_gpu.py",
 )  # fmt: skip
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}

@@ -13,11 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.quantization import (
-    StoredQuantization,
-    parse_quantization,
-    resolve_quantization,
-)
+from nanoengine.checkpoint.quantization import StoredQuantization, resolve_quantization
+from nanoengine.checkpoint.quantization_parsers import parse_quantization
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.quantized import QuantizedLinear

@@ -21,11 +21,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from nanoengine import build as build_module
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.quantization import (
-    StoredQuantization,
-    parse_quantization,
-    resolve_quantization,
-)
+from nanoengine.checkpoint.quantization import StoredQuantization, resolve_quantization
+from nanoengine.checkpoint.quantization_parsers import parse_quantization
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
 from nanoengine.kernels.code_tables import E2M1
 from nanoengine.layers.collectives import Shard

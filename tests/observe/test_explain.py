@@ -1,4 +1,4 @@
-"""What is told of recorded runs, word by word; and what Perfetto is given."""
+"""What is told of recorded runs, word by word."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import json
 import re
 import sys
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -18,7 +17,6 @@ from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.disk import Finished
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
-from nanoengine.observe.chrome import ENGINE, chrome_events
 from nanoengine.observe.explain import Story, explained
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_reader import Recording, read_trace
@@ -230,51 +228,3 @@ def test_an_id_that_the_terminal_has_no_letters_for_is_told(
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii"))
     assert cli.main(["explain", str(tmp_path / "a.trace"), "--step", "0"]) == 0
     assert f"request {name}".encode(errors="backslashreplace") in terminal.getvalue()
-
-
-# --- Perfetto -------------------------------------------------------------------------------------
-
-
-def test_the_slices_of_a_track_nest_and_requests_are_flows(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    assert cli.main(["trace", str(SAMPLE), "--output", str(path)]) == 0
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    recording = read_trace(SAMPLE)
-    plans = [plan for plan, _ in recording.replay().steps()]
-    slices = [event for event in events if event["ph"] == "X"]
-    steps = [event for event in slices if event["name"].startswith("step ")]
-    assert len(steps) == len(plans)
-    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in slices:
-        assert event["dur"] >= 0 and event["ts"] >= 0, event
-        tracks.setdefault((event["pid"], event["tid"]), []).append(
-            (event["ts"], event["ts"] + event["dur"])
-        )
-    for track, spans in tracks.items():
-        around: list[float] = []
-        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-            while around and around[-1] <= start + 0.01:
-                around.pop()
-            assert not around or end <= around[-1] + 0.01, (track, start, end, around)
-            around.append(end)
-    parts = [event for event in slices if event["pid"] == ENGINE and event not in steps]
-    assert {part["name"] for part in parts} == {
-        "schedule", "prepare", "load", "forward", "sample", "commit"
-    }  # fmt: skip
-    flows: dict[int, list[dict]] = {}
-    for event in events:
-        if event["ph"] in "stf":
-            flows.setdefault(event["id"], []).append(event)
-            track = tracks[event["pid"], event["tid"]]
-            assert any(start <= event["ts"] <= end for start, end in track), event
-    sequences = {new.seq_id for plan in plans for new in plan.admitted}
-    sequences |= {fork.seq_id for plan in plans for fork in plan.forks}
-    assert set(flows) == sequences
-    for flow in flows.values():
-        assert [event["ph"] for event in flow] == ["s"] + ["t"] * (len(flow) - 2) + ["f"]
-        assert all(one["ts"] <= other["ts"] for one, other in pairwise(flow))
-
-
-def test_a_trace_without_an_end_is_converted_too(preemption: Recording) -> None:
-    del preemption.lines[20:]
-    assert sum(event["ph"] == "X" for event in chrome_events(preemption)) > 9

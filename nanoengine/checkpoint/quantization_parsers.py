@@ -1,0 +1,286 @@
+"""parse_quantization: reads the `quantization_config` of a config.json, in the dialects of GPTQ,
+AWQ, compressed-tensors, fp8 and MXFP4.
+
+Imported where a checkpoint has that key. Plain json, no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanoengine.checkpoint.quantization import IN_MXFP4, METHODS, StoredQuantization
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import brief, check_value, shown
+
+Json = Mapping[str, Any]
+
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("bits", "w_bit", "num_bits", "group_size", "q_group_size"), int),
+    **dict.fromkeys(("desc_act", "lm_head", "symmetric"), bool),
+    **dict.fromkeys(("quant_method", "format", "checkpoint_format", "version", "strategy"), str),
+    **dict.fromkeys(("modules_to_not_convert", "ignored_layers", "ignore", "targets"), list[str]),
+    **dict.fromkeys(("weight_block_size", "block_structure"), list[int]),
+    **dict.fromkeys(("weights", "input_activations", "sparsity_config"), dict[str, Any]),
+    "kv_cache_scheme": dict[str, Any],
+    "config_groups": dict[str, dict[str, Any]],
+}
+"""Key that is read -> what its value is, wherever in `quantization_config` it stands."""
+
+MOST_REPEATS = 4
+"""Quantifiers in an expression of `ignore`. Why: time grows with the power of their number."""
+
+
+def parse_quantization(raw: Json, *, tied: bool) -> StoredQuantization:
+    """The normalised form of a config's `quantization_config`.
+
+    Args:
+        tied: the head is the embedding, which no format quantizes.
+
+    Raises:
+        UnsupportedModelError: a method, or a setting of it, that is not implemented.
+    """
+    raw = _checked(raw)
+    method = raw.get("quant_method")
+    if method not in METHODS:
+        raise UnsupportedModelError(
+            f"quantization_config has quant_method={shown(method)}; supported: {', '.join(METHODS)}"
+        )
+    return PARSERS[method](raw, ("lm_head$",) if tied else ())
+
+
+def _checked(raw: Json) -> dict[str, Any]:
+    """The keys that have a value, those that are read being of the right type."""
+    given = {key: value for key, value in raw.items() if value is not None}
+    for key in given.keys() & KINDS.keys():
+        where = f"config.json: quantization_config: {key}"
+        given[key] = check_value(given[key], KINDS[key], where, UnsupportedModelError)
+    return given
+
+
+def _gptq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Source: AutoGPTQ's `BaseQuantizeConfig` and GPTQModel's `QuantizeConfig`."""
+    layout = raw.get("checkpoint_format") or raw.get("format") or "gptq"
+    _allow("gptq", "checkpoint_format", layout, "gptq", "gptq_v2")
+    _allow("gptq", "bits", raw.get("bits"), 4, 8)
+    usual = {"is_marlin_format": False, "pack_dtype": "int32", "dynamic": {}}
+    for key, value in {**usual, "modules_in_block_to_quantize": []}.items():
+        _allow("gptq", key, raw.get(key) or value, value)
+    group_size = _group_size(raw.get("group_size", -1))
+    return StoredQuantization(
+        format="gptq",
+        bits=raw["bits"],
+        group_size=group_size,
+        scattered=raw.get("desc_act", False) and group_size is not None,
+        zero_offset=1 if layout == "gptq" else 0,
+        skipped=skipped if raw.get("lm_head") else (*skipped, "lm_head$"),
+    )
+
+
+def _awq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Source: AutoAWQ's `AwqConfig`; `modules_to_not_convert` names parts of layers' names."""
+    bits = raw.get("bits", raw.get("w_bit"))
+    _allow("awq", "bits", bits, 4)
+    _allow("awq", "version", str(raw.get("version", "gemm")).lower(), "gemm")
+    _allow("awq", "zero_point", raw.get("zero_point", True), True)
+    names = raw.get("modules_to_not_convert") or []
+    return StoredQuantization(
+        format="awq",
+        bits=4,
+        group_size=_group_size(raw.get("group_size", raw.get("q_group_size", -1))),
+        skipped=(*skipped, "lm_head$", *(f".*{re.escape(name)}" for name in names)),
+    )
+
+
+def _fp8(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Blocks, or whole matrices, of e4m3 floats share a scale. A head is not converted.
+
+    Source: transformers' `FineGrainedFP8Config` and `should_convert_module`; AutoFP8 and vLLM's
+    `Fp8Config` for whole matrices.
+    """
+    block = raw.get("weight_block_size")
+    group_rows, group_size = _block("fp8", "weight_block_size", block) if block else (None, None)
+    _allow("fp8", "activation_scheme", raw.get("activation_scheme", "dynamic"), *SCHEMES)
+    _allow("fp8", "expert_dtype", raw.get("expert_dtype", "fp8"), "fp8")
+    _allow("fp8", "modules_to_convert", raw.get("modules_to_convert") or [], [])
+    given = raw.get("modules_to_not_convert", raw.get("ignored_layers", []))
+    names = [name for name in given if name != "lm_head"]
+    starts = "|".join(_pattern(f"re:{name}", "modules_to_not_convert") for name in names)
+    ends = "|".join(map(re.escape, names))
+    # Perf: one expression of all 144 names of Qwen3-30B-A3B-FP8 takes a fifth of theirs, 0.5 s.
+    kept = rf"(?:{starts})(?:(?<=\.)|(?=\.|$))|.*(?:{ends})$"
+    return StoredQuantization(
+        format="fp8",
+        bits=8,
+        group_size=group_size,
+        group_rows=group_rows,
+        symmetric=True,
+        activations="e4m3",
+        skipped=(*skipped, "lm_head$", *([kept] if names else [])),
+    )
+
+
+def _compressed_tensors(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Source: compressed-tensors' `QuantizationConfig`, `QuantizationScheme`,
+    `QuantizationArgs`."""
+    method = "compressed-tensors"
+    sparsity = (raw.get("sparsity_config") or {}).get("format") or "dense"
+    _allow(method, "sparsity_config.format", sparsity, "dense")
+    _allow(method, "transform_config", raw.get("transform_config") or {}, {})
+    if (cache := raw.get("kv_cache_scheme")) is not None:
+        # Scales of keys and values are read with the weights; an option makes the cache fp8.
+        given = {key: cache.get(key, default) for key, default in CACHE.items()}
+        _allow(method, "kv_cache_scheme", {**cache, **given}, {**cache, **CACHE})
+    skipped = (*skipped, *(_pattern(name, "ignore") for name in raw.get("ignore") or []))
+    groups = list((raw.get("config_groups") or {}).values())
+    schemes = tuple(
+        replace(_scheme(method, _checked({"format": raw.get("format"), **group})), skipped=skipped)
+        for group in map(_checked, groups)
+    )
+    if not schemes or len({scheme.activations == "int8" for scheme in schemes}) > 1:
+        raise UnsupportedModelError(
+            f"quantization_config has {len(groups)} config_groups; supported: one or more, with"
+            " activations in 8-bit integers for all or none"
+        )
+    return replace(schemes[0], schemes=schemes) if len(schemes) > 1 else schemes[0]
+
+
+def _scheme(method: str, group: Json) -> StoredQuantization:
+    """One of the `config_groups`."""
+    layout: Any = group.get("format")
+    _allow(method, "format", layout, *LAYOUTS)
+    kind, bits, strategies = LAYOUTS[layout]
+    weights, inputs = _checked(group.get("weights", {})), group.get("input_activations")
+    _allow(method, "output_activations", group.get("output_activations"), None)
+    _allow(method, "weights.type", weights.get("type", "int"), kind)
+    _allow(method, "weights.num_bits", weights.get("num_bits"), *bits)
+    strategy = weights.get("strategy")
+    _allow(method, "weights.strategy", strategy, *strategies)
+    symmetric = weights.get("symmetric", True)
+    if layout != "pack-quantized":
+        _allow(method, "weights.symmetric", symmetric, True)
+    if layout == "int-quantized":
+        given = {key: (inputs or {}).get(key) for key in TOKEN_ACTIVATIONS}
+        _allow(method, "input_activations", given, TOKEN_ACTIVATIONS)
+    elif inputs is not None:
+        is_float = kind == "float" and inputs.get("type") == "float"
+        _allow(method, "input_activations", None if is_float else inputs, None)
+    group_size, group_rows = weights.get("group_size"), 1 if strategy != "tensor" else None
+    if strategy == "block":
+        structure = weights.get("block_structure") or []
+        group_rows, group_size = _block(method, "weights.block_structure", structure)
+    elif strategy == "tensor_group":
+        _allow(method, "weights.group_size", group_size, 16)
+    elif strategy != "group":
+        group_size = None
+    return StoredQuantization(
+        format=layout,
+        bits=weights["num_bits"],
+        group_size=_group_size(group_size),
+        group_rows=group_rows,
+        symmetric=symmetric,
+        activations=ACTIVATIONS.get(layout, "float") if inputs else "float",
+        targets=tuple(
+            "" if name == "Linear" else _pattern(name, "targets")
+            for name in group.get("targets") or ["Linear"]
+        ),
+    )
+
+
+def _mxfp4(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Source: transformers' `Mxfp4Config`. Whatever it leaves out besides, it quantizes experts."""
+    method, names = "mxfp4", raw.get("modules_to_not_convert") or []
+    for name in names:
+        if "experts" in name or not name.strip(".*"):
+            raise UnsupportedModelError(
+                f"quantization_config of {method} has modules_to_not_convert={shown(name)};"
+                " supported: experts all in 4 bits, and names of other layers"
+            )
+    return IN_MXFP4
+
+
+ACTIVATIONS: Any = {"int-quantized": "int8", "float-quantized": "e4m3"}
+"""Formats of compressed-tensors -> what activations are, where a checkpoint has them in 8 bits."""
+
+SCHEMES = ("dynamic", "static")
+"""How a checkpoint of 8-bit floats was made to scale activations; here a token has its own scale,
+where they are scaled."""
+
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+"""The scheme of compressed-tensors whose scales are those of an fp8 cache."""
+
+LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
+    "pack-quantized": ("int", (4, 8), ("channel", "group")),
+    "int-quantized": ("int", (8,), ("channel",)),
+    "float-quantized": ("float", (8,), ("tensor", "channel", "group", "block")),
+    "nvfp4-pack-quantized": ("float", (4,), ("tensor_group",)),
+}
+"""Formats of compressed-tensors -> type, bits and strategies of their weights."""
+
+TOKEN_ACTIVATIONS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
+"""Activations of compressed-tensors that are those of `quantize_rows`."""
+
+PARSERS = dict(zip(METHODS, (_gptq, _awq, _compressed_tensors, _fp8, _mxfp4), strict=True))
+"""`quant_method` -> its parser."""
+
+
+def _pattern(name: str, key: str) -> str:
+    """compressed-tensors: a full name, or "re:" and an expression that matches from the start;
+    `key` is where it stands.
+
+    Raises:
+        UnsupportedModelError: the expression is none, or one that may take for ever.
+    """
+    if not name.startswith("re:"):
+        return re.escape(name) + "$"
+    pattern = name.removeprefix("re:")
+    repeats = len(re.findall(r"[*+{]", pattern))
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UnsupportedModelError(
+            f"quantization_config: {key} has {shown(name)}, which is no expression: {brief(error)}"
+        ) from error
+    if repeats > MOST_REPEATS or re.search(r"\)[*+{]", pattern):
+        raise UnsupportedModelError(
+            f"quantization_config: {key} has {shown(name)}; supported: expressions with up to"
+            f" {MOST_REPEATS} repeats, and none of a group"
+        )
+    return pattern
+
+
+def _allow(method: str, key: str, value: Any, *allowed: Any) -> None:
+    if value not in allowed:
+        raise UnsupportedModelError(
+            f"quantization_config of {method} has {key}={shown(value)}; supported:"
+            f" {' or '.join(map(repr, allowed))}"
+        )
+
+
+def _block(method: str, key: str, value: list[int]) -> tuple[int, int]:
+    """Outputs and inputs of a block."""
+    if len(value) != 2 or min(value) < 1:
+        raise UnsupportedModelError(
+            f"quantization_config of {method} has {key}={shown(value)}; supported: two positive"
+            " integers"
+        )
+    return value[0], value[1]
+
+
+def _group_size(value: Any) -> int | None:
+    if value in (None, -1):
+        return None
+    if not 1 <= value < 2**31:
+        raise UnsupportedModelError(
+            f"quantization_config has group_size={shown(value)}; supported: a positive integer or"
+            " -1"
+        )
+    return value
