@@ -168,8 +168,8 @@ def main(args: CompareArgs) -> None:
 def _open(name: str, args: CompareArgs, *, is_reference: bool = False) -> Iterator[LLM]:
     """The model of a `PATH@key=value,...`; settings that are not given keep both engines small."""
     from nanoengine.assets import demo_model_path
-    from nanoengine.checkpoint.files import GGUF
     from nanoengine.llm import LLM
+    from nanoengine.settings.files import is_gguf
 
     path, at, settings = name.rpartition("@")
     if not at or "=" not in settings:
@@ -180,7 +180,7 @@ def _open(name: str, args: CompareArgs, *, is_reference: bool = False) -> Iterat
     }  # fmt: skip
     if is_reference:
         options["dtype"] = "float32"
-        if path.lower().endswith(GGUF):
+        if is_gguf(Path(path)):
             options["quantization"] = "gguf_weight_only"
     for setting in filter(None, settings.split(",")):
         key, _, text = setting.partition("=")

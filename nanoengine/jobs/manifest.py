@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.checkpoint.config import GENERATION_DEFAULTS, load_model_config
-from nanoengine.checkpoint.files import GGUF, checkpoint_files, file_digest
+from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.log import replacing
 from nanoengine.jobs.source import STDIN, Input, digest
 from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.files import is_gguf
 
 FORMAT = 2
 NOT_COMPARED = ("created", "inputs", "sampling_defaults")
@@ -96,7 +97,7 @@ def sampling_line(config: EngineConfig, info: Any, given: Mapping[str, Any] | No
     from nanoengine.checkpoint.find import resolve_model
 
     places = ("general.sampling.*", "file"), ("generation_config.json", "checkpoint")
-    file, place = places[resolve_model(config).suffix != GGUF]
+    file, place = places[not is_gguf(resolve_model(config))]
     none = "" if info.generation_defaults else f"; the {place} has none"
     found = {"temperature": (1.0, f"the engine's default{none}")}
     found |= {name: (value, file) for name, value in info.generation_defaults.items()}
