@@ -34,6 +34,8 @@ FEW = 8  # rows quantized by the calling thread
 # ahead.
 AHEAD = 16384  # bytes
 INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
+OF_GROUP = 4  # numbers per unit of `quantize_groups`
+SMALLEST = np.float32(2e-36)  # below it 127 / largest could overflow
 
 # Why no "nnan" and "ninf": a row with NaN or infinity must come out as NaN, there and only there.
 FASTMATH = ("contract", "nsz")
@@ -88,6 +90,52 @@ def quantize_rows(x, num_workers):
     workers = 1 if num_rows <= FEW else num_workers
     parallel_for(_quantize_rows, num_rows, workers, (x, values, scales, offsets))
     return values, scales, offsets
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _quantize_row_groups(x, values, groups):
+    """One row of `quantize_groups`."""
+    values[:] = 0
+    for unit in range(len(groups) // OF_GROUP):
+        first, at = unit * UNIT, unit * OF_GROUP
+        part = x[first : min(first + UNIT, len(x))]
+        largest = _largest(part)
+        if largest >= SMALLEST:
+            scale = largest / np.float32(127)
+            inverse = np.float32(1) / scale
+            for i in range(len(part)):
+                values[first + i] = np.int8(np.rint(part[i] * inverse))
+            one = np.int32(-8) * half_sum(values, first)
+            two = np.int32(-8) * half_sum(values, first + UNIT // 2)
+        else:
+            scale, one, two = largest * np.float32(0), np.int32(0), np.int32(0)  # NaN remains NaN
+        groups[at], groups[at + 1], groups[at + 2] = one + two, one, two
+        groups[at + 3] = np.float32(scale).view(np.int32)
+
+
+@compiled(fastmath=FASTMATH)
+def _quantize_groups(x, values, groups, lo, hi):
+    for t in range(lo, hi):
+        _quantize_row_groups(x[t], values[t], groups[t])
+
+
+@compiled(fastmath=FASTMATH)
+def quantize_groups(x, num_workers):
+    """Quantizes each 32 inputs of x [T, K] to int8 with a scale of their own: their largest
+    magnitude / 127, values rounded half to even.
+
+    Returns:
+        values: int8 [T, K padded to whole units].
+        groups: int32 [T, 4 * units], four numbers per unit of 32 inputs: -8 times the sum of its
+            values, the same of its two halves, and the bits of its float32 scale. The scale is NaN
+            where the unit holds NaN or infinity, and its values are 0 then.
+    """
+    num_rows, padded = len(x), -(-x.shape[1] // UNIT) * UNIT
+    values = empty((num_rows, padded), np.int8)
+    groups = empty((num_rows, OF_GROUP * (padded // UNIT)), np.int32)
+    workers = 1 if num_rows <= FEW else num_workers
+    parallel_for(_quantize_groups, num_rows, workers, (x, values, groups))
+    return values, groups
 
 
 @compiled(fastmath=FASTMATH, part=True)
