@@ -31,7 +31,7 @@ from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.byte_tiles import UNIT
 from nanoengine.kernels.cpu_linear import ROW_BLOCK as ROW_BLOCK_OF_FLOATS
 from nanoengine.kernels.cpu_linear import rows_of_panels
-from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, ROW_BLOCK, quantize_rows
+from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, OF_GROUP, ROW_BLOCK, quantize_groups
 from nanoengine.kernels.grouped_tiles import (
     AT_ONCE,
     FEW_WIDENED,
@@ -88,7 +88,7 @@ def panel_bytes(form: Form, shift: int, num_inputs: int) -> int:
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _spread_panels(values, x_scales, offsets, data, part, row, rows, lo, hi, bias, out):
+def _spread_panels(values, groups, data, part, row, rows, lo, hi, bias, out):
     """`grouped_panels` of some rows for panels lo ... hi - 1 of a part, each spread out."""
     size, num_outputs, most = values.shape[1], out.shape[1], part[ROWS]
     units, tiles, functions = size // UNIT, -(-rows // most), part[FUNCTIONS:]
@@ -107,19 +107,19 @@ def _spread_panels(values, x_scales, offsets, data, part, row, rows, lo, hi, bia
             first, last = rows * t // tiles, rows * (t + 1) // tiles
             multiply_grouped(
                 functions[last - first + 3], x, first_x + first * units * of_unit, units * of_unit,
-                offsets, (row + first) * units * 3, units * 3, x_scales, row + first, room, 0,
-                units, 0, 0, bias, n, flat, (row + first) * num_outputs + n, num_outputs,
+                groups, (row + first) * units * OF_GROUP, units * OF_GROUP, room, 0, units, 0, 0,
+                bias, n, flat, (row + first) * num_outputs + n, num_outputs,
                 following + at + t * share * (part[STEP] // LINE), share,
             )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
-def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
+def grouped_panels(values, groups_of_rows, data, bias, out, lo, hi):
     """`linear_grouped` of quantized rows for the outputs of panels lo ... hi - 1: what one worker
     does. Tiles are as in `linear8_panels`."""
     (num_rows, size), num_outputs = values.shape, out.shape[1]
     units, words = size // UNIT, data.view(np.int64)
-    x, offsets, flat = values.reshape(-1), offsets_of_rows.reshape(-1), out.reshape(-1)
+    x, groups, flat = values.reshape(-1), groups_of_rows.reshape(-1), out.reshape(-1)
     for i in range(words[PARTS]):
         part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD]
         before, step, most = part[BEFORE], part[STEP], part[ROWS]
@@ -130,8 +130,7 @@ def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
             rows = min(block, num_rows - row)
             tiles = -(-rows // most)
             if part[SPREAD] and tiles >= TILES_OF_SPREAD:
-                _spread_panels(values, x_scales, offsets, data, part, row, rows, start, stop, bias,
-                               out)  # fmt: skip
+                _spread_panels(values, groups, data, part, row, rows, start, stop, bias, out)
                 continue
             share = -(-LINE // tiles)  # bytes for each line
             for p in range(start, stop):
@@ -139,8 +138,8 @@ def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
                     first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
                     n = p * PANEL
                     multiply_grouped(
-                        part[FUNCTIONS + last - first], x, first * size, size, offsets,
-                        first * units * 3, units * 3, x_scales, first, data,
+                        part[FUNCTIONS + last - first], x, first * size, size, groups,
+                        first * units * OF_GROUP, units * OF_GROUP, data,
                         part[START] + (p - before) * step, units, part[SHIFT], part[HEADER],
                         bias, n, flat, first * num_outputs + n, num_outputs,
                         ahead + t * share * lines, share,
@@ -161,11 +160,11 @@ def _keep_parts(words, room, out):
 @compiled(fastmath=FASTMATH)
 def linear_grouped(x, data, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T + bias; the bias is padded as the panels are."""
-    values, x_scales, offsets = quantize_rows(x, num_workers)
+    values, groups = quantize_groups(x, num_workers)
     words = data.view(np.int64)
     panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
     room = out if whole else empty((len(out), panels * PANEL), np.float32)
-    parallel_for(grouped_panels, panels, num_workers, (values, x_scales, offsets, data, bias, room))
+    parallel_for(grouped_panels, panels, num_workers, (values, groups, data, bias, room))
     if not whole:
         _keep_parts(words, room, out)
 

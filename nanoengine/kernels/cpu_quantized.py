@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply8, shapes8
+from nanoengine.kernels.arrays import empty, zeros
+from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply8, quantize_unit, shapes8
 from nanoengine.kernels.cpu_linear import keep_outputs, row_parts
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
@@ -35,7 +35,6 @@ FEW = 8  # rows quantized by the calling thread
 AHEAD = 16384  # bytes
 INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
 OF_GROUP = 4  # numbers per unit of `quantize_groups`
-SMALLEST = np.float32(2e-36)  # below it 127 / largest could overflow
 
 # Why no "nnan" and "ninf": a row with NaN or infinity must come out as NaN, there and only there.
 FASTMATH = ("contract", "nsz")
@@ -92,31 +91,13 @@ def quantize_rows(x, num_workers):
     return values, scales, offsets
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _quantize_row_groups(x, values, groups):
-    """One row of `quantize_groups`."""
-    values[:] = 0
-    for unit in range(len(groups) // OF_GROUP):
-        first, at = unit * UNIT, unit * OF_GROUP
-        part = x[first : min(first + UNIT, len(x))]
-        largest = _largest(part)
-        if largest >= SMALLEST:
-            scale = largest / np.float32(127)
-            inverse = np.float32(1) / scale
-            for i in range(len(part)):
-                values[first + i] = np.int8(np.rint(part[i] * inverse))
-            one = np.int32(-8) * half_sum(values, first)
-            two = np.int32(-8) * half_sum(values, first + UNIT // 2)
-        else:
-            scale, one, two = largest * np.float32(0), np.int32(0), np.int32(0)  # NaN remains NaN
-        groups[at], groups[at + 1], groups[at + 2] = one + two, one, two
-        groups[at + 3] = np.float32(scale).view(np.int32)
-
-
 @compiled(fastmath=FASTMATH)
 def _quantize_groups(x, values, groups, lo, hi):
     for t in range(lo, hi):
-        _quantize_row_groups(x[t], values[t], groups[t])
+        row, row_values, row_groups = x[t], values[t], groups[t]
+        for unit in range(len(row) // UNIT):
+            place = unit * UNIT
+            quantize_unit(row, place, row_values, place, row_groups, unit * OF_GROUP)
 
 
 @compiled(fastmath=FASTMATH)
@@ -133,6 +114,9 @@ def quantize_groups(x, num_workers):
     num_rows, padded = len(x), -(-x.shape[1] // UNIT) * UNIT
     values = empty((num_rows, padded), np.int8)
     groups = empty((num_rows, OF_GROUP * (padded // UNIT)), np.int32)
+    if x.shape[1] < padded:
+        unpadded, x = x, zeros((num_rows, padded), np.float32)
+        x[:, : unpadded.shape[1]] = unpadded
     workers = 1 if num_rows <= FEW else num_workers
     parallel_for(_quantize_groups, num_rows, workers, (x, values, groups))
     return values, groups
