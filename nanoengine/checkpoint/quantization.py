@@ -419,7 +419,8 @@ TOKEN_ACTIVATIONS = {
     "strategy": "token",
     "dynamic": True,
 }
-"""Activations of compressed-tensors that are those of `quantize_rows`."""
+"""Activations of compressed-tensors that are int8 here, with a scale per group in place of one per
+token."""
 
 METHODS = {
     "gptq": _gptq,
