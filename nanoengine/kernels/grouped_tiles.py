@@ -46,8 +46,6 @@ from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_function
 
 UNITS = 8  # of a block
-import os
-STEP_ = int(os.environ.get('STEP_', '2'))
 PAIRED = 80  # bytes of a unit of inputs from `pair_inputs`
 NONE, ZEROS, MINS = range(3)
 FEW_WIDENED = 2  # rows, of which each makes its floats for itself
@@ -209,16 +207,18 @@ class GroupedTile(ByteTile):
                         continue
                     totals[row][i] = self.builder.add(totals[row][i], self.widen(more))
                     waiting[row][i] = None
-            if exact and len(inputs) > 1 and count % STEP_ == 0 and four != fours[-1]:
-                flat = self.together([*itertools.chain(*totals)])
-                totals = [flat[i : i + self.vectors] for i in range(0, len(flat), self.vectors)]
+            if exact and len(inputs) > 1 and count % 2 == 0 and four != fours[-1]:
+                together = iter(self.together([*itertools.chain(*totals)]))
+                totals = [[next(together) for _ in row] for row in totals]
         return totals
 
     def together(self, vectors):
-        """The vectors as they are. LLVM computes all of them before what follows: else it would compute row after row, each of which waits for its own sums."""
-        kind = ir.LiteralStructType([v.type for v in vectors])
-        asks = ",".join(["=v"] * len(vectors) + [str(i) for i in range(len(vectors))])
-        found = self.builder.asm(ir.FunctionType(kind, [*kind.elements]), "", asks, vectors, False)
+        """The same vectors, all computed before what uses them. Why: LLVM would order instructions
+        row after row, and each row waits for its own sums."""
+        kind = ir.LiteralStructType([vector.type for vector in vectors])
+        operands = ",".join(["=v"] * len(vectors) + [*map(str, range(len(vectors)))])
+        of = ir.FunctionType(kind, kind.elements)
+        found = self.builder.asm(of, "", operands, vectors, False)
         return [self.builder.extract_value(found, i) for i in range(len(vectors))]
 
     def header(self, head):
@@ -678,8 +678,10 @@ def _at_address(tile):
 
 
 @_at_address(grouped_tile)
-def multiply_grouped(address, x, x_at, x_stride, groups, groups_at, groups_stride, w, w_at, units,
-                     shift, header, bias, column, out, out_at, out_stride, ahead, ahead_stride):  # fmt: skip
+def multiply_grouped(
+    address, x, x_at, x_stride, groups, groups_at, groups_stride, w, w_at, units, shift, header,
+    bias, column, out, out_at, out_stride, ahead, ahead_stride,
+):  # fmt: skip
     """The `grouped_tile` there, for the outputs from `column`."""
 
 

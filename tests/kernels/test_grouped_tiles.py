@@ -45,7 +45,7 @@ X[0], X[1] = 127, np.where(np.arange(INPUTS) % 2, -127, 127)  # the largest sums
 X_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in ((ROWS, INPUTS // 32), PANEL))
 HALVES = -8 * X.reshape(ROWS, -1, 2, 16).sum(3, dtype=np.int32)
 # As `quantize_groups` gives them.
-GROUPS = np.concatenate((HALVES.sum(2, keepdims=True), HALVES, X_SCALES.view(np.int32)[..., None]), 2)
+GROUPS = np.concatenate((HALVES.sum(2, keepdims=True), HALVES, X_SCALES.view("i4")[..., None]), 2)
 GROUPS = GROUPS.astype(np.int32).reshape(ROWS, -1)
 DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
 # One of each number of bits, of levels, of halves, of offsets, and a table: what tiles differ in.
