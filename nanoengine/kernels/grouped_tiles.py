@@ -490,9 +490,10 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
                     if form.offset == MINS:
                         of_row[i] = tile.fma(negative, offsets[i], of_row[i])
         for start, of_row, cells in zip(starts, terms, results, strict=True):
-            scale = builder.bitcast(tile.at(start, I64(OF_GROUP - 1)), FLOAT.as_pointer())
+            bits = tile.at(start, I64(OF_GROUP - 1))
+            scale = tile.broadcast(builder.bitcast(bits, FLOAT.as_pointer()))
             for term, cell in zip(of_row, cells, strict=True):
-                tile.store(tile.fma(term, tile.broadcast(scale), tile.load(cell)), cell)
+                tile.store(tile.fma(term, scale, tile.load(cell)), cell)
 
     given = SimpleNamespace(**vars(of), level=1 if rows > 1 else 0)
     tile.blocks(given, write)
