@@ -1,8 +1,8 @@
 """Linear layers with weights in groups of inputs on a CPU: codes of 2 to 8 bits, int8 activations.
 
-    x float32 ─ quantize each row to int8 ─┐
-                                           ├─ exact sums of groups ─ times scales ─ + bias
-    weight ─ panels of 16 outputs ─────────┘   `grouped_tiles.py`
+    x float32 ─ quantize each 32 inputs ─┐
+                                         ├─ exact sums of groups ─ times both scales ─ + bias
+    weight ─ panels of 16 outputs ───────┘   `grouped_tiles.py`
 
 A weight is one array of bytes that says by itself what is in it. Rows of outputs that are stored
 alike are a *part*; q, k and v are up to three, since a checkpoint may give one of them more bits.
