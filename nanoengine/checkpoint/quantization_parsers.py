@@ -226,7 +226,8 @@ TOKEN_ACTIVATIONS = {
     "strategy": "token",
     "dynamic": True,
 }
-"""Activations of compressed-tensors that are those of `quantize_rows`."""
+"""Activations of compressed-tensors that are int8 here, with one scale per group in place of one
+per token."""
 
 PARSERS = dict(zip(METHODS, (_gptq, _awq, _compressed_tensors, _fp8, _mxfp4), strict=True))
 """`quant_method` -> its parser."""

@@ -40,14 +40,13 @@ from nanoengine.kernels.cpu_layers import (
 )
 from nanoengine.kernels.cpu_linear import (
     ROW_BLOCK,
-    as_read,
     cut,
     rows_of_block,
     share_of_cut,
 )
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels
+from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels, starts_panels
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL, PANELS
 
@@ -79,26 +78,10 @@ def _leave(x, norm, eps, behind, scale, workers):
                 x[t, i] *= scale
 
 
-@by_types()
-def from_panel(weight, panel):
-    """What a weight of floats or int8 is from a panel on."""
-
-    def of_floats(weight, panel):
-        w, bias = as_read(weight[0]), weight[1]
-        return w[panel * (len(w) // (len(bias) // PANEL)) :], bias[panel * PANEL :]
-
-    def of_bytes(weight, panel):
-        w, scales, bias = weight
-        first = panel * (len(w) // (len(bias) // PANEL))
-        return w[first:], scales[panel * PANEL :], bias[panel * PANEL :]
-
-    return of_bytes if len(weight) == 3 else of_floats
-
-
 @compiled(fastmath=FASTMATH, part=True)
 def some_panels(inputs, first, last, weight, panel, count, out):
     """out [R, 16 * count] = rows first ... last - 1 times `count` panels of the weight."""
-    multiply_panels(inputs, first, last, from_panel(weight, panel), out, 0, count)
+    multiply_panels(inputs, first, last, weight, panel, out, panel, panel + count)
 
 
 @by_types()
@@ -166,7 +149,7 @@ def activate(x, weight, activation, out, workers):
     """
 
     def together(x, weight, activation, out, workers):
-        if out.shape[1] % PANEL:
+        if out.shape[1] % PANEL or not starts_panels(weight):
             _multiply_and_gate(x, weight, activation, out, workers)
         else:
             _in_panels(x, weight, activation, out, workers)
@@ -175,8 +158,7 @@ def activate(x, weight, activation, out, workers):
         return lambda x, weight, activation, out, workers: _in_panels(
             x, weight, activation, out, workers
         )
-    in_groups = weight[0].dtype in (types.uint8, types.int8) and len(weight) == 2
-    if not in_groups and len(weight) <= 3:
+    if len(weight) <= 3:
         return together
     return lambda x, weight, activation, out, workers: _multiply_and_gate(
         x, weight, activation, out, workers

@@ -80,7 +80,7 @@ def _multiply_part(inputs, weight, starts, out, begin, end):
         hi = _panels_before(end, at, cost, panels)
         if lo < hi:
             own = of_expert(weight, expert)
-            multiply_panels(inputs, first, last, own, out[first:last], lo, hi)
+            multiply_panels(inputs, first, last, own, 0, out[first:last], lo, hi)
         at += panels * cost
 
 
@@ -225,11 +225,10 @@ def gather(x, order, taken, num_workers):
 @by_types()
 def gathered(inputs, order, taken, workers):
     """`gather` of each array of `as_multiplied`. Why not before it: a token's rows are alike."""
-    if len(inputs) == 1:
-        return lambda inputs, order, taken, workers: (gather(inputs[0], order, taken, workers),)
+    if len(inputs) == 0:
+        return lambda inputs, order, taken, workers: ()
     return lambda inputs, order, taken, workers: (
-        gather(inputs[0], order, taken, workers), gather(inputs[1], order, taken, workers),
-        gather(inputs[2], order, taken, workers),
+        gather(inputs[0], order, taken, workers), *gathered(inputs[1:], order, taken, workers)
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Linear layers with weights in groups of inputs on a CPU: codes of 2 to 8 bits, int8 activations.
 
-    x float32 ─ quantize each row to int8 ─┐
-                                           ├─ exact sums of groups ─ times scales ─ + bias
-    weight ─ panels of 16 outputs ─────────┘   `grouped_tiles.py`
+    x float32 ─ quantize each 32 inputs ─┐
+                                         ├─ exact sums of groups ─ times both scales ─ + bias
+    weight ─ panels of 16 outputs ───────┘   `grouped_tiles.py`
 
 A weight is one array of bytes that says by itself what is in it. Rows of outputs that are stored
 alike are a *part*; q, k and v are up to three, since a checkpoint may give one of them more bits.
@@ -31,7 +31,7 @@ from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.byte_tiles import UNIT
 from nanoengine.kernels.cpu_linear import ROW_BLOCK as ROW_BLOCK_OF_FLOATS
 from nanoengine.kernels.cpu_linear import rows_of_panels
-from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, ROW_BLOCK, quantize_rows
+from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, OF_GROUP, ROW_BLOCK, quantize_groups
 from nanoengine.kernels.grouped_tiles import (
     AT_ONCE,
     FEW_WIDENED,
@@ -88,7 +88,7 @@ def panel_bytes(form: Form, shift: int, num_inputs: int) -> int:
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _spread_panels(values, x_scales, offsets, data, part, row, rows, lo, hi, bias, out):
+def _spread_panels(values, groups, data, part, row, rows, lo, hi, bias, out, skipped):
     """`grouped_panels` of some rows for panels lo ... hi - 1 of a part, each spread out."""
     size, num_outputs, most = values.shape[1], out.shape[1], part[ROWS]
     units, tiles, functions = size // UNIT, -(-rows // most), part[FUNCTIONS:]
@@ -107,19 +107,19 @@ def _spread_panels(values, x_scales, offsets, data, part, row, rows, lo, hi, bia
             first, last = rows * t // tiles, rows * (t + 1) // tiles
             multiply_grouped(
                 functions[last - first + 3], x, first_x + first * units * of_unit, units * of_unit,
-                offsets, (row + first) * units * 3, units * 3, x_scales, row + first, room, 0,
-                units, 0, 0, bias, n, flat, (row + first) * num_outputs + n, num_outputs,
+                groups, (row + first) * units * OF_GROUP, units * OF_GROUP, room, 0, units, 0, 0,
+                bias, n, flat, (row + first) * num_outputs + n - skipped, num_outputs,
                 following + at + t * share * (part[STEP] // LINE), share,
             )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
-def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
+def grouped_panels(values, groups_of_rows, data, bias, out, origin, lo, hi):
     """`linear_grouped` of quantized rows for the outputs of panels lo ... hi - 1: what one worker
-    does. Tiles are as in `linear8_panels`."""
-    (num_rows, size), num_outputs = values.shape, out.shape[1]
+    does. `out` has the panels from `origin` on. Tiles are as in `linear8_panels`."""
+    (num_rows, size), num_outputs, skipped = values.shape, out.shape[1], origin * PANEL
     units, words = size // UNIT, data.view(np.int64)
-    x, offsets, flat = values.reshape(-1), offsets_of_rows.reshape(-1), out.reshape(-1)
+    x, groups, flat = values.reshape(-1), groups_of_rows.reshape(-1), out.reshape(-1)
     for i in range(words[PARTS]):
         part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD]
         before, step, most = part[BEFORE], part[STEP], part[ROWS]
@@ -130,8 +130,8 @@ def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
             rows = min(block, num_rows - row)
             tiles = -(-rows // most)
             if part[SPREAD] and tiles >= TILES_OF_SPREAD:
-                _spread_panels(values, x_scales, offsets, data, part, row, rows, start, stop, bias,
-                               out)  # fmt: skip
+                _spread_panels(values, groups, data, part, row, rows, start, stop, bias, out,
+                               skipped)  # fmt: skip
                 continue
             share = -(-LINE // tiles)  # bytes for each line
             for p in range(start, stop):
@@ -139,10 +139,10 @@ def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
                     first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
                     n = p * PANEL
                     multiply_grouped(
-                        part[FUNCTIONS + last - first], x, first * size, size, offsets,
-                        first * units * 3, units * 3, x_scales, first, data,
+                        part[FUNCTIONS + last - first], x, first * size, size, groups,
+                        first * units * OF_GROUP, units * OF_GROUP, data,
                         part[START] + (p - before) * step, units, part[SHIFT], part[HEADER],
-                        bias, n, flat, first * num_outputs + n, num_outputs,
+                        bias, n, flat, first * num_outputs + n - skipped, num_outputs,
                         ahead + t * share * lines, share,
                     )  # fmt: skip
 
@@ -161,17 +161,17 @@ def _keep_parts(words, room, out):
 @compiled(fastmath=FASTMATH)
 def linear_grouped(x, data, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T + bias; the bias is padded as the panels are."""
-    values, x_scales, offsets = quantize_rows(x, num_workers)
+    values, groups = quantize_groups(x, num_workers)
     words = data.view(np.int64)
     panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
     room = out if whole else empty((len(out), panels * PANEL), np.float32)
-    parallel_for(grouped_panels, panels, num_workers, (values, x_scales, offsets, data, bias, room))
+    parallel_for(grouped_panels, panels, num_workers, (values, groups, data, bias, room, 0))
     if not whole:
         _keep_parts(words, room, out)
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _few_rows(x, data, part, bias, out, lo, hi):
+def _few_rows(x, data, part, bias, out, skipped, lo, hi):
     """`grouped_float_panels` of a part for so few rows that each makes its floats in registers."""
     (num_rows, size), num_outputs, p, step = x.shape, out.shape[1], lo, part[STEP]
     inputs, outputs = x.reshape(-1), out.reshape(-1)
@@ -181,15 +181,18 @@ def _few_rows(x, data, part, bias, out, lo, hi):
             multiply_floats(
                 part[OF_A_ROW + (panels > 1)], inputs, row * size, data,
                 part[START] + (p - part[BEFORE]) * step, step, size // UNIT, part[SHIFT],
-                part[HEADER], bias, n, outputs, row * num_outputs + n, panels * step, LINE,
+                part[HEADER], bias, n, outputs, row * num_outputs + n - skipped, panels * step,
+                LINE,
             )  # fmt: skip
         p += panels
 
 
 @compiled(fastmath=FASTMATH)
-def grouped_float_panels(x, data, bias, out, lo, hi):
-    """`linear_floats` for the outputs of panels lo ... hi - 1: what one worker does."""
+def grouped_float_panels(x, data, bias, out, origin, lo, hi):
+    """`linear_floats` for the outputs of panels lo ... hi - 1: what one worker does. `out` has the
+    panels from `origin` on."""
     (num_rows, size), num_outputs, words = x.shape, out.shape[1], data.view(np.int64)
+    skipped = origin * PANEL
     inputs, outputs, units = x.reshape(-1), out.reshape(-1), -(-size // UNIT)
     step = min(units, WIDENED) * UNIT * PANEL
     few = num_rows <= FEW_WIDENED and size % UNIT == 0
@@ -199,7 +202,7 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
         before = part[BEFORE]
         p, stop = max(lo, before), min(hi, before + part[OF_PART])
         if few:
-            _few_rows(x, data, part, bias, out, p, stop)
+            _few_rows(x, data, part, bias, out, skipped, p, stop)
             continue
         header = part[HEADER]
         of_unit = (part[STEP] - LINE - -(-units // UNITS) * header) // units
@@ -212,7 +215,7 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
                     panel_made(part[FUNCTIONS], data, at, unit // UNITS * header + unit * of_unit,
                                count, part[SHIFT], header, floats, k * step)  # fmt: skip
                 for row in range(0, num_rows, ROW_BLOCK_OF_FLOATS):
-                    a, o = row * size + first, row * num_outputs + n
+                    a, o = row * size + first, row * num_outputs + n - skipped
                     start, start_at, s_step = (outputs, o, num_outputs) if unit else (bias, n, 0)
                     rows_of_panels(min(ROW_BLOCK_OF_FLOATS, num_rows - row), panels, inputs, a,
                                    size, floats, 0, step, min(count * UNIT, size - first), start,
@@ -223,7 +226,7 @@ def grouped_float_panels(x, data, bias, out, lo, hi):
 @compiled(fastmath=FASTMATH)
 def _float_tiles(x, data, bias, out, lo, hi):
     stop = min(hi * TILE, out.shape[1] // PANEL)
-    grouped_float_panels(x, data, bias, out, lo * TILE, stop)
+    grouped_float_panels(x, data, bias, out, 0, lo * TILE, stop)
 
 
 @compiled(fastmath=FASTMATH)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply8, shapes8
+from nanoengine.kernels.arrays import empty, zeros
+from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply8, quantize_unit, shapes8
 from nanoengine.kernels.cpu_linear import keep_outputs, row_parts
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
@@ -34,6 +34,7 @@ FEW = 8  # rows quantized by the calling thread
 # ahead.
 AHEAD = 16384  # bytes
 INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
+OF_GROUP = 4  # numbers per unit of `quantize_groups`
 
 # Why no "nnan" and "ninf": a row with NaN or infinity must come out as NaN, there and only there.
 FASTMATH = ("contract", "nsz")
@@ -88,6 +89,37 @@ def quantize_rows(x, num_workers):
     workers = 1 if num_rows <= FEW else num_workers
     parallel_for(_quantize_rows, num_rows, workers, (x, values, scales, offsets))
     return values, scales, offsets
+
+
+@compiled(fastmath=FASTMATH)
+def _quantize_groups(x, values, groups, lo, hi):
+    for t in range(lo, hi):
+        row, row_values, row_groups = x[t], values[t], groups[t]
+        for unit in range(len(row) // UNIT):
+            place = unit * UNIT
+            quantize_unit(row, place, row_values, place, row_groups, unit * OF_GROUP)
+
+
+@compiled(fastmath=FASTMATH)
+def quantize_groups(x, num_workers):
+    """Quantizes each 32 inputs of x [T, K] to int8 with a scale of their own: their largest
+    magnitude / 127, values rounded half to even.
+
+    Returns:
+        values: int8 [T, K padded to whole units].
+        groups: int32 [T, 4 * units], four numbers per unit of 32 inputs: -8 times the sum of its
+            values, the same of its two halves, and the bits of its float32 scale. The scale is NaN
+            where the unit holds NaN or infinity, and its values are 0 then.
+    """
+    num_rows, padded = len(x), -(-x.shape[1] // UNIT) * UNIT
+    values = empty((num_rows, padded), np.int8)
+    groups = empty((num_rows, OF_GROUP * (padded // UNIT)), np.int32)
+    if x.shape[1] < padded:
+        unpadded, x = x, zeros((num_rows, padded), np.float32)
+        x[:, : unpadded.shape[1]] = unpadded
+    workers = 1 if num_rows <= FEW else num_workers
+    parallel_for(_quantize_groups, num_rows, workers, (x, values, groups))
+    return values, groups
 
 
 @compiled(fastmath=FASTMATH, part=True)

@@ -40,9 +40,10 @@ from numba.extending import intrinsic
 
 from nanoengine.kernels.byte_tiles import UNIT, ByteTile, most_rows
 from nanoengine.kernels.code_tables import E2M1, IQ4
+from nanoengine.kernels.cpu_quantized import OF_GROUP
 from nanoengine.kernels.emit import I32, Emit, written_by
 from nanoengine.kernels.isa import CURRENT, ISA
-from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_function
+from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_function
 
 UNITS = 8  # of a block
 PAIRED = 80  # bytes of a unit of inputs from `pair_inputs`
@@ -206,7 +207,19 @@ class GroupedTile(ByteTile):
                         continue
                     totals[row][i] = self.builder.add(totals[row][i], self.widen(more))
                     waiting[row][i] = None
+            if exact and len(inputs) > 1 and count % 2 == 0 and four != fours[-1]:
+                together = iter(self.together([*itertools.chain(*totals)]))
+                totals = [[next(together) for _ in row] for row in totals]
         return totals
+
+    def together(self, vectors):
+        """The same vectors, all computed before what uses them. Why: LLVM would order instructions
+        row after row, and each row waits for its own sums."""
+        kind = ir.LiteralStructType([vector.type for vector in vectors])
+        operands = ",".join(["=v"] * len(vectors) + [*map(str, range(len(vectors)))])
+        of = ir.FunctionType(kind, kind.elements)
+        found = self.builder.asm(of, "", operands, vectors, False)
+        return [self.builder.extract_value(found, i) for i in range(len(vectors))]
 
     def header(self, head):
         """Of a block: factors, factors of minima, and where the groups' numbers begin."""
@@ -426,24 +439,23 @@ def unit_bytes(form: Form) -> int:
 
 
 @tile_function(
-    "byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, units, shift,"
-    " header, float* bias, float* out, out_stride, ahead, ahead_stride"
+    "byte* x, x_stride, int* groups, groups_stride, byte* w, units, shift, header, float* bias,"
+    " float* out, out_stride, ahead, ahead_stride"
 )
 def grouped_tile(builder, isa: ISA, of, *numbers: int):
-    """A tile of a panel: out[r, j] = x_scales[r] * factor[j] * sum over groups of (scale[j] *
-    (x . w - zero[j] * sum of x) - min[j] * sum of x) + bias[j].
+    """A tile of a panel: out[r, j] = factor[j] * sum over units of (x_scale[r] * sum over its
+    groups of (scale[j] * (x . w - zero[j] * sum of x) - min[j] * sum of x)) + bias[j].
 
-    `numbers` are the form's, how many rows, and whether the panel is spread out. `offsets` holds -8
-    times the sums of each unit of inputs and of its halves, see `quantize_rows`. Groups of 1 <<
-    `shift` units share scales, where these have one level; `header`: bytes of a block's. For each
-    line that is read, a line's `ahead_stride` bytes are prefetched, from `ahead` after the panel's
-    first.
+    `numbers` are the form's, how many rows, and whether the panel is spread out. `groups` are those
+    of `quantize_groups`. Groups of weights of 1 << `shift` units share scales, where these have one
+    level; `header`: bytes of a block's. For each line that is read, a line's `ahead_stride` bytes
+    are prefetched, from `ahead` after the panel's first.
     """
     *of_form, rows, is_spread = numbers
     form = Form(*of_form)
     tile = (SpreadTile if is_spread else GroupedTile)(builder, isa, form)
     inputs, outputs = tile.rows(of.x, of.x_stride, rows), tile.rows(of.out, of.out_stride, rows)
-    of_inputs = tile.rows(of.offsets, of.offsets_stride, rows)
+    of_groups = tile.rows(of.groups, of.groups_stride, rows)
     for line in outputs:
         tile.prefetch(line, write=True)
     results = [[tile.at(line, I64(lane)) for lane in tile.lanes] for line in outputs]
@@ -456,33 +468,40 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
     def write(panels, groups_of_panels, unit):
         (lines,), (groups,) = panels, groups_of_panels
         of_unit = [tile.at(row, builder.mul(unit, I64(tile.input_bytes))) for row in inputs]
-        starts = [tile.at(row, builder.mul(unit, I64(3))) for row in of_inputs]
+        starts = [tile.at(row, builder.mul(unit, I64(OF_GROUP))) for row in of_groups]
+        terms = [[None] * tile.vectors for _ in inputs]
         for half, (scales, offsets) in enumerate(groups):
             fours = range(8) if form.halves == 1 else range(4 * half, 4 * half + 4)
-            if form.halves == 2:
-                starts_of_half = [tile.at(start, I64(1 + half)) for start in starts]
-            else:
-                starts_of_half = starts
-            sums = tile.sums(lines, fours, of_unit, starts_of_half)
+            of_half = starts if form.halves == 1 else [tile.at(s, I64(1 + half)) for s in starts]
+            sums = tile.sums(lines, fours, of_unit, of_half)
             if offsets and not is_spread:
                 offsets = tile.eighths(offsets)
-            for start, of_sums, of_row in zip(starts_of_half, sums, results, strict=True):
-                for i, (total, cell) in enumerate(zip(of_sums, of_row, strict=True)):
+            for start, of_sums, of_row in zip(of_half, sums, terms, strict=True):
+                for i, total in enumerate(of_sums):
                     total = builder.sitofp(total, tile.vector)
                     if offsets:
                         negative = builder.sitofp(tile.start(start), tile.vector)
                     if form.offset == ZEROS:
                         total = tile.fma(negative, offsets[i], total)
-                    result = tile.fma(total, scales[i], tile.load(cell))
+                    if half:
+                        of_row[i] = tile.fma(total, scales[i], of_row[i])
+                    else:
+                        of_row[i] = builder.fmul(total, scales[i])
                     if form.offset == MINS:
-                        result = tile.fma(negative, offsets[i], result)
-                    tile.store(result, cell)
+                        of_row[i] = tile.fma(negative, offsets[i], of_row[i])
+        for start, of_row, cells in zip(starts, terms, results, strict=True):
+            bits = tile.at(start, I64(OF_GROUP - 1))
+            scale = tile.broadcast(builder.bitcast(bits, FLOAT.as_pointer()))
+            for term, cell in zip(of_row, cells, strict=True):
+                tile.store(tile.fma(term, scale, tile.load(cell)), cell)
 
     given = SimpleNamespace(**vars(of), level=1 if rows > 1 else 0)
     tile.blocks(given, write)
-    totals = [[tile.load(cell) for cell in of_row] for of_row in results]
-    of.w_scales = builder.bitcast(of.w, ir.FloatType().as_pointer())
-    tile.finish(totals, of, outputs)
+    factors = tile.factors(of.w)
+    for cells, line in zip(results, outputs, strict=True):
+        for cell, factor, lane in zip(cells, factors, tile.lanes, strict=True):
+            result = tile.fma(tile.load(cell), factor, tile.get(tile.vector, of.bias, lane))
+            tile.store(result, tile.at(line, I64(lane)))
 
 
 def of_floats(builder, isa: ISA, numbers) -> GroupedTile:
@@ -660,10 +679,11 @@ def _at_address(tile):
 
 
 @_at_address(grouped_tile)
-def multiply_grouped(address, x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row,
-                     w, w_at, units, shift, header, bias, column, out, out_at, out_stride, ahead,
-                     ahead_stride):  # fmt: skip
-    """The `grouped_tile` there, for rows from `row` and the outputs from `column`."""
+def multiply_grouped(
+    address, x, x_at, x_stride, groups, groups_at, groups_stride, w, w_at, units, shift, header,
+    bias, column, out, out_at, out_stride, ahead, ahead_stride,
+):  # fmt: skip
+    """The `grouped_tile` there, for the outputs from `column`."""
 
 
 @_at_address(float_row_tile)

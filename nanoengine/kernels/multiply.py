@@ -13,11 +13,25 @@ A weight is a tuple, whose form says what it is:
 
 from __future__ import annotations
 
+import numpy as np
 from numba import types
 
-from nanoengine.kernels.cpu_linear import linear, linear_of_rounded, linear_panels, rounded_rows
-from nanoengine.kernels.cpu_quantized import linear8, linear8_panels, quantize_rows, sums8
+from nanoengine.kernels.cpu_linear import (
+    as_read,
+    linear,
+    linear_of_rounded,
+    linear_panels,
+    rounded_rows,
+)
+from nanoengine.kernels.cpu_quantized import (
+    linear8,
+    linear8_panels,
+    quantize_groups,
+    quantize_rows,
+    sums8,
+)
 from nanoengine.kernels.jit import by_types
+from nanoengine.kernels.tiles import PANEL
 
 
 def _in_groups(weight):
@@ -54,7 +68,7 @@ def as_multiplied(x, weight, workers):
     if len(weight) == 3:
         return of_bytes
     if len(weight) == 2 and weight[0].dtype == types.uint8:
-        return lambda x, weight, workers: quantize_rows(x, workers)
+        return lambda x, weight, workers: quantize_groups(x, workers)
     if weight[0].dtype == types.uint32:
         return lambda x, weight, workers: (rounded_rows(x, workers),)
     return lambda x, weight, workers: (x,)
@@ -63,27 +77,55 @@ def as_multiplied(x, weight, workers):
 @by_types()
 def rows_of(inputs, first, last):
     """Rows first ... last - 1 of what `as_multiplied` gave."""
-    if len(inputs) == 1:
-        return lambda inputs, first, last: (inputs[0][first:last],)
-    return lambda inputs, first, last: (
-        inputs[0][first:last], inputs[1][first:last], inputs[2][first:last]
-    )  # fmt: skip
+    if len(inputs) == 0:
+        return lambda inputs, first, last: ()
+    return lambda inputs, first, last: (inputs[0][first:last], *rows_of(inputs[1:], first, last))
 
 
 @by_types()
-def multiply_panels(inputs, first, last, weight, out, lo, hi):
-    """out [last - first, outputs] = rows of `as_multiplied` times panels lo ... hi - 1 of a weight,
-    whose pairs are those of `as_read`."""
+def from_panel(weight, panel):
+    """What a weight of floats or int8 is from a panel on; a weight-only one, which is asked for all
+    of them."""
+
+    def of_floats(weight, panel):
+        w, bias = as_read(weight[0]), weight[1]
+        return w[panel * (len(w) // (len(bias) // PANEL)) :], bias[panel * PANEL :]
+
+    def of_bytes(weight, panel):
+        w, scales, bias = weight
+        first = panel * (len(w) // (len(bias) // PANEL))
+        return w[first:], scales[panel * PANEL :], bias[panel * PANEL :]
+
+    return {2: of_floats, 3: of_bytes}.get(len(weight), lambda weight, panel: weight)
+
+
+@by_types()
+def starts_panels(weight):
+    """Whether each 16 outputs of a weight are a panel of their own."""
+    if not _in_groups(weight):
+        return lambda weight: True
+    from nanoengine.kernels.cpu_grouped import IS_WHOLE
+
+    return lambda weight: weight[0].view(np.int64)[IS_WHOLE] != 0
+
+
+@by_types()
+def multiply_panels(inputs, first, last, weight, origin, out, lo, hi):
+    """Rows first ... last - 1 of `as_multiplied` times panels lo ... hi - 1 of a weight, whose
+    pairs are those of `as_read`. `out` has the panels from `origin` on."""
     if _in_groups(weight):
         from nanoengine.kernels.cpu_grouped import grouped_float_panels, grouped_panels
 
         kernel = grouped_panels if weight[0].dtype == types.uint8 else grouped_float_panels
-    elif len(weight) == 2:
+        return lambda inputs, first, last, weight, origin, out, lo, hi: kernel(
+            *rows_of(inputs, first, last), *weight, out, origin, lo, hi
+        )
+    if len(weight) == 2:
         kernel = linear_panels
     elif len(weight) == 3:
         kernel = linear8_panels
     else:
         from nanoengine.kernels.cpu_weight_only import dequantized_panels as kernel
-    return lambda inputs, first, last, weight, out, lo, hi: kernel(
-        *rows_of(inputs, first, last), *weight, out, lo, hi
+    return lambda inputs, first, last, weight, origin, out, lo, hi: kernel(
+        *rows_of(inputs, first, last), *from_panel(weight, origin), out, lo - origin, hi - origin
     )

@@ -29,7 +29,7 @@ from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS, largest_of_all
 from nanoengine.layers.placement import room_for
-from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.quantized import QuantizedLinear, has_row_scales
 from nanoengine.layers.quantized_formats import GGUF
 from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs
 
@@ -53,9 +53,7 @@ def _made_at_load(name: str, *, bits: int, **numbers: Any) -> QuantizedLinear:
 def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) -> Any:
     """The kernel by which `CPUQuantizedLinear` multiplies by a matrix that is stored like this one;
     None: it has none, and computes as `QuantizedLinear` does."""
-    plain = weight.zeros is None and weight.mins is None and weight.factors is None
-    one_group = weight.group_size == weight.values.shape[1]
-    if activations == "int8" and weight.bits == 8 and plain and one_group:
+    if activations == "int8" and has_row_scales(weight):
         return kernels.linear8
     if layout_of(weight) is None:
         return None
@@ -104,8 +102,8 @@ class PanelLinear(QuantizedLinear):
 
 
 class CPUQuantizedLinear(PanelLinear):
-    """A quantized weight in panels. Activations are quantized row by row, so that a row's result
-    has the same bits alone and in any batch; or they are left as they are.
+    """A quantized weight in panels. Activations are quantized token by token, so that a row's
+    result has the same bits alone and in any batch; or they are left as they are.
 
     int8 weights have one scale an output, and a kernel of their own; all else is packed by
     `GroupedPanels`. What that has no form for is computed as `QuantizedLinear` does.

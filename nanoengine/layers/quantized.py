@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,12 @@ from nanoengine.layers.quantized_weight import (
     quantize,
     unpack_pairs,
 )
+
+ACTIVATION_GROUP = 32
+"""Inputs of a token that share a scale."""
+
+SMALLEST = 2e-36
+"""A group whose largest magnitude is below is 0: 127 / largest could overflow."""
 
 ROWS_AT_ONCE = 4096
 """Rows that are quantized together. Why: it takes another copy of them as floats, which for a
@@ -71,20 +77,24 @@ def quantized_linears(
     return method
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations [T, K] -> (values int8 [T, K], scales float32 [T]); x is about values * scales.
+def quantize_activations(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations [T, K] -> (values int8 [T, K], scales float32 [T, K / size, rounded up]).
 
-    Each row has its own scale, its largest magnitude / 127: a token's result does not depend on its
-    neighbours in the batch. values = x / scale, rounded half to even. A row that holds NaN or
-    infinity gets such a scale, and so such a result.
+    Each `size` inputs of a token have one scale, their largest magnitude / 127; x is about values *
+    scales. A token's result does not depend on the batch, and one outlier costs its own group the
+    precision, not the whole token. values = x / scale, rounded half to even. A group that holds NaN
+    or infinity gets such a scale, and the token such a result.
 
-    Source: Yao et al., ZeroQuant (arXiv 2206.01861), section 3.1, token-wise quantization.
+    Source: Yao et al., ZeroQuant (arXiv 2206.01861), section 3.1, token-wise quantization; groups
+    of 32, ggml's Q8_0.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scales = (wide.abs().amax(1) / 127).float()
-    divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(1)
-    values = (wide / divisors).round_().clamp_(-127, 127).nan_to_num_(0).to(torch.int8)
-    return values, scales
+    groups = F.pad(wide, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    largest = groups.abs().amax(2)
+    scales = torch.where(largest < SMALLEST, 0.0, largest / 127).float()
+    divisors = torch.where(scales == 0, torch.inf, scales).unsqueeze(2)
+    values = (groups / divisors).round_().clamp_(-127, 127).nan_to_num_(0).to(torch.int8)
+    return values.flatten(1)[:, : x.shape[1]], scales
 
 
 class QuantizedLinear(LinearMethod):
@@ -94,8 +104,8 @@ class QuantizedLinear(LinearMethod):
 
     Args:
         bits, group_size: of what `load` quantizes; group_size None: one scale a row.
-        activations: "int8" quantizes them row by row, and dot products are exact whole numbers;
-            "float" leaves them as they are.
+        activations: "int8" quantizes them in groups of a token's inputs, see
+            `quantize_activations`; "float" leaves them as they are.
         stored: the format of a checkpoint that holds this layer quantized already.
 
     Raises:
@@ -254,25 +264,34 @@ def kept_values(weight: QuantizedWeight) -> torch.Tensor:
     return pack_pairs(weight) if pairs else weight.values
 
 
-def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """[T, K] floats, quantized row by row, times the weight: [T, N] of x's dtype.
+def has_row_scales(weight: QuantizedWeight) -> bool:
+    """Whether these are int8 values with one scale per output and nothing else."""
+    plain = weight.zeros is None and weight.mins is None and weight.factors is None
+    return plain and weight.bits == 8 and weight.group_size == weight.values.shape[1]
 
-    Per group: dot products of whole numbers, exact in any order of addition, then times the group's
-    scale, added group by group. So a row's result is the same bits in any batch.
+
+def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """[T, K] floats, quantized by `quantize_activations`, times the weight: [T, N] of x's dtype.
+
+    Inputs that share both scales, those of the weight and of the activations, have dot products of
+    integers, exact in any order of addition. They are multiplied by both scales and added up in the
+    order of inputs. So a row's result is the same bits in any batch.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    values, row_scales = quantize_rows(x)
+    wide, inputs = torch.promote_types(x.dtype, torch.float32), x.shape[1]
+    size = inputs if has_row_scales(weight) else ACTIVATION_GROUP
+    values, row_scales = quantize_activations(x, size)
     scales = of_groups(weight.scales, weight.factors)
     mins = None if weight.mins is None else of_groups(weight.mins, weight.min_factors)
     total = torch.zeros(len(x), len(weight.values), dtype=wide)
-    for group, start in enumerate(range(0, x.shape[1], weight.group_size)):
-        columns = slice(start, start + weight.group_size)
-        # Why float64: it holds every sum of these whole numbers, and torch multiplies it fast.
-        inputs = values[:, columns].double()
-        dots = inputs @ weight.values[:, columns].double().T
+    edges = sorted({inputs, *range(0, inputs, weight.group_size), *range(0, inputs, size)})
+    for start, stop in pairwise(edges):
+        # Why float64: it holds every sum of these integers, and torch multiplies it fast.
+        part, group = values[:, start:stop].double(), start // weight.group_size
+        dots, sums = part @ weight.values[:, start:stop].double().T, part.sum(1, keepdim=True)
         if weight.zeros is not None:
-            dots -= inputs.sum(1, keepdim=True) * weight.zeros[:, group]
-        total += (dots * scales[:, group]).to(wide)
+            dots -= sums * weight.zeros[:, group]
+        dots *= scales[:, group]
         if mins is not None:
-            total -= (inputs.sum(1, keepdim=True) * mins[:, group]).to(wide)
-    return (total * row_scales.unsqueeze(1)).to(x.dtype)
+            dots -= sums * mins[:, group]
+        total += (dots * row_scales[:, start // size].unsqueeze(1)).to(wide)
+    return total.to(x.dtype)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.kernels.cpu_grouped import PARTS
+from nanoengine.kernels.cpu_quantized import quantize_groups
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, kind_for
 from nanoengine.layers.grouped_panels import layout_of
-from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.quantized import QuantizedLinear, quantize_activations
 from nanoengine.layers.quantized_weight import QuantizedWeight, quantize
 from tests.support.grouped_weights import FORMS, make_weight
 
@@ -70,6 +72,35 @@ def test_each_form_gives_what_the_plain_layer_gives(name):
     assert torch.equal(plain.rows(ids), weight.dequantized()[ids])
     assert_close(exact.apply(x, bias), F.linear(x, weight.dequantized(), bias))
     assert torch.equal(exact.apply(x[3:4], bias), exact.apply(x, bias)[3:4])
+
+
+def test_inputs_are_quantized_as_the_plain_layer_does():
+    x = inputs_of(7, 80)
+    x[3, 32:64], x[4], x[5, 70], x[6, 40] = 1e-37, 1e30 * x[4], torch.nan, -torch.inf
+    found, groups = quantize_groups(x.numpy(), 1)
+    values, scales = quantize_activations(x, 32)
+    parts = found.reshape(7, 3, 2, 16).sum(3, dtype=int)
+    kept = groups.reshape(7, 3, 4)
+    np.testing.assert_array_equal(kept[:, :, 1:3], -8 * parts)
+    np.testing.assert_array_equal(kept[:, :, 0], -8 * parts.sum(2))
+    found_scales = kept[:, :, 3].copy().view(np.float32)
+    np.testing.assert_array_equal(found_scales[:5], scales[:5].numpy())
+    assert np.isfinite(found_scales).tolist() == torch.isfinite(scales).tolist()
+    assert not found[:, 80:].any()
+    # A tie may fall either way: the kernel multiplies by 1 / scale.
+    assert np.abs(found[:, :80] - values.numpy().astype(int)).max() <= 1
+    assert (found[:, :80] != values.numpy()).mean() < 0.01
+
+
+@pytest.mark.parametrize("kind", [QuantizedLinear, CPUQuantizedLinear])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K", "MXFP4", "GPTQ 4"])
+def test_an_outlier_costs_the_other_inputs_no_precision(kind, name):
+    weight, x = make_weight(name, 64, 512), inputs_of(24, 512)[3:]
+    x[:, 7] *= 30
+    exact = x.double() @ weight.dequantized().double().T
+    error = loaded(kind, [weight]).apply(x, None) - exact
+    # One output may be 0. One scale per token gives 0.047 to 0.053 here.
+    assert (error.norm(dim=0) / exact.norm(dim=0)).nanmedian() < 0.012
 
 
 @pytest.mark.parametrize(

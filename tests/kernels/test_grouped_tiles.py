@@ -42,7 +42,11 @@ INPUTS, ROWS = 512, 8
 RANDOM = np.random.default_rng(2)
 X = RANDOM.integers(-127, 128, (ROWS, INPUTS)).astype(np.int8)
 X[0], X[1] = 127, np.where(np.arange(INPUTS) % 2, -127, 127)  # the largest sums there are
-X_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in (ROWS, PANEL))
+X_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in ((ROWS, INPUTS // 32), PANEL))
+HALVES = -8 * X.reshape(ROWS, -1, 2, 16).sum(3, dtype=np.int32)
+# As `quantize_groups` gives them.
+GROUPS = np.concatenate((HALVES.sum(2, keepdims=True), HALVES, X_SCALES.view("i4")[..., None]), 2)
+GROUPS = GROUPS.astype(np.int32).reshape(ROWS, -1)
 DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
 # One of each number of bits, of levels, of halves, of offsets, and a table: what tiles differ in.
 NAMES = ["Q8_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "GPTQ 4", "GPTQ 8"]
@@ -65,8 +69,7 @@ def spread_results(isa: ISA, form: Form, rows: int, data: np.ndarray, place: tup
     inputs = paired() if form.is_signed else X
     out, units = np.zeros((rows, PANEL), np.float32), place[0]
     tile = Compiled(lambda module: grouped_tile(module, isa, *form, rows, 1))
-    tile(inputs, inputs.shape[1], offsets(), 3 * units, X_SCALES, room, units, 0, 0, BIAS, out,
-         PANEL, 0, 0)  # fmt: skip
+    tile(inputs, inputs.shape[1], GROUPS, 4 * units, room, units, 0, 0, BIAS, out, PANEL, 0, 0)
     return out
 
 
@@ -82,13 +85,6 @@ def test_inputs_are_paired_as_tiles_of_spread_panels_read_them():
     np.testing.assert_array_equal(*used)
 
 
-def offsets() -> np.ndarray:
-    """What `quantize_rows` gives of X."""
-    halves = X.reshape(ROWS, -1, 2, 16).astype(np.int32).sum(3)
-    found = np.stack((halves.sum(2), halves[:, :, 0], halves[:, :, 1]), 2)
-    return (-8 * found).reshape(ROWS, -1).astype(np.int32)
-
-
 @pytest.mark.parametrize("form", NAMES)
 def test_every_instruction_set_gives_the_same_bits(form):
     weight = make_weight(form, PANEL, INPUTS)
@@ -97,9 +93,10 @@ def test_every_instruction_set_gives_the_same_bits(form):
     data = torch.empty(panel_bytes(*layout, INPUTS), dtype=torch.uint8)
     pack(weight, layout, data, 0)
     units, header = INPUTS // 32, header_bytes(*layout)
-    of_inputs, place = offsets(), (units, layout.shift, header)
+    place = units, layout.shift, header
 
-    grouped = torch.from_numpy(X).double().unflatten(1, (-1, weight.group_size))
+    inputs = torch.from_numpy(X * X_SCALES.astype(np.float64).repeat(32, 1))
+    grouped = inputs.unflatten(1, (-1, weight.group_size))
     values = weight.values.double().unflatten(1, (-1, weight.group_size))
     if weight.zeros is not None:
         values = values - weight.zeros.double().unsqueeze(2)
@@ -108,7 +105,7 @@ def test_every_instruction_set_gives_the_same_bits(form):
     if weight.mins is not None:
         mins = of_groups(weight.mins, weight.min_factors).double()
         exact -= grouped.sum(2) @ mins.T
-    exact = exact.numpy() * X_SCALES[:, None] + BIAS
+    exact = exact.numpy() + BIAS
 
     seen = None
     for name in DISTINCT.values():
@@ -125,8 +122,7 @@ def test_every_instruction_set_gives_the_same_bits(form):
                 lambda module, r=rows, isa=isa: grouped_tile(module, isa, *layout.form, r, 0)
             )
             out = np.zeros((rows, PANEL), np.float32)
-            tile(X, INPUTS, of_inputs, 3 * units, X_SCALES, data.numpy(), *place, BIAS, out,
-                 PANEL, 0, 0)  # fmt: skip
+            tile(X, INPUTS, GROUPS, 4 * units, data.numpy(), *place, BIAS, out, PANEL, 0, 0)
             size = np.abs(exact).max(0)
             assert (np.abs(out - exact[:rows]) <= 1e-5 * size).all(), name
             if seen is None:

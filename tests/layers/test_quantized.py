@@ -31,7 +31,7 @@ from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import (
     QuantizedLinear,
     multiply_int8,
-    quantize_rows,
+    quantize_activations,
 )
 from nanoengine.layers.quantized_weight import (
     QuantizedWeight,
@@ -152,21 +152,25 @@ def test_parts_stack_and_are_cut_for_ranks() -> None:
 # --- activations ----------------------------------------------------------------------------------
 
 
-def test_rows_are_quantized_one_by_one() -> None:
+def test_each_group_of_a_row_is_quantized_alone() -> None:
     x = random(5, 48) * torch.tensor([1e-3, 1, 0, 1e6, 7.0]).unsqueeze(1)
-    values, scales = quantize_rows(x)
+    x[1, 40] = 1000.0
+    values, scales = quantize_activations(x, 32)
     assert values.dtype == torch.int8
     assert scales.dtype == torch.float32
-    assert values.abs().amax(1).tolist() == [127, 127, 0, 127, 127]
-    assert ((values * scales.unsqueeze(1) - x).abs() <= scales.unsqueeze(1) * 0.5001).all()
+    assert scales.shape == (5, 2)
+    for part in (values[:, :32], values[:, 32:]):
+        assert part.abs().amax(1).tolist() == [127, 127, 0, 127, 127]
+    steps = scales.repeat_interleave(32, 1)[:, :48]
+    assert ((values * steps - x).abs() <= steps * 0.5001).all()
     for row in range(5):
-        alone = quantize_rows(x[row : row + 1])
-        assert torch.equal(alone[0][0], values[row])
-        assert torch.equal(alone[1][0], scales[row])
+        alone = quantize_activations(x[row : row + 1, :32], 32)
+        assert torch.equal(alone[0][0], values[row, :32])
+        assert torch.equal(alone[1][0], scales[row, :1])
 
 
 def test_ties_round_to_even() -> None:
-    values, _ = quantize_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
+    values, _ = quantize_activations(torch.tensor([[127.0, 0.5, 1.5, -2.5]]), 32)
     assert values.tolist() == [[127, 0, 2, -2]]
 
 
@@ -193,8 +197,9 @@ def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.
     matrix = quantize(weight, bits, group_size).dequantized().double()
     inputs = x.double()
     if not option.endswith("weight_only"):
-        values, scales = quantize_rows(x.flatten(0, 1))
-        inputs = (values.double() * scales.double().unsqueeze(1)).view_as(inputs)
+        values, scales = quantize_activations(x.flatten(0, 1), group_size)
+        inputs = values.double() * scales.double().repeat_interleave(group_size, 1)
+        inputs = inputs.view_as(x)
     expected = inputs @ matrix.T + bias.double()
     found = made.apply(x, bias.to(dtype))
     assert found.dtype == dtype
@@ -221,15 +226,15 @@ def test_zero_points_and_the_order_of_inputs_are_obeyed() -> None:
     zeros = torch.randint(-5, 5, weight.scales.shape, generator=torch.Generator().manual_seed(1))
     weight = replace(weight, zeros=zeros.float(), order=order)
     x = random(7, 96, seed=3)
-    values, scales = quantize_rows(x)
+    values, scales = quantize_activations(x[:, order], 32)
     for activations, inputs in (
-        ("float", x.double()),
-        ("int8", values.double() * scales.double().unsqueeze(1)),
+        ("float", x[:, order].double()),
+        ("int8", values.double() * scales.double().repeat_interleave(32, 1)),
     ):
         made = QuantizedLinear("x", bits=4, group_size=32, activations=activations)
         made.create((24, 96), torch.float32, CPU)
         made.load_quantized(weight)
-        expected = inputs @ weight.dequantized().double().T
+        expected = inputs @ weight.dequantized()[:, order].double().T
         assert (made.apply(x, None) - expected).abs().max() < 1e-5
     plain = (weight.values.double() - zeros.repeat_interleave(32, 1)) * (
         weight.scales.double().repeat_interleave(32, 1)
