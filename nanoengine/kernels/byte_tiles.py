@@ -27,9 +27,13 @@ from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
-from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_call, tile_function
+from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_call, tile_function
 
 UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
+GROUP = 64  # rotated inputs that share a scale in int8 weights and their activations
+ROTATED = 16  # inputs that are rotated together
+SCALED = 0x042A2425, 0x7F800000  # bits of 2e-36 and infinity: magnitudes that have a scale
+BIT = ir.IntType(1)
 
 
 def most_rows(isa: ISA) -> int:
@@ -137,71 +141,81 @@ class ByteTile(Emit):
         weight, value = (build.ashr(build.shl(n, half), half) for n in (weight, value))
         return build.add(total, build.add(build.mul(weight, value), odd))
 
-    def finish(self, totals, of, outputs):
-        """outputs[r] = totals[r] * (scale of the row * scale of the output) + bias."""
-        factors = self.rows(of.x_scales, I64(1), len(totals))
-        for of_row, factor, line in zip(totals, factors, outputs, strict=True):
-            factor = self.broadcast(factor)
-            for i, total in enumerate(of_row):
-                at = i * self.width
-                scale = self.builder.fmul(factor, self.get(self.vector, of.w_scales, at))
-                result = self.fma(total, scale, self.get(self.vector, of.bias, at))
-                self.store(result, self.at(line, I64(at)))
+    def of_brain(self, numbers):
+        """bfloat16 numbers of a panel's outputs, as vectors of float32."""
+        halves, found = ir.VectorType(I16, self.width), []
+        for i in range(0, PANEL, self.width):
+            words = self.builder.zext(self.get(halves, numbers, i), self.words)
+            wide = self.builder.shl(words, self.every(16))
+            found.append(self.builder.bitcast(wide, self.vector))
+        return found
 
 
 @tile_function(
-    "byte* x, x_stride, int* starts, float* x_scales, byte* w, w_stride, turns, float* w_scales,"
-    " float* bias, float* out, out_stride, ahead, ahead_stride"
+    "byte* x, int* starts, float* x_scales, byte* w, short* w_scales, groups, float* bias,"
+    " float* out, out_stride, ahead, ahead_stride"
 )
 def tile8(builder, isa: ISA, of, rows: int, panels: int):
-    """A tile of int8 weights: out[r, j] = (starts[r] + x[r] . w[j]) * x_scales[r] * w_scales[j] +
-    bias[j], over 4 * turns inputs.
+    """A tile of int8 weights: out[r, j] = bias[j] + the sum over all groups g of
+    (starts[r, g] + x[r, g] . w[j, g]) * w_scales[j, g] * x_scales[r, g], in order.
 
-    Strides are bytes, out's floats; each turn prefetches the byte `ahead` + turn * `ahead_stride`
-    after a panel's first.
+    Each group has GROUP inputs. Scales of weights are bfloat16. `out_stride` is in floats; each
+    turn prefetches the byte `ahead` + turn * `ahead_stride` after a panel's first.
     """
     tile = ByteTile(builder, isa)
-    inputs, outputs = tile.rows(of.x, of.x_stride, rows), tile.rows(of.out, of.out_stride, rows)
+    row_bytes, panel_bytes = (builder.mul(of.groups, I64(n)) for n in (GROUP, GROUP * PANEL))
+    inputs, outputs = tile.rows(of.x, row_bytes, rows), tile.rows(of.out, of.out_stride, rows)
+    places = range(0, panels * PANEL, tile.width)
     for line in outputs:
-        tile.prefetch(line, write=True)
+        for at in places:
+            tile.store(tile.get(tile.vector, of.bias, at), tile.at(line, I64(at)))
     place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
     # Why: one row of one panel would wait for its own sums.
-    chains = max(1, 4 // (rows * panels * tile.vectors))
+    chains = max(1, 4 // (rows * len(places)))
+    unroll = 2 if rows * len(places) * chains <= 8 else 1
     zero = tile.every(0)
-    cells = [
-        [
-            [tile.variable(first if c == 0 else zero) for c in range(chains)]
-            for first in [tile.splat(builder.load(start), tile.words)] * (tile.vectors * panels)
-        ]
-        for start in tile.rows(of.starts, I64(1), rows)
-    ]
 
-    def turn(index):
-        at = builder.mul(index, I64(4 * chains))
-        for c in range(chains):
-            for line in tile.rows(tile.moved(asked, of.ahead_stride), of.w_stride, panels):
-                tile.prefetch(line, level=1 if rows > 1 else 0)
-            lines = tile.rows(tile.moved(place, I64(LINE)), of.w_stride, panels)
-            weights = [
-                tile.prepared(tile.get(tile.bytes, line, v * tile.bytes.count))
-                for line in lines
-                for v in range(tile.vectors)
-            ]
-            for row, of_row in zip(inputs, cells, strict=True):
-                value = tile.four(tile.at(row, at), 4 * c)
-                for weight, cell in zip(weights, of_row, strict=True):
-                    builder.store(tile.add8(builder.load(cell[c]), weight, value), cell[c])
-
-    unroll = 2 if rows * panels * tile.vectors * chains <= 8 else 1
-    tile.loop(builder.udiv(of.turns, I64(chains)), turn, unroll)
-    totals = [
-        [
-            builder.sitofp(functools.reduce(builder.add, map(builder.load, cell)), tile.vector)
-            for cell in of_row
+    def group(index):
+        starts = [
+            tile.splat(builder.load(tile.at(start, index)), tile.words)
+            for start in tile.rows(of.starts, of.groups, rows)
         ]
-        for of_row in cells
-    ]
-    tile.finish(totals, of, outputs)
+        cells = [
+            [[tile.variable(zero if c else start) for c in range(chains)] for _ in places]
+            for start in starts
+        ]
+        first = builder.mul(index, I64(GROUP))
+
+        def turn(number):
+            at = builder.add(first, builder.mul(number, I64(4 * chains)))
+            for c in range(chains):
+                for line in tile.rows(tile.moved(asked, of.ahead_stride), panel_bytes, panels):
+                    tile.prefetch(line, level=1 if rows > 1 else 0)
+                lines = tile.rows(tile.moved(place, I64(LINE)), panel_bytes, panels)
+                weights = [
+                    tile.prepared(tile.get(tile.bytes, line, v * tile.bytes.count))
+                    for line in lines
+                    for v in range(tile.vectors)
+                ]
+                for row, of_row in zip(inputs, cells, strict=True):
+                    value = tile.four(tile.at(row, at), 4 * c)
+                    for weight, cell in zip(weights, of_row, strict=True):
+                        builder.store(tile.add8(builder.load(cell[c]), weight, value), cell[c])
+
+        tile.loop(I64(GROUP // 4 // chains), turn, unroll)
+        numbers = tile.rows(of.w_scales, builder.mul(of.groups, I64(PANEL)), panels)
+        line = builder.mul(index, I64(PANEL))
+        scales = [scale for panel in numbers for scale in tile.of_brain(tile.at(panel, line))]
+        factors = tile.rows(of.x_scales, of.groups, rows)
+        for of_row, factor, result in zip(cells, factors, outputs, strict=True):
+            factor = tile.broadcast(tile.at(factor, index))
+            for cell, scale, at in zip(of_row, scales, places, strict=True):
+                total = functools.reduce(builder.add, map(builder.load, cell))
+                value = builder.fmul(builder.sitofp(total, tile.vector), scale)
+                before = tile.get(tile.vector, result, at)
+                tile.store(tile.fma(value, factor, before), tile.at(result, I64(at)))
+
+    tile.loop(of.groups, group)
 
 
 @tile_function("short* x, x_stride, byte* w, turns, float* out, out_stride, ahead, ahead_stride")
@@ -252,10 +266,67 @@ def half_sum(typing, values, at):
     return types.int32(values, at), codegen
 
 
+@intrinsic
+def quantize_group(typing, x, at, values, to):
+    """(scale, sum of the values): writes GROUP inputs of x, rotated, as int8 values = x / scale;
+    the largest of them is 127. The scale is NaN, and the values are 0, where one is not finite.
+
+    Why written out: LLVM does not make vectors of the rotation, which moves numbers between lanes.
+    """
+    signature = types.Tuple((types.float32, types.int32))(x, at, values, to)
+
+    def codegen(context, builder, sig, args):
+        emit, kind = Emit(context, builder), ir.VectorType(FLOAT, ROTATED)
+        words, place = ir.VectorType(I32, ROTATED), emit.pointer(x, args[0], args[1])
+        target = emit.pointer(values, args[2], args[3])
+        vectors = [
+            _rotated(emit, emit.get(kind, place, i), kind) for i in range(0, GROUP, ROTATED)
+        ]
+        # As integers: the bits of floats without a sign have their order, NaN above all.
+        no_sign = emit.every(0x7FFFFFFF, words)
+        sizes = [builder.and_(builder.bitcast(vector, words), no_sign) for vector in vectors]
+
+        def larger(a, b):
+            return emit.call(f"llvm.umax.v{ROTATED}i32", words, a, b)
+
+        bits = emit.halved(sizes, larger)
+        bits = emit.call(f"llvm.vector.reduce.umax.v{ROTATED}i32", I32, bits)
+        largest, (low, high) = builder.bitcast(bits, FLOAT), SCALED
+        finite = builder.icmp_unsigned("<", bits, I32(high))
+        scaled = builder.and_(finite, builder.icmp_unsigned(">=", bits, I32(low)))
+        scale = builder.select(scaled, builder.fdiv(largest, FLOAT(127)), FLOAT(0))
+        inverse = builder.fdiv(FLOAT(1), builder.select(scaled, scale, FLOAT(1)))
+        inverse, is_scaled = emit.splat(inverse, kind), emit.splat(scaled, ir.VectorType(BIT, ROTATED))
+        total = None
+        for i, vector in enumerate(vectors):
+            number = emit.call(f"llvm.rint.v{ROTATED}f32", kind, builder.fmul(vector, inverse))
+            number = builder.select(is_scaled, builder.fptosi(number, words), words(None))
+            narrow = builder.trunc(number, ir.VectorType(I8, ROTATED))
+            to_bytes = builder.bitcast(emit.at(target, I64(ROTATED * i)), narrow.type.as_pointer())
+            builder.store(narrow, to_bytes, align=1)
+            total = number if total is None else builder.add(total, number)
+        total = emit.call(f"llvm.vector.reduce.add.v{ROTATED}i32", I32, total)
+        scale = builder.select(finite, scale, FLOAT(float("nan")))
+        return context.make_tuple(builder, sig.return_type, (scale, total))
+
+    return signature, codegen
+
+
+def _rotated(emit, vector, kind):
+    """A vector times the Hadamard matrix of its size: `layers.quantized_weight.rotate`."""
+    step = 1
+    while step < kind.count:
+        lanes = range(kind.count)
+        signs = ir.Constant(kind, [-1.0 if i & step else 1.0 for i in lanes])
+        other = emit.shuffle(vector, vector, [i ^ step for i in lanes])
+        vector = emit.call(f"llvm.fmuladd.v{kind.count}f32", kind, vector, signs, other)
+        step *= 2
+    return vector
+
+
 @tile_call(shapes8, lambda module, kinds, rows, panels: tile8(module, CURRENT, rows, panels))
-def multiply8(x, x_at, x_stride, starts, row, x_scales, same_row, w, w_at, w_stride, turns,
-              w_scales, column, bias, same_column, out, out_at, out_stride, ahead, ahead_stride,
-              rows, panels):  # fmt: skip
+def multiply8(x, x_at, starts, row, x_scales, same_row, w, w_at, w_scales, column, groups,
+              bias, first, out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
     """`tile8` for rows from `row` and outputs from `column`."""
 
 

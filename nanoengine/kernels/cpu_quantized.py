@@ -18,8 +18,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply8, shapes8
+from nanoengine.kernels.arrays import empty, zeros
+from nanoengine.kernels.byte_tiles import (
+    GROUP,
+    UNIT,
+    half_sum,
+    multiply8,
+    quantize_group,
+    shapes8,
+)
 from nanoengine.kernels.cpu_linear import keep_outputs, row_parts
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
@@ -27,7 +34,7 @@ from nanoengine.kernels.pool import parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
-OFFSET8 = 16 if CURRENT.byte_dots == "vpdpbusd" else 0  # of -8 times a sum: weights count 128 more
+START8 = np.int32(-128 if CURRENT.byte_dots == "vpdpbusd" else 0)  # weights count 128 more
 ROW_BLOCK = 128  # rows that take turns on one panel
 FEW = 8  # rows quantized by the calling thread
 # Rows of one tile read panel after panel, as memory likes it best, and ask for what lies so far
@@ -139,15 +146,43 @@ def quantize_groups(x, num_workers):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def sums8(offsets):
-    """What `linear8` starts the sums of each row from, [T] int32; offsets of `quantize_rows`."""
-    starts = empty((len(offsets),), np.int32)
-    for t in range(len(offsets)):
-        total = np.int32(0)
-        for unit in range(0, offsets.shape[1], 3):
-            total += offsets[t, unit]
-        starts[t] = np.int32(OFFSET8) * total
-    return starts
+def _rotate_row(x, values, scales, starts):
+    """One row of `quantize_rotated`."""
+    whole = len(x) // GROUP
+    for group in range(whole):
+        at = group * GROUP
+        scales[group], total = quantize_group(x, at, values, at)
+        starts[group] = START8 * total
+    if whole < len(scales):
+        rest, at = zeros((GROUP,), np.float32), whole * GROUP
+        for i in range(at, len(x)):
+            rest[i - at] = x[i]
+        scales[whole], total = quantize_group(rest, 0, values, at)
+        starts[whole] = START8 * total
+
+
+@compiled(fastmath=FASTMATH)
+def _rotate_rows(x, values, scales, starts, lo, hi):
+    for t in range(lo, hi):
+        _rotate_row(x[t], values[t], scales[t], starts[t])
+
+
+@compiled(fastmath=FASTMATH)
+def quantize_rotated(x, num_workers):
+    """Rotates x [T, K], padded with zeros to whole groups, and quantizes each group to int8.
+
+    Returns:
+        values: int8 [T, G * GROUP].
+        scales: float32 [T, G], the largest magnitude of each group / 127; NaN where a number of a
+            group is not finite.
+        starts: int32 [T, G], what the sums of products with a group's values start from.
+    """
+    num_rows, groups = len(x), -(-x.shape[1] // GROUP)
+    values = empty((num_rows, groups * GROUP), np.int8)
+    scales, starts = empty((num_rows, groups), np.float32), empty((num_rows, groups), np.int32)
+    workers = 1 if num_rows <= FEW else num_workers
+    parallel_for(_rotate_rows, num_rows, workers, (x, values, scales, starts))
+    return values, scales, starts
 
 
 @compiled(fastmath=FASTMATH)
@@ -157,8 +192,9 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
     Rows go in tiles as equal as can be. Each tile prefetches its share of the panels ahead, so that
     memory never rests.
     """
-    (num_rows, size), num_outputs = values.shape, out.shape[1]
+    (num_rows, size), num_outputs, groups = values.shape, out.shape[1], x_scales.shape[1]
     x, flat, step, turns = values.reshape(-1), out.reshape(-1), PANEL * size, size // 4
+    sums, scales = starts.reshape(-1), x_scales.reshape(-1)
     few = num_rows <= ROWS8
     at_once = 1 if few else PANELS8
     for row in range(0, num_rows, ROW_BLOCK):
@@ -170,10 +206,11 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
             ahead = AHEAD if few else panels * step
             for t in range(tiles):
                 first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
-                n = p * PANEL
-                multiply8(x, first * size, size, starts, first, x_scales, first, w, p * step, step,
-                          turns, w_scales, n, bias, n, flat, first * num_outputs + n, num_outputs,
-                          ahead + t * share * turns, share, last - first, panels)  # fmt: skip
+                n, at = p * PANEL, first * groups
+                multiply8(x, first * size, sums, at, scales, at, w, p * step, w_scales,
+                          n * groups, groups, bias, n, flat, first * num_outputs + n,
+                          num_outputs, ahead + t * share * turns, share, last - first,
+                          panels)  # fmt: skip
             p += panels
 
 
@@ -192,12 +229,12 @@ def _linear8(values, x_scales, starts, w, w_scales, bias, out, parts, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def linear8(x, w, w_scales, bias, out, num_workers):
-    """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
+    """out[T, N] = rotated and quantized x[T, K] @ w^T * scales + bias.
 
-    w is packed int8; its scales and the bias are padded to whole panels.
+    w is packed int8, of rotated inputs; its scales and the bias are padded to whole panels.
     """
-    values, x_scales, offsets = quantize_rows(x, num_workers)
-    starts, panels = sums8(offsets), -(-out.shape[1] // PANEL)
+    values, x_scales, starts = quantize_rotated(x, num_workers)
+    panels = -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     tiles = -(-panels // PANELS8)
     parts = row_parts(len(values), tiles, num_workers)
