@@ -25,15 +25,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from nanoengine.kernels.code_tables import GROUP, ROTATED
 from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_call, tile_function
 
 UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
-GROUP = 64  # rotated inputs that share a scale in int8 weights and their activations
-ROTATED = 16  # inputs that are rotated together
 SCALED = 0x042A2425, 0x7F800000  # bits of 2e-36 and infinity: magnitudes that have a scale
-BIT = ir.IntType(1)
 
 
 def most_rows(isa: ISA) -> int:
@@ -140,6 +138,17 @@ class ByteTile(Emit):
         odd = build.mul(build.ashr(weight, half), build.ashr(value, half))
         weight, value = (build.ashr(build.shl(n, half), half) for n in (weight, value))
         return build.add(total, build.add(build.mul(weight, value), odd))
+
+    def finish(self, totals, of, outputs):
+        """outputs[r] = totals[r] * (scale of the row * scale of the output) + bias."""
+        factors = self.rows(of.x_scales, I64(1), len(totals))
+        for of_row, factor, line in zip(totals, factors, outputs, strict=True):
+            factor = self.broadcast(factor)
+            for i, total in enumerate(of_row):
+                at = i * self.width
+                scale = self.builder.fmul(factor, self.get(self.vector, of.w_scales, at))
+                result = self.fma(total, scale, self.get(self.vector, of.bias, at))
+                self.store(result, self.at(line, I64(at)))
 
     def of_brain(self, numbers):
         """bfloat16 numbers of a panel's outputs, as vectors of float32."""
@@ -279,9 +288,7 @@ def quantize_group(typing, x, at, values, to):
         emit, kind = Emit(context, builder), ir.VectorType(FLOAT, ROTATED)
         words, place = ir.VectorType(I32, ROTATED), emit.pointer(x, args[0], args[1])
         target = emit.pointer(values, args[2], args[3])
-        vectors = [
-            _rotated(emit, emit.get(kind, place, i), kind) for i in range(0, GROUP, ROTATED)
-        ]
+        vectors = [_rotated(emit, emit.get(kind, place, i), kind) for i in range(0, GROUP, ROTATED)]
         # As integers: the bits of floats without a sign have their order, NaN above all.
         no_sign = emit.every(0x7FFFFFFF, words)
         sizes = [builder.and_(builder.bitcast(vector, words), no_sign) for vector in vectors]
@@ -296,7 +303,8 @@ def quantize_group(typing, x, at, values, to):
         scaled = builder.and_(finite, builder.icmp_unsigned(">=", bits, I32(low)))
         scale = builder.select(scaled, builder.fdiv(largest, FLOAT(127)), FLOAT(0))
         inverse = builder.fdiv(FLOAT(1), builder.select(scaled, scale, FLOAT(1)))
-        inverse, is_scaled = emit.splat(inverse, kind), emit.splat(scaled, ir.VectorType(BIT, ROTATED))
+        inverse = emit.splat(inverse, kind)
+        is_scaled = emit.splat(scaled, ir.VectorType(ir.IntType(1), ROTATED))
         total = None
         for i, vector in enumerate(vectors):
             number = emit.call(f"llvm.rint.v{ROTATED}f32", kind, builder.fmul(vector, inverse))

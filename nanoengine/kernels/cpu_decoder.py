@@ -89,8 +89,9 @@ def from_panel(weight, panel):
 
     def of_bytes(weight, panel):
         w, scales, bias = weight
-        first = panel * (len(w) // (len(bias) // PANEL))
-        return w[first:], scales[panel * PANEL :], bias[panel * PANEL :]
+        panels = len(bias) // PANEL
+        first, scale = panel * (len(w) // panels), panel * (len(scales) // panels)
+        return w[first:], scales[scale:], bias[panel * PANEL :]
 
     return of_bytes if len(weight) == 3 else of_floats
 

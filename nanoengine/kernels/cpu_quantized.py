@@ -20,13 +20,13 @@ import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.byte_tiles import (
-    GROUP,
     UNIT,
     half_sum,
     multiply8,
     quantize_group,
     shapes8,
 )
+from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.cpu_linear import keep_outputs, row_parts
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled

@@ -16,7 +16,12 @@ from __future__ import annotations
 from numba import types
 
 from nanoengine.kernels.cpu_linear import linear, linear_of_rounded, linear_panels, rounded_rows
-from nanoengine.kernels.cpu_quantized import linear8, linear8_panels, quantize_rows, sums8
+from nanoengine.kernels.cpu_quantized import (
+    linear8,
+    linear8_panels,
+    quantize_rotated,
+    quantize_rows,
+)
 from nanoengine.kernels.jit import by_types
 
 
@@ -46,13 +51,8 @@ def multiply(x, weight, out, workers):
 @by_types()
 def as_multiplied(x, weight, workers):
     """x [T, inputs] as `multiply_panels` reads it: a tuple of arrays, rows first."""
-
-    def of_bytes(x, weight, workers):
-        values, scales, offsets = quantize_rows(x, workers)
-        return values, scales, sums8(offsets)
-
     if len(weight) == 3:
-        return of_bytes
+        return lambda x, weight, workers: quantize_rotated(x, workers)
     if len(weight) == 2 and weight[0].dtype == types.uint8:
         return lambda x, weight, workers: quantize_rows(x, workers)
     if weight[0].dtype == types.uint32:

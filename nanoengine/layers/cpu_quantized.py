@@ -20,7 +20,7 @@ from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import cpu_grouped as grouped
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_weight_only as weight_only
-from nanoengine.kernels.byte_tiles import PANEL, UNIT
+from nanoengine.kernels.byte_tiles import PANEL
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.widen import E2M1, E4M3
@@ -53,9 +53,7 @@ def _made_at_load(name: str, *, bits: int, **numbers: Any) -> QuantizedLinear:
 def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) -> Any:
     """The kernel by which `CPUQuantizedLinear` multiplies by a matrix that is stored like this one;
     None: it has none, and computes as `QuantizedLinear` does."""
-    plain = weight.zeros is None and weight.mins is None and weight.factors is None
-    one_group = weight.group_size == weight.values.shape[1]
-    if activations == "int8" and weight.bits == 8 and plain and one_group:
+    if activations == "int8" and (weight.inputs is not None or weight.has_row_scales):
         return kernels.linear8
     if layout_of(weight) is None:
         return None
@@ -107,7 +105,7 @@ class CPUQuantizedLinear(PanelLinear):
     """A quantized weight in panels. Activations are quantized row by row, so that a row's result
     has the same bits alone and in any batch; or they are left as they are.
 
-    int8 weights have one scale an output, and a kernel of their own; all else is packed by
+    int8 weights of rotated inputs have a kernel of their own; all else is packed by
     `GroupedPanels`. What that has no form for is computed as `QuantizedLinear` does.
     """
 
@@ -167,16 +165,15 @@ class CPUQuantizedLinear(PanelLinear):
             super().pack(weight)
             return
         self.form = "rows"
-        self.values = _panels(_padded(weight.values, UNIT), 4)
-        self.scales = _panels(_padded(weight.scales))
+        self.values = _panels(_padded(weight.values), 4)
+        self.scales = _panels(_padded(_short(weight.scales)))
 
     def replace(self, weight: QuantizedWeight, first: int) -> None:
         if self.form == "grouped":
             replace_rows(self.values, weight, first)
         elif self.form == "rows":
-            values = F.pad(weight.values, (0, -self.in_features % UNIT))
-            _replace(self.values, values, first, 4)
-            _replace(self.scales, weight.scales, first)
+            _replace(self.values, weight.values, first, 4)
+            _replace(self.scales, _short(weight.scales), first)
         else:
             super().replace(weight, first)
 
@@ -255,9 +252,14 @@ def _in_bytes(weight: QuantizedWeight) -> torch.Tensor:
     return pack_pairs(weight).view(torch.int8) if weight.bits == 4 else weight.values
 
 
-def _padded(matrix: torch.Tensor, unit: int = 1) -> torch.Tensor:
-    """[N, K] with whole panels of outputs and whole units of inputs."""
-    return F.pad(matrix, (0, -matrix.shape[1] % unit, 0, -len(matrix) % PANEL))
+def _padded(matrix: torch.Tensor) -> torch.Tensor:
+    """[N, K] with whole panels of outputs."""
+    return F.pad(matrix, (0, 0, 0, -len(matrix) % PANEL))
+
+
+def _short(scales: torch.Tensor) -> torch.Tensor:
+    """The bits of scales that are bfloat16 numbers, int16."""
+    return scales.bfloat16().view(torch.int16)
 
 
 def _panels(matrix: torch.Tensor, inputs: int = 1) -> torch.Tensor:

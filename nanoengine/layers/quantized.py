@@ -26,6 +26,7 @@ from torch import nn
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.errors import ConfigError, WeightLoadError
+from nanoengine.kernels.code_tables import GROUP
 from nanoengine.layers.kernels import ROUTERS, LinearMethod
 from nanoengine.layers.quantized_formats import FORMATS, GGUF, StoredFormat
 from nanoengine.layers.quantized_weight import (
@@ -35,6 +36,8 @@ from nanoengine.layers.quantized_weight import (
     of_groups,
     pack_pairs,
     quantize,
+    quantize_rotated,
+    rotate,
     unpack_pairs,
 )
 
@@ -74,9 +77,9 @@ def quantized_linears(
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations [T, K] -> (values int8 [T, K], scales float32 [T]); x is about values * scales.
 
-    Each row has its own scale, its largest magnitude / 127: a token's result does not depend on its
-    neighbours in the batch. values = x / scale, rounded half to even. A row that holds NaN or
-    infinity gets such a scale, and so such a result.
+    Each row, a token or a group of its inputs, has its own scale, its largest magnitude / 127: a
+    token's result does not depend on its neighbours in the batch. values = x / scale, rounded half
+    to even. A row that holds NaN or infinity gets such a scale, and so such a result.
 
     Source: Yao et al., ZeroQuant (arXiv 2206.01861), section 3.1, token-wise quantization.
     """
@@ -93,9 +96,10 @@ class QuantizedLinear(LinearMethod):
     A tied weight is quantized as a copy: the embedding still looks up rows of the float one.
 
     Args:
-        bits, group_size: of what `load` quantizes; group_size None: one scale a row.
-        activations: "int8" quantizes them row by row, and dot products are exact whole numbers;
-            "float" leaves them as they are.
+        bits, group_size: of what `load` quantizes; group_size None: one scale per output, or
+            per rotated group where activations are int8.
+        activations: "int8" quantizes them token by token, and dot products of a group are exact
+            integers; "float" leaves them as they are.
         stored: the format of a checkpoint that holds this layer quantized already.
 
     Raises:
@@ -143,7 +147,9 @@ class QuantizedLinear(LinearMethod):
             weight = self.tied[first : first + len(weight)].copy_(weight)
         take = self.replace if self.is_loaded else self.load_quantized
         for start in range(0, len(weight), ROWS_AT_ONCE):
-            part = quantize(weight[start : start + ROWS_AT_ONCE], self.bits, self.group_size)
+            rows = weight[start : start + ROWS_AT_ONCE]
+            rotated = self.activations == "int8" and self.bits == 8
+            part = quantize_rotated(rows) if rotated else quantize(rows, self.bits, self.group_size)
             take(part, first + start)
 
     @property
@@ -153,11 +159,15 @@ class QuantizedLinear(LinearMethod):
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
         """Takes rows from `first` on; with the last of them the whole is packed. Rows of another
-        form than those before them are a method of their own.
+        form than those before them are a method of their own. Stored rows of one scale per output
+        are rotated and rounded again where activations are int8: one scale per token would cost
+        more than the second rounding.
 
         Raises:
             WeightLoadError: they have another order of inputs.
         """
+        if self.activations == "int8" and weight.has_row_scales:
+            weight = quantize_rotated(weight.dequantized())
         if not self._parts:
             self.order = weight.order
         self.check_order(weight)
@@ -261,6 +271,8 @@ def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     scale, added group by group. So a row's result is the same bits in any batch.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
+    if weight.inputs is not None:
+        return multiply_rotated(x.to(wide), weight).to(x.dtype)
     values, row_scales = quantize_rows(x)
     scales = of_groups(weight.scales, weight.factors)
     mins = None if weight.mins is None else of_groups(weight.mins, weight.min_factors)
@@ -276,3 +288,21 @@ def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
         if mins is not None:
             total -= (inputs.sum(1, keepdim=True) * mins[:, group]).to(wide)
     return (total * row_scales.unsqueeze(1)).to(x.dtype)
+
+
+def multiply_rotated(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """[T, K] floats times a weight of rotated inputs: [T, N] of x's dtype.
+
+    x is rotated too, and each group of a token is quantized alone. Per group: dot products of
+    integers, exact in any order of addition, times the weight's scale, times the token's scale,
+    added group by group.
+    """
+    grouped = rotate(x).unflatten(1, (-1, GROUP))
+    values, scales = quantize_rows(grouped.flatten(0, 1))
+    scales = scales.unflatten(0, grouped.shape[:2])
+    total = torch.zeros(len(x), len(weight.values), dtype=x.dtype)
+    for group, inputs in enumerate(values.unflatten(0, grouped.shape[:2]).unbind(1)):
+        columns = slice(group * GROUP, (group + 1) * GROUP)
+        dots = inputs.double() @ weight.values[:, columns].double().T
+        total += (dots * weight.scales[:, group]).to(x.dtype) * scales[:, group, None]
+    return total

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from nanoengine.errors import WeightLoadError
+from nanoengine.kernels.code_tables import GROUP, ROTATED
 
 GROUP_SIZE = 32
 """Inputs that share a scale in int4 weights made here. Source: Q4_0 of ggml."""
@@ -44,6 +46,8 @@ class QuantizedWeight:
             of 4 in groups of 16; None: all 0.
         factors, min_factors: [N, blocks] float32, of blocks of equal size, numbers of float16 where
             there are both; None: `scales` and `mins` are floats.
+        inputs: K of a weight of rotated inputs, see `quantize_rotated`, whose values are padded to
+            whole groups; None: it is not rotated.
     """
 
     values: torch.Tensor
@@ -58,12 +62,21 @@ class QuantizedWeight:
     mins: torch.Tensor | None = None
     factors: torch.Tensor | None = None
     min_factors: torch.Tensor | None = None
+    inputs: int | None = None
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether it is 8-bit integers times one scale per output, and nothing else."""
+        plain = self.zeros is None and self.mins is None and self.factors is None
+        one_group = self.group_size == self.values.shape[1]
+        return self.bits == 8 and plain and one_group and not self.floats and self.order is None
 
     @property
     def form(self) -> tuple[Any, ...]:
         """What matrices have in common that are packed alike."""
         there = (part is not None for part in (self.mins, self.factors, self.min_factors))
-        return self.bits, self.group_size, self.lowest, self.table, self.floats, *there
+        numbers = self.bits, self.group_size, self.lowest, self.table, self.floats, self.inputs
+        return *numbers, *there
 
     def dequantized(self) -> torch.Tensor:
         """The matrix that this stands for, [N, K] float32, inputs in their own order."""
@@ -75,6 +88,8 @@ class QuantizedWeight:
         if self.mins is not None:
             grouped = grouped - of_groups(self.mins, self.min_factors).unsqueeze(2)
         weight = grouped.flatten(1)
+        if self.inputs is not None:
+            return rotate(weight)[:, : self.inputs]
         if self.order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
@@ -164,6 +179,43 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
     divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
     values = (grouped / divisors).round_().clamp_(low, high).to(torch.int8).flatten(1)
     return QuantizedWeight(values=values, scales=scales, bits=bits, group_size=group_size)
+
+
+def quantize_rotated(weight: torch.Tensor) -> QuantizedWeight:
+    """[N, K] of any floating dtype as int8 of rotated inputs: (R w) / ROTATED for inputs R x, which
+    `multiply_int8` rotates in the same way. Each GROUP inputs have one scale, a bfloat16
+    number, so that it takes 2 bytes.
+
+    Why: trained models have a few inputs that are much larger than all others. A rotation spreads
+    such an input over its block, so that the other inputs keep most of their bits.
+
+    Source: rotation before rounding, Ashkboos et al., QuaRot (arXiv 2404.00456).
+    """
+    rotated = rotate(weight.detach().float()) / ROTATED
+    grouped = rotated.unflatten(1, (-1, GROUP))
+    # Why up: no value may pass 127.
+    bits = (grouped.abs().amax(2) / 127).view(torch.int32)
+    scales = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
+    divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
+    values = (grouped / divisors).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
+    return QuantizedWeight(
+        values=values, scales=scales, bits=8, group_size=GROUP, inputs=weight.shape[1]
+    )
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """[T, K], padded with zeros to whole groups, each ROTATED inputs times the Hadamard matrix of
+    1 and -1: neighbours at distance 1, 2, 4 and 8 are replaced by their sum and their difference.
+
+    Twice is ROTATED times the identity. The order of additions is that of the kernels.
+    """
+    x = F.pad(x, (0, -x.shape[1] % GROUP))
+    step = 1
+    while step < ROTATED:
+        a, b = x.unflatten(1, (-1, 2, step)).unbind(2)
+        x = torch.stack((a + b, a - b), 2).flatten(1)
+        step *= 2
+    return x
 
 
 def row_factors(scales: torch.Tensor) -> torch.Tensor:
