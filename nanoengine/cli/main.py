@@ -35,6 +35,7 @@ COMMANDS = {
     "explain": "say in sentences what a trace shows: run, request or step",
     "trace": "convert a trace for Perfetto",
     "embed": "write a vector for each text of a file",
+    "compare": "measure what quantization or another file changes in a model",
     "eval": "score a model on tasks of lm-evaluation-harness",
     "info": "show versions, device, attention backends and a model",
     "completion": "print what completes these commands in bash, zsh or fish",

@@ -77,7 +77,7 @@ def test_help_has_every_option_once_and_says_what_it_does(
     not_told = {"kv_tiers", "logits_processors", "sampling", "inputs"}
     names = {field.name for field in dataclasses.fields(cls)} - not_told
     missing = {name.replace("_", "-") for name in names} - set(told)
-    assert missing <= {"model", "recording"}  # which are positional
+    assert missing <= {"model", "recording", "reference", "models"}  # which are positional
     docs = field_docs(cls)
     assert all(docs[name] for name in names)
 
