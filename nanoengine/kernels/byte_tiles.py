@@ -20,6 +20,7 @@ Source: `vpsignb` to feed `vpmaddubsw` with signed bytes, ggml's AVX2 dot produc
 from __future__ import annotations
 
 import functools
+import math
 
 from llvmlite import ir
 from numba import types
@@ -31,7 +32,9 @@ from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_call, tile_function
 
 UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
-SCALED = 0x042A2425, 0x7F800000  # bits of 2e-36 and infinity: magnitudes that have a scale
+INFINITY = I32(0x7F800000)  # its bits; those of a NaN are larger
+SMALLEST = FLOAT(2e-36)  # below it 127 / largest could overflow
+OF_GROUP = 4  # numbers per group of `quantize_groups`
 
 
 def most_rows(isa: ISA) -> int:
@@ -161,15 +164,16 @@ class ByteTile(Emit):
 
 
 @tile_function(
-    "byte* x, int* starts, float* x_scales, byte* w, short* w_scales, groups, float* bias,"
-    " float* out, out_stride, ahead, ahead_stride"
+    "byte* x, int* x_groups, byte* w, short* w_scales, groups, float* bias, float* out, out_stride,"
+    " ahead, ahead_stride"
 )
 def tile8(builder, isa: ISA, of, rows: int, panels: int):
-    """A tile of int8 weights: out[r, j] = bias[j] + the sum over all groups g of
-    (starts[r, g] + x[r, g] . w[j, g]) * w_scales[j, g] * x_scales[r, g], in order.
+    """A tile of int8 weights: out[r, j] = bias[j] + the sum over all groups g, in order, of
+    x[r, g] . w[j, g] * w_scales[j, g] * the scale of x[r, g].
 
-    Each group has GROUP inputs. Scales of weights are bfloat16. `out_stride` is in floats; each
-    turn prefetches the byte `ahead` + turn * `ahead_stride` after a panel's first.
+    Each group has GROUP inputs, and its numbers in `x_groups` are those of `quantize_groups`.
+    Scales of weights are bfloat16. `out_stride` is in floats; each turn prefetches the byte `ahead`
+    + turn * `ahead_stride` after a panel's first.
     """
     tile = ByteTile(builder, isa)
     row_bytes, panel_bytes = (builder.mul(of.groups, I64(n)) for n in (GROUP, GROUP * PANEL))
@@ -185,14 +189,15 @@ def tile8(builder, isa: ISA, of, rows: int, panels: int):
     zero = tile.every(0)
 
     def group(index):
-        starts = [
-            tile.splat(builder.load(tile.at(start, index)), tile.words)
-            for start in tile.rows(of.starts, of.groups, rows)
-        ]
-        cells = [
-            [[tile.variable(zero if c else start) for c in range(chains)] for _ in places]
-            for start in starts
-        ]
+        own = builder.mul(index, I64(OF_GROUP))
+        of_rows = tile.rows(tile.at(of.x_groups, own), builder.mul(of.groups, I64(OF_GROUP)), rows)
+        cells = []
+        for numbers in of_rows:
+            start = zero
+            if isa.byte_dots == "vpdpbusd":  # Weights count 128 more, and the sum is that times -8.
+                start = builder.shl(tile.start(numbers), tile.every(4))
+            firsts = [start] + [zero] * (chains - 1)
+            cells.append([[tile.variable(first) for first in firsts] for _ in places])
         first = builder.mul(index, I64(GROUP))
 
         def turn(number):
@@ -215,9 +220,8 @@ def tile8(builder, isa: ISA, of, rows: int, panels: int):
         numbers = tile.rows(of.w_scales, builder.mul(of.groups, I64(PANEL)), panels)
         line = builder.mul(index, I64(PANEL))
         scales = [scale for panel in numbers for scale in tile.of_brain(tile.at(panel, line))]
-        factors = tile.rows(of.x_scales, of.groups, rows)
-        for of_row, factor, result in zip(cells, factors, outputs, strict=True):
-            factor = tile.broadcast(tile.at(factor, index))
+        for of_row, numbers, result in zip(cells, of_rows, outputs, strict=True):
+            factor = tile.splat(tile.get(FLOAT, numbers, OF_GROUP - 1))
             for cell, scale, at in zip(of_row, scales, places, strict=True):
                 total = functools.reduce(builder.add, map(builder.load, cell))
                 value = builder.fmul(builder.sitofp(total, tile.vector), scale)
@@ -275,67 +279,58 @@ def half_sum(typing, values, at):
     return types.int32(values, at), codegen
 
 
-@intrinsic
-def quantize_group(typing, x, at, values, to):
-    """(scale, sum of the values): writes GROUP inputs of x, rotated, as int8 values = x / scale;
-    the largest of them is 127. The scale is NaN, and the values are 0, where one is not finite.
+def _quantizer(size: int, rotated: int):
+    @intrinsic
+    def quantize(typing, x, at, values, values_at, groups, groups_at):
+        """Quantizes `size` inputs as `quantize_groups` says, those of a rotation rotated first. Why
+        written out: numba's loops over so few numbers take several times as long."""
 
-    Why written out: LLVM does not make vectors of the rotation, which moves numbers between lanes.
-    """
-    signature = types.Tuple((types.float32, types.int32))(x, at, values, to)
+        def codegen(context, builder, sig, args):
+            emit = Emit(context, builder, bits=32 * size)
+            source, target, group = emit.operands(sig.args, args)
+            inputs, step = emit.load(source), 1
+            while step < rotated:
+                lanes = range(size)
+                signs = ir.Constant(emit.vector, [-1.0 if i & step else 1.0 for i in lanes])
+                inputs = emit.fma(
+                    inputs, signs, emit.shuffle(inputs, inputs, [i ^ step for i in lanes])
+                )
+                step *= 2
+            sizes = builder.and_(builder.bitcast(inputs, emit.words), emit.every(0x7FFFFFFF))
+            # As integers: the bits of floats without a sign are in the order of the floats.
+            most = emit.call(f"llvm.vector.reduce.smax.v{size}i32", I32, sizes)
+            is_finite = builder.icmp_signed("<", most, INFINITY)
+            largest, zero = builder.bitcast(most, FLOAT), FLOAT(0)
+            fits = builder.and_(builder.fcmp_ordered(">=", largest, SMALLEST), is_finite)
+            scale = builder.fdiv(largest, FLOAT(127))
+            factor = builder.select(fits, builder.fdiv(FLOAT(1), scale), zero)
+            scale = builder.select(fits, scale, builder.select(is_finite, zero, FLOAT(math.nan)))
+            finite = builder.select(fits, inputs, emit.constant(0.0))
+            scaled = builder.fmul(finite, emit.splat(factor))
+            rounded = emit.call(f"llvm.rint.{emit.suffix}", emit.vector, scaled)
+            whole = builder.fptosi(rounded, emit.words)
+            emit.store(builder.trunc(whole, ir.VectorType(I8, size)), target)
+            sums = []
+            for first in (0, size // 2):
+                half = emit.shuffle(whole, whole, [*range(first, first + size // 2)])
+                sums.append(emit.call(f"llvm.vector.reduce.add.v{size // 2}i32", I32, half))
+            numbers = [builder.mul(total, I32(-8)) for total in (builder.add(*sums), *sums)]
+            for i, number in enumerate([*numbers, builder.bitcast(scale, I32)]):
+                builder.store(number, emit.at(group, I64(i)))
+            return context.get_dummy_value()
 
-    def codegen(context, builder, sig, args):
-        emit, kind = Emit(context, builder), ir.VectorType(FLOAT, ROTATED)
-        words, place = ir.VectorType(I32, ROTATED), emit.pointer(x, args[0], args[1])
-        target = emit.pointer(values, args[2], args[3])
-        vectors = [_rotated(emit, emit.get(kind, place, i), kind) for i in range(0, GROUP, ROTATED)]
-        # As integers: the bits of floats without a sign have their order, NaN above all.
-        no_sign = emit.every(0x7FFFFFFF, words)
-        sizes = [builder.and_(builder.bitcast(vector, words), no_sign) for vector in vectors]
+        return types.void(x, at, values, values_at, groups, groups_at), codegen
 
-        def larger(a, b):
-            return emit.call(f"llvm.umax.v{ROTATED}i32", words, a, b)
-
-        bits = emit.halved(sizes, larger)
-        bits = emit.call(f"llvm.vector.reduce.umax.v{ROTATED}i32", I32, bits)
-        largest, (low, high) = builder.bitcast(bits, FLOAT), SCALED
-        finite = builder.icmp_unsigned("<", bits, I32(high))
-        scaled = builder.and_(finite, builder.icmp_unsigned(">=", bits, I32(low)))
-        scale = builder.select(scaled, builder.fdiv(largest, FLOAT(127)), FLOAT(0))
-        inverse = builder.fdiv(FLOAT(1), builder.select(scaled, scale, FLOAT(1)))
-        inverse = emit.splat(inverse, kind)
-        is_scaled = emit.splat(scaled, ir.VectorType(ir.IntType(1), ROTATED))
-        total = None
-        for i, vector in enumerate(vectors):
-            number = emit.call(f"llvm.rint.v{ROTATED}f32", kind, builder.fmul(vector, inverse))
-            number = builder.select(is_scaled, builder.fptosi(number, words), words(None))
-            narrow = builder.trunc(number, ir.VectorType(I8, ROTATED))
-            to_bytes = builder.bitcast(emit.at(target, I64(ROTATED * i)), narrow.type.as_pointer())
-            builder.store(narrow, to_bytes, align=1)
-            total = number if total is None else builder.add(total, number)
-        total = emit.call(f"llvm.vector.reduce.add.v{ROTATED}i32", I32, total)
-        scale = builder.select(finite, scale, FLOAT(float("nan")))
-        return context.make_tuple(builder, sig.return_type, (scale, total))
-
-    return signature, codegen
+    return quantize
 
 
-def _rotated(emit, vector, kind):
-    """A vector times the Hadamard matrix of its size: `layers.quantized_weight.rotate`."""
-    step = 1
-    while step < kind.count:
-        lanes = range(kind.count)
-        signs = ir.Constant(kind, [-1.0 if i & step else 1.0 for i in lanes])
-        other = emit.shuffle(vector, vector, [i ^ step for i in lanes])
-        vector = emit.call(f"llvm.fmuladd.v{kind.count}f32", kind, vector, signs, other)
-        step *= 2
-    return vector
+quantize_unit, quantize_rotated_group = _quantizer(UNIT, 1), _quantizer(GROUP, ROTATED)
 
 
 @tile_call(shapes8, lambda module, kinds, rows, panels: tile8(module, CURRENT, rows, panels))
-def multiply8(x, x_at, starts, row, x_scales, same_row, w, w_at, w_scales, column, groups,
-              bias, first, out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
-    """`tile8` for rows from `row` and outputs from `column`."""
+def multiply8(x, x_at, x_groups, groups_at, w, w_at, w_scales, scales_at, groups, bias, column,
+              out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
+    """`tile8` for rows and outputs from these places on."""
 
 
 @tile_call(shapes16, lambda module, kinds, rows, _: tile16(module, CURRENT, rows))

@@ -225,12 +225,17 @@ def gather(x, order, taken, num_workers):
 @by_types()
 def gathered(inputs, order, taken, workers):
     """`gather` of each array of `as_multiplied`. Why not before it: a token's rows are alike."""
-    if len(inputs) == 1:
-        return lambda inputs, order, taken, workers: (gather(inputs[0], order, taken, workers),)
-    return lambda inputs, order, taken, workers: (
-        gather(inputs[0], order, taken, workers), gather(inputs[1], order, taken, workers),
-        gather(inputs[2], order, taken, workers),
-    )  # fmt: skip
+    forms = {
+        1: lambda inputs, order, taken, workers: (gather(inputs[0], order, taken, workers),),
+        2: lambda inputs, order, taken, workers: (
+            gather(inputs[0], order, taken, workers), gather(inputs[1], order, taken, workers),
+        ),
+        3: lambda inputs, order, taken, workers: (
+            gather(inputs[0], order, taken, workers), gather(inputs[1], order, taken, workers),
+            gather(inputs[2], order, taken, workers),
+        ),
+    }  # fmt: skip
+    return forms[len(inputs)]
 
 
 @compiled(fastmath=FASTMATH)

@@ -20,10 +20,12 @@ import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.byte_tiles import (
+    OF_GROUP,
     UNIT,
     half_sum,
     multiply8,
-    quantize_group,
+    quantize_rotated_group,
+    quantize_unit,
     shapes8,
 )
 from nanoengine.kernels.code_tables import GROUP
@@ -34,15 +36,12 @@ from nanoengine.kernels.pool import parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
-START8 = np.int32(-128 if CURRENT.byte_dots == "vpdpbusd" else 0)  # weights count 128 more
 ROW_BLOCK = 128  # rows that take turns on one panel
 FEW = 8  # rows quantized by the calling thread
 # Rows of one tile read panel after panel, as memory likes it best, and ask for what lies so far
 # ahead.
 AHEAD = 16384  # bytes
 INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
-OF_GROUP = 4  # numbers per unit of `quantize_groups`
-SMALLEST = np.float32(2e-36)  # below it 127 / largest could overflow
 
 # Why no "nnan" and "ninf": a row with NaN or infinity must come out as NaN, there and only there.
 FASTMATH = ("contract", "nsz")
@@ -99,102 +98,56 @@ def quantize_rows(x, num_workers):
     return values, scales, offsets
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _quantize_row_groups(x, values, groups):
-    """One row of `quantize_groups`."""
-    values[:] = 0
-    for unit in range(len(groups) // OF_GROUP):
-        first, at = unit * UNIT, unit * OF_GROUP
-        part = x[first : min(first + UNIT, len(x))]
-        largest = _largest(part)
-        if largest >= SMALLEST:
-            scale = largest / np.float32(127)
-            inverse = np.float32(1) / scale
-            for i in range(len(part)):
-                values[first + i] = np.int8(np.rint(part[i] * inverse))
-            one = np.int32(-8) * half_sum(values, first)
-            two = np.int32(-8) * half_sum(values, first + UNIT // 2)
-        else:
-            scale, one, two = largest * np.float32(0), np.int32(0), np.int32(0)  # NaN remains NaN
-        groups[at], groups[at + 1], groups[at + 2] = one + two, one, two
-        groups[at + 3] = np.float32(scale).view(np.int32)
-
-
 @compiled(fastmath=FASTMATH)
 def _quantize_groups(x, values, groups, lo, hi):
+    rotated = OF_GROUP * x.shape[1] == GROUP * groups.shape[1]
     for t in range(lo, hi):
-        _quantize_row_groups(x[t], values[t], groups[t])
+        row, row_values, row_groups = x[t], values[t], groups[t]
+        for group in range(len(row_groups) // OF_GROUP):
+            at = group * OF_GROUP
+            if rotated:
+                place = group * GROUP
+                quantize_rotated_group(row, place, row_values, place, row_groups, at)
+            else:
+                place = group * UNIT
+                quantize_unit(row, place, row_values, place, row_groups, at)
 
 
 @compiled(fastmath=FASTMATH)
-def quantize_groups(x, num_workers):
-    """Quantizes each 32 inputs of x [T, K] to int8 with a scale of their own: their largest
-    magnitude / 127, values rounded half to even.
+def quantize_groups(x, size, num_workers):
+    """Quantizes each UNIT inputs of x [T, K] to int8 with a scale of their own, or each GROUP after
+    a rotation: their largest magnitude / 127, values rounded half to even.
+
+    Args:
+        size: UNIT or GROUP.
 
     Returns:
-        values: int8 [T, K padded to whole units].
-        groups: int32 [T, 4 * units], four numbers per unit of 32 inputs: -8 times the sum of its
-            values, the same of its two halves, and the bits of its float32 scale. The scale is NaN
-            where the unit holds NaN or infinity, and its values are 0 then.
+        values: int8 [T, K padded to whole groups].
+        groups: int32 [T, 4 * groups], four numbers per group: -8 times the sum of its values, the
+            same of its two halves, and the bits of its float32 scale. The scale is NaN where the
+            group holds NaN or infinity, and its values are 0 then.
     """
-    num_rows, padded = len(x), -(-x.shape[1] // UNIT) * UNIT
-    values = empty((num_rows, padded), np.int8)
-    groups = empty((num_rows, OF_GROUP * (padded // UNIT)), np.int32)
+    num_rows, count = len(x), -(-x.shape[1] // size)
+    values = empty((num_rows, count * size), np.int8)
+    groups = empty((num_rows, OF_GROUP * count), np.int32)
+    if x.shape[1] < count * size:
+        unpadded, x = x, zeros((num_rows, count * size), np.float32)
+        x[:, : unpadded.shape[1]] = unpadded
     workers = 1 if num_rows <= FEW else num_workers
     parallel_for(_quantize_groups, num_rows, workers, (x, values, groups))
     return values, groups
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _rotate_row(x, values, scales, starts):
-    """One row of `quantize_rotated`."""
-    whole = len(x) // GROUP
-    for group in range(whole):
-        at = group * GROUP
-        scales[group], total = quantize_group(x, at, values, at)
-        starts[group] = START8 * total
-    if whole < len(scales):
-        rest, at = zeros((GROUP,), np.float32), whole * GROUP
-        for i in range(at, len(x)):
-            rest[i - at] = x[i]
-        scales[whole], total = quantize_group(rest, 0, values, at)
-        starts[whole] = START8 * total
-
-
 @compiled(fastmath=FASTMATH)
-def _rotate_rows(x, values, scales, starts, lo, hi):
-    for t in range(lo, hi):
-        _rotate_row(x[t], values[t], scales[t], starts[t])
-
-
-@compiled(fastmath=FASTMATH)
-def quantize_rotated(x, num_workers):
-    """Rotates x [T, K], padded with zeros to whole groups, and quantizes each group to int8.
-
-    Returns:
-        values: int8 [T, G * GROUP].
-        scales: float32 [T, G], the largest magnitude of each group / 127; NaN where a number of a
-            group is not finite.
-        starts: int32 [T, G], what the sums of products with a group's values start from.
-    """
-    num_rows, groups = len(x), -(-x.shape[1] // GROUP)
-    values = empty((num_rows, groups * GROUP), np.int8)
-    scales, starts = empty((num_rows, groups), np.float32), empty((num_rows, groups), np.int32)
-    workers = 1 if num_rows <= FEW else num_workers
-    parallel_for(_rotate_rows, num_rows, workers, (x, values, scales, starts))
-    return values, scales, starts
-
-
-@compiled(fastmath=FASTMATH)
-def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
+def linear8_panels(values, x_groups, w, w_scales, bias, out, lo, hi):
     """`linear8` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does.
 
     Rows go in tiles as equal as can be. Each tile prefetches its share of the panels ahead, so that
     memory never rests.
     """
-    (num_rows, size), num_outputs, groups = values.shape, out.shape[1], x_scales.shape[1]
+    (num_rows, size), num_outputs, groups = values.shape, out.shape[1], values.shape[1] // GROUP
     x, flat, step, turns = values.reshape(-1), out.reshape(-1), PANEL * size, size // 4
-    sums, scales = starts.reshape(-1), x_scales.reshape(-1)
+    flat_groups = x_groups.reshape(-1)
     few = num_rows <= ROWS8
     at_once = 1 if few else PANELS8
     for row in range(0, num_rows, ROW_BLOCK):
@@ -206,24 +159,24 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
             ahead = AHEAD if few else panels * step
             for t in range(tiles):
                 first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
-                n, at = p * PANEL, first * groups
-                multiply8(x, first * size, sums, at, scales, at, w, p * step, w_scales,
-                          n * groups, groups, bias, n, flat, first * num_outputs + n,
+                n = p * PANEL
+                multiply8(x, first * size, flat_groups, first * groups * OF_GROUP, w, p * step,
+                          w_scales, n * groups, groups, bias, n, flat, first * num_outputs + n,
                           num_outputs, ahead + t * share * turns, share, last - first,
                           panels)  # fmt: skip
             p += panels
 
 
 @compiled(fastmath=FASTMATH)
-def _linear8(values, x_scales, starts, w, w_scales, bias, out, parts, lo, hi):
+def _linear8(values, x_groups, w, w_scales, bias, out, parts, lo, hi):
     """`linear8_panels` by PANELS8, so that tiles are whole."""
     step = hi - lo if parts == 1 else 1
     for i in range(lo, hi, step):
         first, last = share_of(len(values), i % parts, parts)
         tile = i // parts
         linear8_panels(
-            values[first:last], x_scales[first:last], starts[first:last], w, w_scales, bias,
-            out[first:last], tile * PANELS8, min((tile + step) * PANELS8, out.shape[1] // PANEL),
+            values[first:last], x_groups[first:last], w, w_scales, bias, out[first:last],
+             tile * PANELS8, min((tile + step) * PANELS8, out.shape[1] // PANEL),
         )  # fmt: skip
 
 
@@ -233,12 +186,12 @@ def linear8(x, w, w_scales, bias, out, num_workers):
 
     w is packed int8, of rotated inputs; its scales and the bias are padded to whole panels.
     """
-    values, x_scales, starts = quantize_rotated(x, num_workers)
+    values, x_groups = quantize_groups(x, GROUP, num_workers)
     panels = -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     tiles = -(-panels // PANELS8)
     parts = row_parts(len(values), tiles, num_workers)
-    operands = values, x_scales, starts, w, w_scales, bias, room, parts
+    operands = values, x_groups, w, w_scales, bias, room, parts
     parallel_for(_linear8, tiles * parts, num_workers, operands)
     if out.shape[1] % PANEL:
         keep_outputs(room, out)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from numba import types
 
+from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.cpu_linear import linear, linear_of_rounded, linear_panels, rounded_rows
 from nanoengine.kernels.cpu_quantized import (
     linear8,
     linear8_panels,
-    quantize_rotated,
+    quantize_groups,
     quantize_rows,
 )
 from nanoengine.kernels.jit import by_types
@@ -52,7 +53,7 @@ def multiply(x, weight, out, workers):
 def as_multiplied(x, weight, workers):
     """x [T, inputs] as `multiply_panels` reads it: a tuple of arrays, rows first."""
     if len(weight) == 3:
-        return lambda x, weight, workers: quantize_rotated(x, workers)
+        return lambda x, weight, workers: quantize_groups(x, GROUP, workers)
     if len(weight) == 2 and weight[0].dtype == types.uint8:
         return lambda x, weight, workers: quantize_rows(x, workers)
     if weight[0].dtype == types.uint32:
@@ -63,11 +64,14 @@ def as_multiplied(x, weight, workers):
 @by_types()
 def rows_of(inputs, first, last):
     """Rows first ... last - 1 of what `as_multiplied` gave."""
-    if len(inputs) == 1:
-        return lambda inputs, first, last: (inputs[0][first:last],)
-    return lambda inputs, first, last: (
-        inputs[0][first:last], inputs[1][first:last], inputs[2][first:last]
-    )  # fmt: skip
+    forms = {
+        1: lambda inputs, first, last: (inputs[0][first:last],),
+        2: lambda inputs, first, last: (inputs[0][first:last], inputs[1][first:last]),
+        3: lambda inputs, first, last: (
+            inputs[0][first:last], inputs[1][first:last], inputs[2][first:last]
+        ),
+    }  # fmt: skip
+    return forms[len(inputs)]
 
 
 @by_types()
