@@ -180,8 +180,10 @@ def tile8(builder, isa: ISA, of, rows: int, panels: int):
     inputs, outputs = tile.rows(of.x, row_bytes, rows), tile.rows(of.out, of.out_stride, rows)
     places = range(0, panels * PANEL, tile.width)
     for line in outputs:
-        for at in places:
-            tile.store(tile.get(tile.vector, of.bias, at), tile.at(line, I64(at)))
+        tile.prefetch(line, write=True)
+    results = [
+        [tile.variable(tile.get(tile.vector, of.bias, at)) for at in places] for _ in outputs
+    ]
     place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
     # Why: one row of one panel would wait for its own sums.
     chains = max(1, 4 // (rows * len(places)))
@@ -220,15 +222,17 @@ def tile8(builder, isa: ISA, of, rows: int, panels: int):
         numbers = tile.rows(of.w_scales, builder.mul(of.groups, I64(PANEL)), panels)
         line = builder.mul(index, I64(PANEL))
         scales = [scale for panel in numbers for scale in tile.of_brain(tile.at(panel, line))]
-        for of_row, numbers, result in zip(cells, of_rows, outputs, strict=True):
+        for of_row, numbers, result in zip(cells, of_rows, results, strict=True):
             factor = tile.splat(tile.get(FLOAT, numbers, OF_GROUP - 1))
-            for cell, scale, at in zip(of_row, scales, places, strict=True):
+            for cell, scale, at in zip(of_row, scales, result, strict=True):
                 total = functools.reduce(builder.add, map(builder.load, cell))
                 value = builder.fmul(builder.sitofp(total, tile.vector), scale)
-                before = tile.get(tile.vector, result, at)
-                tile.store(tile.fma(value, factor, before), tile.at(result, I64(at)))
+                builder.store(tile.fma(value, factor, builder.load(at)), at)
 
     tile.loop(of.groups, group)
+    for line, result in zip(outputs, results, strict=True):
+        for at, cell in zip(places, result, strict=True):
+            tile.store(builder.load(cell), tile.at(line, I64(at)))
 
 
 @tile_function("short* x, x_stride, byte* w, turns, float* out, out_stride, ahead, ahead_stride")
