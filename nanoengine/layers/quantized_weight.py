@@ -67,16 +67,15 @@ class QuantizedWeight:
     @property
     def has_row_scales(self) -> bool:
         """Whether it is 8-bit integers times one scale per output, and nothing else."""
-        plain = self.zeros is None and self.mins is None and self.factors is None
-        one_group = self.group_size == self.values.shape[1]
-        return self.bits == 8 and plain and one_group and not self.floats and self.order is None
+        plain = self.form == (8, self.values.shape[1], None, (), *[False] * 5)
+        return plain and self.zeros is None
 
     @property
     def form(self) -> tuple[Any, ...]:
         """What matrices have in common that are packed alike."""
-        there = (part is not None for part in (self.mins, self.factors, self.min_factors))
-        numbers = self.bits, self.group_size, self.lowest, self.table, self.floats, self.inputs
-        return *numbers, *there
+        parts = self.mins, self.factors, self.min_factors, self.inputs
+        there = (part is not None for part in parts)
+        return self.bits, self.group_size, self.lowest, self.table, self.floats, *there
 
     def dequantized(self) -> torch.Tensor:
         """The matrix that this stands for, [N, K] float32, inputs in their own order."""
