@@ -106,6 +106,8 @@ class QuantizedLinear(LinearMethod):
         ConfigError: from `create`: the inputs are no multiple of the group size, or on a GPU.
     """
 
+    rotated = staticmethod(quantize_rotated)
+
     def __init__(
         self,
         name: str,
@@ -149,7 +151,7 @@ class QuantizedLinear(LinearMethod):
         for start in range(0, len(weight), ROWS_AT_ONCE):
             rows = weight[start : start + ROWS_AT_ONCE]
             rotated = self.activations == "int8" and self.bits == 8
-            part = quantize_rotated(rows) if rotated else quantize(rows, self.bits, self.group_size)
+            part = self.rotated(rows) if rotated else quantize(rows, self.bits, self.group_size)
             take(part, first + start)
 
     @property
@@ -167,7 +169,7 @@ class QuantizedLinear(LinearMethod):
             WeightLoadError: they have another order of inputs.
         """
         if self.activations == "int8" and weight.has_row_scales:
-            weight = quantize_rotated(weight.dequantized())
+            weight = self.rotated(weight.dequantized())
         if not self._parts:
             self.order = weight.order
         self.check_order(weight)
