@@ -31,7 +31,7 @@ from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_call, tile_function
 
-UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
+UNIT = 32  # inputs: K of grouped weights is padded to a multiple, and a group holds a multiple
 INFINITY = I32(0x7F800000)  # its bits; those of a NaN are larger
 SMALLEST = FLOAT(2e-36)  # below it 127 / largest could overflow
 OF_GROUP = 4  # numbers per group of `quantize_groups`

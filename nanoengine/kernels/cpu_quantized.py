@@ -1,17 +1,19 @@
-"""Linear layers with int8 weights on a CPU: whole numbers times whole numbers.
+"""Linear layers with int8 weights on a CPU: integers times integers.
 
-    x float32 ─ quantize each row to int8 ─┐
-                                           ├─ exact int32 dot products ─ times scales ─ + bias
-    weight ─ panels of 16 outputs ─────────┘
+    x float32 ─ rotate, quantize groups of 64 inputs ─┐
+                                                      ├─ int32 dot product per group ─ scales, bias
+    weight of rotated inputs ─ panels of 16 outputs ──┘
 
-A line holds 16 outputs x 4 inputs, and each output has one scale; weights in groups of inputs and
-of fewer bits are those of `cpu_grouped.py`. `byte_tiles.py` multiplies, in whatever way the CPU
-has. Sums of whole numbers are exact: a row's result has the same bits alone, in any batch and on
-any CPU. `layers/quantized.py` is the readable form.
+A line of a panel holds 16 outputs x 4 inputs. Weights and activations have one scale per group of
+64 inputs, which are rotated in blocks of 16 before they are rounded (`code_tables.py` has both
+sizes, `layers.quantized_weight.quantize_rotated` says why). Weights of other forms are those of
+`cpu_grouped.py`. `byte_tiles.py` multiplies, in whatever way the CPU has. Dot products are exact,
+and groups are added in order: a row's result has the same bits alone, in any batch and on any CPU.
+`layers/quantized.py` is the readable form.
 
 Perf: `benchmarks/cpu_kernels.py`; docs/experiments.md.
 
-Legend: T rows of x, N outputs, K inputs, a multiple of 32.
+Legend: T rows of x, N outputs, K inputs.
 """
 
 from __future__ import annotations

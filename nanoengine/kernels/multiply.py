@@ -7,7 +7,7 @@ A weight is a tuple, whose form says what it is:
                                                        `linear_of_rounded`, unless x is of pairs;
                                                        bytes, in groups:
                                                        `linear_grouped`, signed `linear_floats`
-    (values, scales, bias)                             int8: `cpu_quantized.linear8`
+    (values, scales, bias)                             int8, rotated: `cpu_quantized.linear8`
     (values, form, scales, zeros, group_size, bias)    weight-only: `cpu_weight_only.py`
 """
 
