@@ -192,8 +192,9 @@ def quantize_rotated(weight: torch.Tensor) -> QuantizedWeight:
     """
     grouped = rotate(weight.detach().float()).unflatten(1, (-1, GROUP))
     scales = grouped.abs().amax(2) / 127
-    divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
-    values = (grouped / divisors).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
+    # Why no division by the scale: kernels multiply, and stored integers have many ties.
+    factors = torch.where(scales == 0, 0.0, 1 / scales).unsqueeze(2)
+    values = (grouped * factors).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
     return of_rotated(values, scales, weight.shape[1])
 
 
