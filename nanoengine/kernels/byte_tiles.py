@@ -26,13 +26,15 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from nanoengine.kernels.code_tables import GROUP, ROTATED
 from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_call, tile_function
 
+UNIT = 32  # inputs: K of grouped weights is padded to a multiple, and a group holds a multiple
 INFINITY = I32(0x7F800000)  # its bits; those of a NaN are larger
 SMALLEST = FLOAT(2e-36)  # below it 127 / largest could overflow
-UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
+OF_GROUP = 4  # numbers per group of `quantize_groups`
 
 
 def most_rows(isa: ISA) -> int:
@@ -140,71 +142,86 @@ class ByteTile(Emit):
         weight, value = (build.ashr(build.shl(n, half), half) for n in (weight, value))
         return build.add(total, build.add(build.mul(weight, value), odd))
 
-    def finish(self, totals, of, outputs):
-        """outputs[r] = totals[r] * (scale of the row * scale of the output) + bias."""
-        factors = self.rows(of.x_scales, I64(1), len(totals))
-        for of_row, factor, line in zip(totals, factors, outputs, strict=True):
-            factor = self.broadcast(factor)
-            for i, total in enumerate(of_row):
-                at = i * self.width
-                scale = self.builder.fmul(factor, self.get(self.vector, of.w_scales, at))
-                result = self.fma(total, scale, self.get(self.vector, of.bias, at))
-                self.store(result, self.at(line, I64(at)))
+    def of_brain(self, numbers):
+        """bfloat16 numbers of a panel's outputs, as vectors of float32."""
+        halves, found = ir.VectorType(I16, self.width), []
+        for i in range(0, PANEL, self.width):
+            words = self.builder.zext(self.get(halves, numbers, i), self.words)
+            wide = self.builder.shl(words, self.every(16))
+            found.append(self.builder.bitcast(wide, self.vector))
+        return found
 
 
 @tile_function(
-    "byte* x, x_stride, int* starts, float* x_scales, byte* w, w_stride, turns, float* w_scales,"
-    " float* bias, float* out, out_stride, ahead, ahead_stride"
+    "byte* x, int* x_groups, byte* w, short* w_scales, groups, float* bias, float* out, out_stride,"
+    " ahead, ahead_stride"
 )
 def tile8(builder, isa: ISA, of, rows: int, panels: int):
-    """A tile of int8 weights: out[r, j] = (starts[r] + x[r] . w[j]) * x_scales[r] * w_scales[j] +
-    bias[j], over 4 * turns inputs.
+    """A tile of int8 weights: out[r, j] = bias[j] + the sum over all groups g, in order, of
+    x[r, g] . w[j, g] * w_scales[j, g] * the scale of x[r, g].
 
-    Strides are bytes, out's floats; each turn prefetches the byte `ahead` + turn * `ahead_stride`
-    after a panel's first.
+    Each group has GROUP inputs, and its numbers in `x_groups` are those of `quantize_groups`.
+    Scales of weights are bfloat16. `out_stride` is in floats; each turn prefetches the byte `ahead`
+    + turn * `ahead_stride` after a panel's first.
     """
     tile = ByteTile(builder, isa)
-    inputs, outputs = tile.rows(of.x, of.x_stride, rows), tile.rows(of.out, of.out_stride, rows)
+    row_bytes, panel_bytes = (builder.mul(of.groups, I64(n)) for n in (GROUP, GROUP * PANEL))
+    inputs, outputs = tile.rows(of.x, row_bytes, rows), tile.rows(of.out, of.out_stride, rows)
+    places = range(0, panels * PANEL, tile.width)
     for line in outputs:
         tile.prefetch(line, write=True)
+    results = [
+        [tile.variable(tile.get(tile.vector, of.bias, at)) for at in places] for _ in outputs
+    ]
     place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
     # Why: one row of one panel would wait for its own sums.
-    chains = max(1, 4 // (rows * panels * tile.vectors))
+    chains = max(1, 4 // (rows * len(places)))
+    unroll = 2 if rows * len(places) * chains <= 8 else 1
     zero = tile.every(0)
-    cells = [
-        [
-            [tile.variable(first if c == 0 else zero) for c in range(chains)]
-            for first in [tile.splat(builder.load(start), tile.words)] * (tile.vectors * panels)
-        ]
-        for start in tile.rows(of.starts, I64(1), rows)
-    ]
 
-    def turn(index):
-        at = builder.mul(index, I64(4 * chains))
-        for c in range(chains):
-            for line in tile.rows(tile.moved(asked, of.ahead_stride), of.w_stride, panels):
-                tile.prefetch(line, level=1 if rows > 1 else 0)
-            lines = tile.rows(tile.moved(place, I64(LINE)), of.w_stride, panels)
-            weights = [
-                tile.prepared(tile.get(tile.bytes, line, v * tile.bytes.count))
-                for line in lines
-                for v in range(tile.vectors)
-            ]
-            for row, of_row in zip(inputs, cells, strict=True):
-                value = tile.four(tile.at(row, at), 4 * c)
-                for weight, cell in zip(weights, of_row, strict=True):
-                    builder.store(tile.add8(builder.load(cell[c]), weight, value), cell[c])
+    def group(index):
+        own = builder.mul(index, I64(OF_GROUP))
+        of_rows = tile.rows(tile.at(of.x_groups, own), builder.mul(of.groups, I64(OF_GROUP)), rows)
+        cells = []
+        for numbers in of_rows:
+            start = zero
+            if isa.byte_dots == "vpdpbusd":  # Weights count 128 more, and the sum is that times -8.
+                start = builder.shl(tile.start(numbers), tile.every(4))
+            firsts = [start] + [zero] * (chains - 1)
+            cells.append([[tile.variable(first) for first in firsts] for _ in places])
+        first = builder.mul(index, I64(GROUP))
 
-    unroll = 2 if rows * panels * tile.vectors * chains <= 8 else 1
-    tile.loop(builder.udiv(of.turns, I64(chains)), turn, unroll)
-    totals = [
-        [
-            builder.sitofp(functools.reduce(builder.add, map(builder.load, cell)), tile.vector)
-            for cell in of_row
-        ]
-        for of_row in cells
-    ]
-    tile.finish(totals, of, outputs)
+        def turn(number):
+            at = builder.add(first, builder.mul(number, I64(4 * chains)))
+            for c in range(chains):
+                for line in tile.rows(tile.moved(asked, of.ahead_stride), panel_bytes, panels):
+                    tile.prefetch(line, level=1 if rows > 1 else 0)
+                lines = tile.rows(tile.moved(place, I64(LINE)), panel_bytes, panels)
+                weights = [
+                    tile.prepared(tile.get(tile.bytes, line, v * tile.bytes.count))
+                    for line in lines
+                    for v in range(tile.vectors)
+                ]
+                for row, of_row in zip(inputs, cells, strict=True):
+                    value = tile.four(tile.at(row, at), 4 * c)
+                    for weight, cell in zip(weights, of_row, strict=True):
+                        builder.store(tile.add8(builder.load(cell[c]), weight, value), cell[c])
+
+        tile.loop(I64(GROUP // 4 // chains), turn, unroll)
+        numbers = tile.rows(of.w_scales, builder.mul(of.groups, I64(PANEL)), panels)
+        line = builder.mul(index, I64(PANEL))
+        scales = [scale for panel in numbers for scale in tile.of_brain(tile.at(panel, line))]
+        for of_row, numbers, result in zip(cells, of_rows, results, strict=True):
+            factor = tile.splat(tile.get(FLOAT, numbers, OF_GROUP - 1))
+            for cell, scale, at in zip(of_row, scales, result, strict=True):
+                total = functools.reduce(builder.add, map(builder.load, cell))
+                value = builder.fmul(builder.sitofp(total, tile.vector), scale)
+                builder.store(tile.fma(value, factor, builder.load(at)), at)
+
+    tile.loop(of.groups, group)
+    for line, result in zip(outputs, results, strict=True):
+        for at, cell in zip(places, result, strict=True):
+            tile.store(builder.load(cell), tile.at(line, I64(at)))
 
 
 @tile_function("short* x, x_stride, byte* w, turns, float* out, out_stride, ahead, ahead_stride")
@@ -241,60 +258,58 @@ def tile16(builder, isa: ISA, of, rows: int):
             tile.store(total, tile.at(line, I64(i * tile.width)))
 
 
-@intrinsic
-def half_sum(typing, values, at):
-    """The sum of half a unit of bytes from a place. Why written out: LLVM would add them one by
-    one."""
+def _quantizer(size: int, rotated: int):
+    @intrinsic
+    def quantize(typing, x, at, values, values_at, groups, groups_at):
+        """Quantizes `size` inputs as `quantize_groups` says, those of a rotation rotated first. Why
+        written out: numba's loops over so few numbers take several times as long."""
 
-    def codegen(context, builder, sig, args):
-        emit, count = Emit(context, builder), UNIT // 2
-        numbers = emit.get(ir.VectorType(I8, count), emit.pointer(values, args[0], args[1]))
-        wide = builder.sext(numbers, ir.VectorType(I32, count))
-        return emit.call(f"llvm.vector.reduce.add.v{count}i32", I32, wide)
+        def codegen(context, builder, sig, args):
+            emit = Emit(context, builder, bits=32 * size)
+            source, target, group = emit.operands(sig.args, args)
+            inputs, step = emit.load(source), 1
+            while step < rotated:
+                lanes = range(size)
+                signs = ir.Constant(emit.vector, [-1.0 if i & step else 1.0 for i in lanes])
+                inputs = emit.fma(
+                    inputs, signs, emit.shuffle(inputs, inputs, [i ^ step for i in lanes])
+                )
+                step *= 2
+            sizes = builder.and_(builder.bitcast(inputs, emit.words), emit.every(0x7FFFFFFF))
+            # As integers: the bits of floats without a sign are in the order of the floats.
+            most = emit.call(f"llvm.vector.reduce.smax.v{size}i32", I32, sizes)
+            is_finite = builder.icmp_signed("<", most, INFINITY)
+            largest, zero = builder.bitcast(most, FLOAT), FLOAT(0)
+            fits = builder.and_(builder.fcmp_ordered(">=", largest, SMALLEST), is_finite)
+            scale = builder.fdiv(largest, FLOAT(127))
+            factor = builder.select(fits, builder.fdiv(FLOAT(1), scale), zero)
+            scale = builder.select(fits, scale, builder.select(is_finite, zero, FLOAT(math.nan)))
+            finite = builder.select(fits, inputs, emit.constant(0.0))
+            scaled = builder.fmul(finite, emit.splat(factor))
+            rounded = emit.call(f"llvm.rint.{emit.suffix}", emit.vector, scaled)
+            whole = builder.fptosi(rounded, emit.words)
+            emit.store(builder.trunc(whole, ir.VectorType(I8, size)), target)
+            sums = []
+            for first in (0, size // 2):
+                half = emit.shuffle(whole, whole, [*range(first, first + size // 2)])
+                sums.append(emit.call(f"llvm.vector.reduce.add.v{size // 2}i32", I32, half))
+            numbers = [builder.mul(total, I32(-8)) for total in (builder.add(*sums), *sums)]
+            for i, number in enumerate([*numbers, builder.bitcast(scale, I32)]):
+                builder.store(number, emit.at(group, I64(i)))
+            return context.get_dummy_value()
 
-    return types.int32(values, at), codegen
+        return types.void(x, at, values, values_at, groups, groups_at), codegen
+
+    return quantize
 
 
-@intrinsic
-def quantize_unit(typing, x, at, values, values_at, groups, groups_at):
-    """Quantizes 32 inputs as `quantize_groups` says. Why written out: numba's loops over so few
-    numbers take ten times as long."""
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, bits=32 * UNIT)
-        source, target, group = emit.operands(sig.args, args)
-        inputs = emit.load(source)
-        sizes = builder.and_(builder.bitcast(inputs, emit.words), emit.every(0x7FFFFFFF))
-        # As integers: the bits of floats without a sign are in the order of the floats.
-        most = emit.call(f"llvm.vector.reduce.smax.v{UNIT}i32", I32, sizes)
-        is_finite = builder.icmp_signed("<", most, INFINITY)
-        largest, zero = builder.bitcast(most, FLOAT), FLOAT(0)
-        fits = builder.and_(builder.fcmp_ordered(">=", largest, SMALLEST), is_finite)
-        scale = builder.fdiv(largest, FLOAT(127))
-        factor = builder.select(fits, builder.fdiv(FLOAT(1), scale), zero)
-        scale = builder.select(fits, scale, builder.select(is_finite, zero, FLOAT(math.nan)))
-        finite = builder.select(fits, inputs, emit.constant(0.0))
-        scaled = builder.fmul(finite, emit.splat(factor))
-        rounded = emit.call(f"llvm.rint.{emit.suffix}", emit.vector, scaled)
-        whole = builder.fptosi(rounded, emit.words)
-        emit.store(builder.trunc(whole, ir.VectorType(I8, UNIT)), target)
-        sums = []
-        for first in (0, UNIT // 2):
-            half = emit.shuffle(whole, whole, [*range(first, first + UNIT // 2)])
-            sums.append(emit.call(f"llvm.vector.reduce.add.v{UNIT // 2}i32", I32, half))
-        numbers = [builder.mul(total, I32(-8)) for total in (builder.add(*sums), *sums)]
-        for i, number in enumerate([*numbers, builder.bitcast(scale, I32)]):
-            builder.store(number, emit.at(group, I64(i)))
-        return context.get_dummy_value()
-
-    return types.void(x, at, values, values_at, groups, groups_at), codegen
+quantize_unit, quantize_rotated_group = _quantizer(UNIT, 1), _quantizer(GROUP, ROTATED)
 
 
 @tile_call(shapes8, lambda module, kinds, rows, panels: tile8(module, CURRENT, rows, panels))
-def multiply8(x, x_at, x_stride, starts, row, x_scales, same_row, w, w_at, w_stride, turns,
-              w_scales, column, bias, same_column, out, out_at, out_stride, ahead, ahead_stride,
-              rows, panels):  # fmt: skip
-    """`tile8` for rows from `row` and outputs from `column`."""
+def multiply8(x, x_at, x_groups, groups_at, w, w_at, w_scales, scales_at, groups, bias, column,
+              out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
+    """`tile8` for rows and outputs from these places on."""
 
 
 @tile_call(shapes16, lambda module, kinds, rows, _: tile16(module, CURRENT, rows))

@@ -8,3 +8,6 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the number that each code stands for: a sign, two bits of exponent and one of fraction."""
+ROTATED, GROUP = 16, 64
+"""Of int8 weights that int8 activations multiply: inputs that are rotated together, and rotated
+inputs that share a scale. A group holds whole rotations."""

@@ -28,10 +28,10 @@ import functools
 import numpy as np
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.byte_tiles import UNIT
+from nanoengine.kernels.byte_tiles import OF_GROUP, UNIT
 from nanoengine.kernels.cpu_linear import ROW_BLOCK as ROW_BLOCK_OF_FLOATS
 from nanoengine.kernels.cpu_linear import rows_of_panels
-from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, OF_GROUP, ROW_BLOCK, quantize_groups
+from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, ROW_BLOCK, quantize_groups
 from nanoengine.kernels.grouped_tiles import (
     AT_ONCE,
     FEW_WIDENED,
@@ -161,7 +161,7 @@ def _keep_parts(words, room, out):
 @compiled(fastmath=FASTMATH)
 def linear_grouped(x, data, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T + bias; the bias is padded as the panels are."""
-    values, groups = quantize_groups(x, num_workers)
+    values, groups = quantize_groups(x, UNIT, num_workers)
     words = data.view(np.int64)
     panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
     room = out if whole else empty((len(out), panels * PANEL), np.float32)

@@ -1,17 +1,19 @@
-"""Linear layers with int8 weights on a CPU: whole numbers times whole numbers.
+"""Linear layers with int8 weights on a CPU: integers times integers.
 
-    x float32 ─ quantize each row to int8 ─┐
-                                           ├─ exact int32 dot products ─ times scales ─ + bias
-    weight ─ panels of 16 outputs ─────────┘
+    x float32 ─ rotate, quantize groups of 64 inputs ─┐
+                                                      ├─ int32 dot product per group ─ scales, bias
+    weight of rotated inputs ─ panels of 16 outputs ──┘
 
-A line holds 16 outputs x 4 inputs, and each output has one scale; weights in groups of inputs and
-of fewer bits are those of `cpu_grouped.py`. `byte_tiles.py` multiplies, in whatever way the CPU
-has. Sums of whole numbers are exact: a row's result has the same bits alone, in any batch and on
-any CPU. `layers/quantized.py` is the readable form.
+A line of a panel holds 16 outputs x 4 inputs. Weights and activations have one scale per group of
+64 inputs, which are rotated in blocks of 16 before they are rounded (`code_tables.py` has both
+sizes, `layers.quantized_weight.quantize_rotated` says why). Weights of other forms are those of
+`cpu_grouped.py`. `byte_tiles.py` multiplies, in whatever way the CPU has. Dot products are exact,
+and groups are added in order: a row's result has the same bits alone, in any batch and on any CPU.
+`layers/quantized.py` is the readable form.
 
 Perf: `benchmarks/cpu_kernels.py`; docs/experiments.md.
 
-Legend: T rows of x, N outputs, K inputs, a multiple of 32.
+Legend: T rows of x, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from __future__ import annotations
 import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply8, quantize_unit, shapes8
+from nanoengine.kernels.byte_tiles import (
+    OF_GROUP,
+    UNIT,
+    multiply8,
+    quantize_rotated_group,
+    quantize_unit,
+    shapes8,
+)
+from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.cpu_linear import keep_outputs, row_parts
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
@@ -27,122 +37,66 @@ from nanoengine.kernels.pool import parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
-OFFSET8 = 16 if CURRENT.byte_dots == "vpdpbusd" else 0  # of -8 times a sum: weights count 128 more
 ROW_BLOCK = 128  # rows that take turns on one panel
 FEW = 8  # rows quantized by the calling thread
 # Rows of one tile read panel after panel, as memory likes it best, and ask for what lies so far
 # ahead.
 AHEAD = 16384  # bytes
-INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
-OF_GROUP = 4  # numbers per unit of `quantize_groups`
 
 # Why no "nnan" and "ninf": a row with NaN or infinity must come out as NaN, there and only there.
 FASTMATH = ("contract", "nsz")
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _largest(x):
-    """max |x|; NaN where x holds NaN or infinity. As whole numbers: the bits of floats without a
-    sign have the floats' order, and no rule on NaN keeps the loop from vectors."""
-    most, bits = np.int32(0), x.view(np.int32)
-    for i in range(len(bits)):  # Why by index: numba's way to walk an array keeps LLVM from vectors
-        size = np.int32(bits[i] & np.int32(0x7FFFFFFF))
-        most = size if size > most else most
-    return np.float32(np.nan) if most >= INFINITY else np.int32(most).view(np.float32)
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def _quantize_row(x, values, offsets):
-    """values = x * 127 / max |x|, rounded half to even; offsets of `quantize_rows`; returns the
-    scale."""
-    most = _largest(x)
-    scale = most / np.float32(127)
-    values[:] = 0
-    offsets[:] = 0
-    if not most > 0:  # zeros, or a row whose scale makes every result NaN
-        return scale
-    inverse = np.float32(1) / scale
-    row = values[: len(x)]
-    for i in range(len(x)):
-        row[i] = np.int8(np.rint(x[i] * inverse))
-    for at in range(0, len(offsets), 3):
-        first = np.int32(-8) * half_sum(values, at // 3 * UNIT)
-        second = np.int32(-8) * half_sum(values, at // 3 * UNIT + UNIT // 2)
-        offsets[at], offsets[at + 1], offsets[at + 2] = first + second, first, second
-    return scale
-
-
-@compiled(fastmath=FASTMATH)
-def _quantize_rows(x, values, scales, offsets, lo, hi):
-    for t in range(lo, hi):
-        scales[t] = _quantize_row(x[t], values[t], offsets[t])
-
-
-@compiled(fastmath=FASTMATH)
-def quantize_rows(x, num_workers):
-    """Each row of x [T, K] on its own: values [T, K padded] int8, scales [T] float32, and offsets
-    [T, 3 * units] int32, -8 times the sums of each unit's values and of those of its halves."""
-    num_rows, padded = len(x), -(-x.shape[1] // UNIT) * UNIT
-    values = empty((num_rows, padded), np.int8)
-    scales = empty((num_rows,), np.float32)
-    offsets = empty((num_rows, 3 * padded // UNIT), np.int32)
-    workers = 1 if num_rows <= FEW else num_workers
-    parallel_for(_quantize_rows, num_rows, workers, (x, values, scales, offsets))
-    return values, scales, offsets
-
-
 @compiled(fastmath=FASTMATH)
 def _quantize_groups(x, values, groups, lo, hi):
+    rotated = OF_GROUP * x.shape[1] == GROUP * groups.shape[1]
     for t in range(lo, hi):
         row, row_values, row_groups = x[t], values[t], groups[t]
-        for unit in range(len(row) // UNIT):
-            place = unit * UNIT
-            quantize_unit(row, place, row_values, place, row_groups, unit * OF_GROUP)
+        for group in range(len(row_groups) // OF_GROUP):
+            at = group * OF_GROUP
+            if rotated:
+                place = group * GROUP
+                quantize_rotated_group(row, place, row_values, place, row_groups, at)
+            else:
+                place = group * UNIT
+                quantize_unit(row, place, row_values, place, row_groups, at)
 
 
 @compiled(fastmath=FASTMATH)
-def quantize_groups(x, num_workers):
-    """Quantizes each 32 inputs of x [T, K] to int8 with a scale of their own: their largest
-    magnitude / 127, values rounded half to even.
+def quantize_groups(x, size, num_workers):
+    """Quantizes each UNIT inputs of x [T, K] to int8 with a scale of their own, or each GROUP after
+    a rotation: their largest magnitude / 127, values rounded half to even.
+
+    Args:
+        size: UNIT or GROUP.
 
     Returns:
-        values: int8 [T, K padded to whole units].
-        groups: int32 [T, 4 * units], four numbers per unit of 32 inputs: -8 times the sum of its
-            values, the same of its two halves, and the bits of its float32 scale. The scale is NaN
-            where the unit holds NaN or infinity, and its values are 0 then.
+        values: int8 [T, K padded to whole groups].
+        groups: int32 [T, 4 * groups], four numbers per group: -8 times the sum of its values, the
+            same of its two halves, and the bits of its float32 scale. The scale is NaN where the
+            group holds NaN or infinity, and its values are 0 then.
     """
-    num_rows, padded = len(x), -(-x.shape[1] // UNIT) * UNIT
-    values = empty((num_rows, padded), np.int8)
-    groups = empty((num_rows, OF_GROUP * (padded // UNIT)), np.int32)
-    if x.shape[1] < padded:
-        unpadded, x = x, zeros((num_rows, padded), np.float32)
+    num_rows, count = len(x), -(-x.shape[1] // size)
+    values = empty((num_rows, count * size), np.int8)
+    groups = empty((num_rows, OF_GROUP * count), np.int32)
+    if x.shape[1] < count * size:
+        unpadded, x = x, zeros((num_rows, count * size), np.float32)
         x[:, : unpadded.shape[1]] = unpadded
     workers = 1 if num_rows <= FEW else num_workers
     parallel_for(_quantize_groups, num_rows, workers, (x, values, groups))
     return values, groups
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def sums8(offsets):
-    """What `linear8` starts the sums of each row from, [T] int32; offsets of `quantize_rows`."""
-    starts = empty((len(offsets),), np.int32)
-    for t in range(len(offsets)):
-        total = np.int32(0)
-        for unit in range(0, offsets.shape[1], 3):
-            total += offsets[t, unit]
-        starts[t] = np.int32(OFFSET8) * total
-    return starts
-
-
 @compiled(fastmath=FASTMATH)
-def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
+def linear8_panels(values, x_groups, w, w_scales, bias, out, lo, hi):
     """`linear8` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does.
 
     Rows go in tiles as equal as can be. Each tile prefetches its share of the panels ahead, so that
     memory never rests.
     """
-    (num_rows, size), num_outputs = values.shape, out.shape[1]
+    (num_rows, size), num_outputs, groups = values.shape, out.shape[1], values.shape[1] // GROUP
     x, flat, step, turns = values.reshape(-1), out.reshape(-1), PANEL * size, size // 4
+    flat_groups = x_groups.reshape(-1)
     few = num_rows <= ROWS8
     at_once = 1 if few else PANELS8
     for row in range(0, num_rows, ROW_BLOCK):
@@ -155,37 +109,38 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
             for t in range(tiles):
                 first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
                 n = p * PANEL
-                multiply8(x, first * size, size, starts, first, x_scales, first, w, p * step, step,
-                          turns, w_scales, n, bias, n, flat, first * num_outputs + n, num_outputs,
-                          ahead + t * share * turns, share, last - first, panels)  # fmt: skip
+                multiply8(x, first * size, flat_groups, first * groups * OF_GROUP, w, p * step,
+                          w_scales, n * groups, groups, bias, n, flat, first * num_outputs + n,
+                          num_outputs, ahead + t * share * turns, share, last - first,
+                          panels)  # fmt: skip
             p += panels
 
 
 @compiled(fastmath=FASTMATH)
-def _linear8(values, x_scales, starts, w, w_scales, bias, out, parts, lo, hi):
+def _linear8(values, x_groups, w, w_scales, bias, out, parts, lo, hi):
     """`linear8_panels` by PANELS8, so that tiles are whole."""
     step = hi - lo if parts == 1 else 1
     for i in range(lo, hi, step):
         first, last = share_of(len(values), i % parts, parts)
         tile = i // parts
         linear8_panels(
-            values[first:last], x_scales[first:last], starts[first:last], w, w_scales, bias,
-            out[first:last], tile * PANELS8, min((tile + step) * PANELS8, out.shape[1] // PANEL),
+            values[first:last], x_groups[first:last], w, w_scales, bias, out[first:last],
+             tile * PANELS8, min((tile + step) * PANELS8, out.shape[1] // PANEL),
         )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
 def linear8(x, w, w_scales, bias, out, num_workers):
-    """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
+    """out[T, N] = rotated and quantized x[T, K] @ w^T * scales + bias.
 
-    w is packed int8; its scales and the bias are padded to whole panels.
+    w is packed int8, of rotated inputs; its scales and the bias are padded to whole panels.
     """
-    values, x_scales, offsets = quantize_rows(x, num_workers)
-    starts, panels = sums8(offsets), -(-out.shape[1] // PANEL)
+    values, x_groups = quantize_groups(x, GROUP, num_workers)
+    panels = -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     tiles = -(-panels // PANELS8)
     parts = row_parts(len(values), tiles, num_workers)
-    operands = values, x_scales, starts, w, w_scales, bias, room, parts
+    operands = values, x_groups, w, w_scales, bias, room, parts
     parallel_for(_linear8, tiles * parts, num_workers, operands)
     if out.shape[1] % PANEL:
         keep_outputs(room, out)

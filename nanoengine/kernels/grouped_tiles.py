@@ -38,9 +38,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from nanoengine.kernels.byte_tiles import UNIT, ByteTile, most_rows
+from nanoengine.kernels.byte_tiles import OF_GROUP, UNIT, ByteTile, most_rows
 from nanoengine.kernels.code_tables import E2M1, IQ4
-from nanoengine.kernels.cpu_quantized import OF_GROUP
 from nanoengine.kernels.emit import I32, Emit, written_by
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_function

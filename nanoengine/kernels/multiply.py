@@ -7,7 +7,7 @@ A weight is a tuple, whose form says what it is:
                                                        `linear_of_rounded`, unless x is of pairs;
                                                        bytes, in groups:
                                                        `linear_grouped`, signed `linear_floats`
-    (values, scales, bias)                             int8: `cpu_quantized.linear8`
+    (values, scales, bias)                             int8, rotated: `cpu_quantized.linear8`
     (values, form, scales, zeros, group_size, bias)    weight-only: `cpu_weight_only.py`
 """
 
@@ -16,6 +16,8 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
+from nanoengine.kernels.byte_tiles import UNIT
+from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.cpu_linear import (
     as_read,
     linear,
@@ -27,8 +29,6 @@ from nanoengine.kernels.cpu_quantized import (
     linear8,
     linear8_panels,
     quantize_groups,
-    quantize_rows,
-    sums8,
 )
 from nanoengine.kernels.jit import by_types
 from nanoengine.kernels.tiles import PANEL
@@ -60,15 +60,10 @@ def multiply(x, weight, out, workers):
 @by_types()
 def as_multiplied(x, weight, workers):
     """x [T, inputs] as `multiply_panels` reads it: a tuple of arrays, rows first."""
-
-    def of_bytes(x, weight, workers):
-        values, scales, offsets = quantize_rows(x, workers)
-        return values, scales, sums8(offsets)
-
     if len(weight) == 3:
-        return of_bytes
+        return lambda x, weight, workers: quantize_groups(x, GROUP, workers)
     if len(weight) == 2 and weight[0].dtype == types.uint8:
-        return lambda x, weight, workers: quantize_groups(x, workers)
+        return lambda x, weight, workers: quantize_groups(x, UNIT, workers)
     if weight[0].dtype == types.uint32:
         return lambda x, weight, workers: (rounded_rows(x, workers),)
     return lambda x, weight, workers: (x,)
@@ -93,8 +88,9 @@ def from_panel(weight, panel):
 
     def of_bytes(weight, panel):
         w, scales, bias = weight
-        first = panel * (len(w) // (len(bias) // PANEL))
-        return w[first:], scales[panel * PANEL :], bias[panel * PANEL :]
+        panels = len(bias) // PANEL
+        first, scale = panel * (len(w) // panels), panel * (len(scales) // panels)
+        return w[first:], scales[scale:], bias[panel * PANEL :]
 
     return {2: of_floats, 3: of_bytes}.get(len(weight), lambda weight, panel: weight)
 

@@ -20,7 +20,8 @@ from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import cpu_grouped as grouped
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_weight_only as weight_only
-from nanoengine.kernels.byte_tiles import PANEL, UNIT
+from nanoengine.kernels.byte_tiles import OF_GROUP, PANEL
+from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.widen import E2M1, E4M3
@@ -29,9 +30,9 @@ from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS, largest_of_all
 from nanoengine.layers.placement import room_for
-from nanoengine.layers.quantized import QuantizedLinear, has_row_scales
+from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import GGUF
-from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs
+from nanoengine.layers.quantized_weight import QuantizedWeight, of_rotated, pack_pairs
 
 
 def kind_for(quantization: Quantization) -> Callable[..., QuantizedLinear]:
@@ -53,7 +54,7 @@ def _made_at_load(name: str, *, bits: int, **numbers: Any) -> QuantizedLinear:
 def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) -> Any:
     """The kernel by which `CPUQuantizedLinear` multiplies by a matrix that is stored like this one;
     None: it has none, and computes as `QuantizedLinear` does."""
-    if activations == "int8" and has_row_scales(weight):
+    if activations == "int8" and (weight.inputs is not None or weight.has_row_scales):
         return kernels.linear8
     if layout_of(weight) is None:
         return None
@@ -105,12 +106,21 @@ class CPUQuantizedLinear(PanelLinear):
     """A quantized weight in panels. Activations are quantized token by token, so that a row's
     result has the same bits alone and in any batch; or they are left as they are.
 
-    int8 weights have one scale an output, and a kernel of their own; all else is packed by
+    int8 weights of rotated inputs have a kernel of their own; all else is packed by
     `GroupedPanels`. What that has no form for is computed as `QuantizedLinear` does.
     """
 
     panels: GroupedPanels | None = None
     room = staticmethod(room_for)
+
+    @staticmethod
+    def rotated(weight: torch.Tensor) -> QuantizedWeight:
+        """`quantize_rotated` by the kernel that quantizes activations. Why: plain torch takes four
+        times as long."""
+        rows = weight.detach().float().contiguous().numpy()
+        values, groups = map(torch.from_numpy, kernels.quantize_groups(rows, GROUP, num_workers()))
+        scales = groups.unflatten(1, (-1, OF_GROUP))[:, :, -1].contiguous().view(torch.float32)
+        return of_rotated(values, scales, weight.shape[1])
 
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         super().create(shape, dtype, device)
@@ -165,16 +175,15 @@ class CPUQuantizedLinear(PanelLinear):
             super().pack(weight)
             return
         self.form = "rows"
-        self.values = _panels(_padded(weight.values, UNIT), 4)
-        self.scales = _panels(_padded(weight.scales))
+        self.values = _panels(_padded(weight.values), 4)
+        self.scales = _panels(_padded(_short(weight.scales)))
 
     def replace(self, weight: QuantizedWeight, first: int) -> None:
         if self.form == "grouped":
             replace_rows(self.values, weight, first)
         elif self.form == "rows":
-            values = F.pad(weight.values, (0, -self.in_features % UNIT))
-            _replace(self.values, values, first, 4)
-            _replace(self.scales, weight.scales, first)
+            _replace(self.values, weight.values, first, 4)
+            _replace(self.scales, _short(weight.scales), first)
         else:
             super().replace(weight, first)
 
@@ -253,9 +262,14 @@ def _in_bytes(weight: QuantizedWeight) -> torch.Tensor:
     return pack_pairs(weight).view(torch.int8) if weight.bits == 4 else weight.values
 
 
-def _padded(matrix: torch.Tensor, unit: int = 1) -> torch.Tensor:
-    """[N, K] with whole panels of outputs and whole units of inputs."""
-    return F.pad(matrix, (0, -matrix.shape[1] % unit, 0, -len(matrix) % PANEL))
+def _padded(matrix: torch.Tensor) -> torch.Tensor:
+    """[N, K] with whole panels of outputs."""
+    return F.pad(matrix, (0, 0, 0, -len(matrix) % PANEL))
+
+
+def _short(scales: torch.Tensor) -> torch.Tensor:
+    """The bits of scales that are bfloat16 numbers, int16."""
+    return scales.bfloat16().view(torch.int16)
 
 
 def _panels(matrix: torch.Tensor, inputs: int = 1) -> torch.Tensor:

@@ -26,6 +26,7 @@ from torch import nn
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.errors import ConfigError, WeightLoadError
+from nanoengine.kernels.code_tables import GROUP
 from nanoengine.layers.kernels import ROUTERS, LinearMethod
 from nanoengine.layers.quantized_formats import FORMATS, GGUF, StoredFormat
 from nanoengine.layers.quantized_weight import (
@@ -35,6 +36,8 @@ from nanoengine.layers.quantized_weight import (
     of_groups,
     pack_pairs,
     quantize,
+    quantize_rotated,
+    rotate,
     unpack_pairs,
 )
 
@@ -103,7 +106,8 @@ class QuantizedLinear(LinearMethod):
     A tied weight is quantized as a copy: the embedding still looks up rows of the float one.
 
     Args:
-        bits, group_size: of what `load` quantizes; group_size None: one scale a row.
+        bits, group_size: of what `load` quantizes; group_size None: one scale per output, or
+            per rotated group where activations are int8.
         activations: "int8" quantizes them in groups of a token's inputs, see
             `quantize_activations`; "float" leaves them as they are.
         stored: the format of a checkpoint that holds this layer quantized already.
@@ -111,6 +115,8 @@ class QuantizedLinear(LinearMethod):
     Raises:
         ConfigError: from `create`: the inputs are no multiple of the group size, or on a GPU.
     """
+
+    rotated = staticmethod(quantize_rotated)
 
     def __init__(
         self,
@@ -153,7 +159,9 @@ class QuantizedLinear(LinearMethod):
             weight = self.tied[first : first + len(weight)].copy_(weight)
         take = self.replace if self.is_loaded else self.load_quantized
         for start in range(0, len(weight), ROWS_AT_ONCE):
-            part = quantize(weight[start : start + ROWS_AT_ONCE], self.bits, self.group_size)
+            rows = weight[start : start + ROWS_AT_ONCE]
+            rotated = self.activations == "int8" and self.bits == 8
+            part = self.rotated(rows) if rotated else quantize(rows, self.bits, self.group_size)
             take(part, first + start)
 
     @property
@@ -163,11 +171,15 @@ class QuantizedLinear(LinearMethod):
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
         """Takes rows from `first` on; with the last of them the whole is packed. Rows of another
-        form than those before them are a method of their own.
+        form than those before them are a method of their own. Stored rows of one scale per output
+        are rotated and rounded again where activations are int8: one scale per token would cost
+        more than the second rounding.
 
         Raises:
             WeightLoadError: they have another order of inputs.
         """
+        if self.activations == "int8" and weight.has_row_scales:
+            weight = self.rotated(weight.dequantized())
         if not self._parts:
             self.order = weight.order
         self.check_order(weight)
@@ -264,22 +276,18 @@ def kept_values(weight: QuantizedWeight) -> torch.Tensor:
     return pack_pairs(weight) if pairs else weight.values
 
 
-def has_row_scales(weight: QuantizedWeight) -> bool:
-    """Whether these are int8 values with one scale per output and nothing else."""
-    plain = weight.zeros is None and weight.mins is None and weight.factors is None
-    return plain and weight.bits == 8 and weight.group_size == weight.values.shape[1]
-
-
 def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """[T, K] floats, quantized by `quantize_activations`, times the weight: [T, N] of x's dtype.
+    Inputs of a rotated weight are rotated first.
 
     Inputs that share both scales, those of the weight and of the activations, have dot products of
     integers, exact in any order of addition. They are multiplied by both scales and added up in the
     order of inputs. So a row's result is the same bits in any batch.
     """
-    wide, inputs = torch.promote_types(x.dtype, torch.float32), x.shape[1]
-    size = inputs if has_row_scales(weight) else ACTIVATION_GROUP
-    values, row_scales = quantize_activations(x, size)
+    dtype, wide, size = x.dtype, torch.promote_types(x.dtype, torch.float32), ACTIVATION_GROUP
+    if weight.inputs is not None:
+        x, size = rotate(x.to(wide)), GROUP
+    inputs, (values, row_scales) = x.shape[1], quantize_activations(x, size)
     scales = of_groups(weight.scales, weight.factors)
     mins = None if weight.mins is None else of_groups(weight.mins, weight.min_factors)
     total = torch.zeros(len(x), len(weight.values), dtype=wide)
@@ -294,4 +302,4 @@ def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
         if mins is not None:
             dots -= sums * mins[:, group]
         total += (dots * row_scales[:, start // size].unsqueeze(1)).to(wide)
-    return total.to(x.dtype)
+    return total.to(dtype)

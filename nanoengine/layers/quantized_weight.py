@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from nanoengine.errors import WeightLoadError
+from nanoengine.kernels.code_tables import GROUP, ROTATED
 
 GROUP_SIZE = 32
 """Inputs that share a scale in int4 weights made here. Source: Q4_0 of ggml."""
@@ -44,6 +46,8 @@ class QuantizedWeight:
             of 4 in groups of 16; None: all 0.
         factors, min_factors: [N, blocks] float32, of blocks of equal size, numbers of float16 where
             there are both; None: `scales` and `mins` are floats.
+        inputs: K of a weight of rotated inputs, see `quantize_rotated`, whose values are padded to
+            whole groups; None: it is not rotated.
     """
 
     values: torch.Tensor
@@ -58,11 +62,19 @@ class QuantizedWeight:
     mins: torch.Tensor | None = None
     factors: torch.Tensor | None = None
     min_factors: torch.Tensor | None = None
+    inputs: int | None = None
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether it is 8-bit integers times one scale per output, and nothing else."""
+        plain = self.form == (8, self.values.shape[1], None, (), *[False] * 5)
+        return plain and self.zeros is None
 
     @property
     def form(self) -> tuple[Any, ...]:
         """What matrices have in common that are packed alike."""
-        there = (part is not None for part in (self.mins, self.factors, self.min_factors))
+        parts = self.mins, self.factors, self.min_factors, self.inputs
+        there = (part is not None for part in parts)
         return self.bits, self.group_size, self.lowest, self.table, self.floats, *there
 
     def dequantized(self) -> torch.Tensor:
@@ -75,6 +87,8 @@ class QuantizedWeight:
         if self.mins is not None:
             grouped = grouped - of_groups(self.mins, self.min_factors).unsqueeze(2)
         weight = grouped.flatten(1)
+        if self.inputs is not None:
+            return rotate(weight)[:, : self.inputs]
         if self.order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
@@ -164,6 +178,46 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
     divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
     values = (grouped / divisors).round_().clamp_(low, high).to(torch.int8).flatten(1)
     return QuantizedWeight(values=values, scales=scales, bits=bits, group_size=group_size)
+
+
+def quantize_rotated(weight: torch.Tensor) -> QuantizedWeight:
+    """[N, K] of any floating dtype as int8 weights of rotated inputs: rows are rotated and divided
+    by ROTATED, and `multiply_int8` rotates activations. Each GROUP inputs have one scale, which is
+    a bfloat16 number so that it takes 2 bytes.
+
+    Why: trained models have a few inputs that are much larger than all others. A rotation spreads
+    such an input over its block, so that the other inputs keep most of their bits.
+
+    Source: rotation before rounding, Ashkboos et al., QuaRot (arXiv 2404.00456).
+    """
+    grouped = rotate(weight.detach().float()).unflatten(1, (-1, GROUP))
+    scales = grouped.abs().amax(2) / 127
+    # Why no division by the scale: kernels multiply, and stored integers have many ties.
+    factors = torch.where(scales == 0, 0.0, 1 / scales).unsqueeze(2)
+    values = (grouped * factors).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
+    return of_rotated(values, scales, weight.shape[1])
+
+
+def of_rotated(values: torch.Tensor, scales: torch.Tensor, inputs: int) -> QuantizedWeight:
+    """What `quantize_rotated` makes of int8 values [N, K] of rotated rows and their scales."""
+    short = scales.bfloat16().float() / ROTATED
+    return QuantizedWeight(values=values, scales=short, bits=8, group_size=GROUP, inputs=inputs)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """[T, K], padded with zeros to whole groups, each ROTATED inputs times the Hadamard matrix of
+    1 and -1: neighbours at distance 1, 2, 4 and 8 are replaced by their sum and their difference.
+
+    Twice is ROTATED times the identity. The order of additions is that of the kernels.
+    """
+    grouped = F.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, ROTATED))
+    # Why apart: additions of neighbours in memory take ten times as long.
+    lanes, step = list(grouped.movedim(2, 0).contiguous()), 1
+    while step < ROTATED:
+        pairs = ((lane, lanes[i ^ step], i & step) for i, lane in enumerate(lanes))
+        lanes = [other - lane if second else lane + other for lane, other, second in pairs]
+        step *= 2
+    return torch.stack(lanes, 2).flatten(1)
 
 
 def row_factors(scales: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ class TritonQuantizedLinear(QuantizedLinear):
 
     def pack(self, weight: QuantizedWeight) -> None:
         table = weight.table and E2M1
-        assert weight.form[2:] == (None, table, weight.floats, False, False, False), weight.form
+        assert weight.form[2:] == (None, table, weight.floats, *[False] * 4), weight.form
         if self.order is not None:
             self.order = self.order.to(self.device)
         self.form = "e4m3" if weight.floats else "e2m1" if table else f"int{weight.bits}"

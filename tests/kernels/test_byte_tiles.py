@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanoengine.kernels.byte_tiles import shapes8, shapes16, tile8, tile16
+from nanoengine.kernels.byte_tiles import OF_GROUP, shapes8, shapes16, tile8, tile16
+from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.isa import ISAS
 from nanoengine.kernels.tiles import PANEL
 from tests.support.tile_functions import Compiled, runnable
@@ -17,20 +18,28 @@ pytestmark = pytest.mark.guards(
     "tests/support/tile_functions.py",
 )
 
-INPUTS, ROWS, PANELS = 96, 8, 4
+INPUTS, ROWS, PANELS = 192, 8, 4
+GROUPS = INPUTS // GROUP
 RANDOM = np.random.default_rng(2)
 X = RANDOM.integers(-127, 128, (ROWS, INPUTS)).astype(np.int8)
 X[0], X[1] = 127, np.where(np.arange(INPUTS) % 2, -127, 127)  # the largest sums there are
-X_SCALES, W_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in (ROWS, 64, 64))
+X_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in ((ROWS, GROUPS), 64))
+W_SCALES = RANDOM.integers(0x3800, 0x3F80, (GROUPS, 64)).astype(np.int16)  # bits of bfloat16
 # Why: tiles of bytes depend on nothing else.
 DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
 
 
 def scaled(exact: np.ndarray, rows: int, panels: int) -> np.ndarray:
-    """What a tile makes of its sums [ROWS, PANELS * 16]; its one rounding is that of float64."""
+    """What a tile makes of the sums of groups [GROUPS, ROWS, PANELS * 16]: one rounding for the
+    scale of the weights, and one for each addition, which is that of float64."""
     count = panels * PANEL
-    scales = (X_SCALES[:rows, None] * W_SCALES[:count]).astype(np.float64)
-    return (exact[:rows, :count] * scales + BIAS[:count]).astype(np.float32)
+    scales = (W_SCALES.astype(np.uint32) << 16).view(np.float32)
+    total = np.tile(BIAS[:count], (rows, 1))
+    for group in range(GROUPS):
+        sums = exact[group, :rows, :count].astype(np.float32) * scales[group, :count]
+        product = sums.astype(np.float64) * X_SCALES[:rows, group, None]
+        total = (total + product).astype(np.float32)
+    return total
 
 
 def by_panel(weight: np.ndarray, of_line: int) -> np.ndarray:
@@ -43,15 +52,16 @@ def test_int8(name):
     isa = runnable(name)
     weight = RANDOM.integers(-128, 128, (PANELS * PANEL, INPUTS)).astype(np.int8)
     weight[0], weight[1] = -128, 127
-    exact = X.astype(np.int64) @ weight.astype(np.int64).T
+    grouped, weights = X.reshape(ROWS, GROUPS, -1), weight.reshape(len(weight), GROUPS, -1)
+    exact = np.einsum("rgk,ngk->grn", grouped.astype(np.int64), weights.astype(np.int64))
     w = np.ascontiguousarray(by_panel(weight, 4))
-    offset = -128 if isa.byte_dots == "vpdpbusd" else 0
-    starts = (offset * X.astype(np.int32).sum(1)).astype(np.int32)
+    numbers = np.zeros((ROWS, GROUPS, OF_GROUP), np.int32)
+    numbers[:, :, 0], numbers[:, :, -1] = -8 * grouped.sum(2, np.int32), X_SCALES.view(np.int32)
+    w_scales = np.ascontiguousarray(W_SCALES.reshape(GROUPS, PANELS, PANEL).swapaxes(0, 1))
     for rows, panels in shapes8(isa):
         out = np.zeros((rows, panels * PANEL), np.float32)
         tile = Compiled(lambda module, r=rows, p=panels: tile8(module, isa, r, p))
-        tile(X, INPUTS, starts, X_SCALES, w, w[0].nbytes, INPUTS // 4, W_SCALES, BIAS,
-             out, panels * PANEL, 0, 0)  # fmt: skip
+        tile(X, numbers, w, w_scales, GROUPS, BIAS, out, panels * PANEL, 0, 0)
         np.testing.assert_array_equal(out, scaled(exact, rows, panels))
 
 

@@ -195,17 +195,15 @@ def test_quantized_kernels_equal_the_plain_layer(bits, outputs, inputs, group_si
 
 
 def test_an_extreme_dot_product_is_exact():
+    """The largest sums of a group: alternating signs are a single input after the rotation."""
     _, fast = quantized_pair(8, 16, 64, 64, zeros=False)
+    values = torch.full((16, 64), -127, dtype=torch.int8)
     fast.load_quantized(
-        QuantizedWeight(
-            values=torch.full((16, 64), -128, dtype=torch.int8),
-            scales=torch.ones(16, 1),
-            zeros=None,
-            bits=8,
-            group_size=64,
-        )
+        QuantizedWeight(values=values, scales=torch.ones(16, 1), bits=8, group_size=64, inputs=64)
     )
-    assert (fast.apply(torch.full((1, 64), 127.0), None) == -128 * 127 * 64).all()
+    x = torch.zeros(1, 64)
+    x[:, ::16] = 127  # rotated, each is 127 sixteen times
+    assert (fast.apply(x, None) == -127 * 127 * 64).all()
 
 
 def test_weights_lie_side_by_side_in_one_array(tmp_path):

@@ -25,7 +25,7 @@ from nanoengine.cli import main as cli
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.options import engine_options
 from nanoengine.errors import WeightLoadError
-from nanoengine.kernels.code_tables import E2M1
+from nanoengine.kernels.code_tables import E2M1, GROUP, ROTATED
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import (
@@ -37,6 +37,8 @@ from nanoengine.layers.quantized_weight import (
     QuantizedWeight,
     pack_pairs,
     quantize,
+    quantize_rotated,
+    rotate,
     unpack_pairs,
 )
 from nanoengine.models import loader
@@ -188,18 +190,27 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(option: str) -> None:
 # --- the layer ------------------------------------------------------------------------------------
 
 
+def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
+    """What int8 layers make of inputs [T, K]: groups of rotated inputs, rounded one by one."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    values, scales = quantize_activations(rotate(wide), GROUP)
+    back = rotate(values.double() * scales.double().repeat_interleave(GROUP, 1)) / ROTATED
+    return back[:, : x.shape[1]]
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.dtype) -> None:
     weight, x, bias = random(48, 96), random(2, 5, 96, seed=1, dtype=dtype), random(48, seed=2)
     made = method(weight, option, dtype=dtype)
     bits, group_size = (8, 96) if option.startswith("int8") else (4, 32)
-    matrix = quantize(weight, bits, group_size).dequantized().double()
-    inputs = x.double()
-    if not option.endswith("weight_only"):
-        values, scales = quantize_activations(x.flatten(0, 1), group_size)
-        inputs = values.double() * scales.double().repeat_interleave(group_size, 1)
-        inputs = inputs.view_as(x)
+    rounded = quantize_rotated(weight) if option == "int8" else quantize(weight, bits, group_size)
+    matrix, inputs = rounded.dequantized().double(), x.double()
+    if option == "int8":
+        inputs = rounded_inputs(x.flatten(0, 1)).view_as(inputs)
+    elif option == "int4":
+        values, scales = quantize_activations(x.flatten(0, 1), 32)
+        inputs = (values.double() * scales.double().repeat_interleave(32, 1)).view_as(inputs)
     expected = inputs @ matrix.T + bias.double()
     found = made.apply(x, bias.to(dtype))
     assert found.dtype == dtype
@@ -209,6 +220,42 @@ def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.
     if dtype != torch.bfloat16:
         exact = x.double() @ weight.double().T + bias.double()
         assert (found.double() - exact).abs().max() > 100 * tolerance, "nothing was quantized"
+
+
+def test_a_few_large_inputs_leave_the_others_their_bits() -> None:
+    """Inputs of trained models have columns that are 30 times as large as the rest. With one scale
+    per token and per output the squared error is 34 times as large."""
+    weight, x = random(64, 640), random(20, 640, seed=1)
+    x[:, [5, 300]] *= 30
+    exact = x.double() @ weight.double().T
+    error = (method(weight, "int8").apply(x, None) - exact).square().mean() / exact.square().mean()
+    assert error < 1e-4
+
+
+def test_stored_rows_of_one_scale_are_rotated_where_activations_are_int8() -> None:
+    stored = quantize(random(48, 96), 8, 96)
+    x = random(5, 96, seed=1)
+    for activations, most in (("int8", 2e-4), ("float", 1e-12)):
+        made = QuantizedLinear("x", bits=8, group_size=None, activations=activations)
+        made.create((48, 96), torch.float32, CPU)
+        made.load_quantized(stored)
+        exact = x.double() @ stored.dequantized().double().T
+        error = (made.apply(x, None) - exact).square().mean() / exact.square().mean()
+        assert error < most
+
+
+@pytest.mark.parametrize("inputs", [64, 72, 640])
+def test_rotated_rows_are_rounded_once(inputs: int) -> None:
+    """Also where one group holds all inputs, so that it could be taken for one scale per output."""
+    weight = random(16, inputs)
+    made = QuantizedLinear("x", bits=8, group_size=None, activations="int8")
+    made.create((16, inputs), torch.float32, CPU)
+    made.load(weight)
+    expected = quantize_rotated(weight)
+    assert torch.equal(made.values, expected.values)
+    assert (expected.dequantized() - weight).abs().max() < 0.04
+    assert torch.equal(expected.scales, expected.scales.bfloat16().float())
+    assert expected.values.abs().amax() <= 127
 
 
 @pytest.mark.parametrize("option", ["int8", "int4"])
@@ -292,7 +339,11 @@ def test_a_model_computes_with_the_dequantized_weights(
         is_head = module is plain.lm_head.method
         bits = 8 if option.startswith("int8") or is_head else 4
         size = module.weight.shape[1] if bits == 8 else 32
-        weight = quantize(module.weight, bits, size).dequantized().double()
+        rotated = bits == 8 and not option.endswith("weight_only")
+        rounded = (
+            quantize_rotated(module.weight) if rotated else quantize(module.weight, bits, size)
+        )
+        weight = rounded.dequantized().double()
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
     # A tied head's weight is quantized as a copy; tokens are looked up in the float one.
     embedding = plain.model.embed_tokens
@@ -315,14 +366,16 @@ def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) ->
         model = build(tmp_path, kernels=cpu_kernels(torch.float32, quantization))
         count, num_bytes = model_size(model)
         assert count == plain
-        layers = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96)
         rows = 2 * (128 + 64 + 2 * 96 + 64)
-        scales, share = 4 * rows, 8
-        if option == "int4":  # Two bytes a group, of whole blocks of 256; and what is in an array.
-            scales, share = scales + rows * 8 * 2 + 2 * 4 * 256, 4
-        head = 256 * 64 + 256 * 4
+        if option == "int8":  # Inputs fill groups of 64, which have scales of two bytes.
+            layers = 2 * (64 * 128 + 64 * 64 + 2 * 64 * 96 + 64 * 128)
+            scales = 2 * (rows + 2 * 64)
+        else:  # Two bytes a group, of whole blocks of 256; and what is in an array.
+            layers = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96) // 2
+            scales = 4 * rows + rows * 8 * 2 + 2 * 4 * 256
+        head = 256 * 64 + 256 * 2
         floats = 4 * (256 * 64 + 5 * 64)
-        assert num_bytes == layers * share // 8 + scales + head + floats
+        assert num_bytes == layers + scales + head + floats
 
 
 def test_ranks_hold_parts_of_the_quantized_model(tmp_path: Path) -> None:
