@@ -203,23 +203,13 @@ def _gather(x, order, taken, out, lo, hi):
             row[i] = source[i]
 
 
-@by_types(FASTMATH)
+@compiled(fastmath=FASTMATH)
 def gather(x, order, taken, num_workers):
-    """[R, ...]: of x [T, ...] what the token has that place order[r] is of."""
-
-    def rows(x, order, taken, num_workers):
-        out = empty((len(order), x.shape[1]), x.dtype)
-        workers = 1 if out.size <= SMALL else num_workers
-        parallel_for(_gather, len(out), workers, (x, order, taken, out))
-        return out
-
-    def numbers(x, order, taken, num_workers):
-        out = empty((len(order),), x.dtype)
-        for r in range(len(order)):
-            out[r] = x[order[r] // taken]
-        return out
-
-    return rows if x.ndim == 2 else numbers
+    """[R, K]: of x [T, K] the row of the token that place order[r] is of."""
+    out = empty((len(order), x.shape[1]), x.dtype)
+    workers = 1 if out.size <= SMALL else num_workers
+    parallel_for(_gather, len(out), workers, (x, order, taken, out))
+    return out
 
 
 @by_types()

@@ -241,7 +241,7 @@ def _ordered(x):
 def _highest(row, lo, hi):
     """The largest of `_ordered` outputs lo ... hi - 1."""
     highest, part = np.int32(-0x80000000), row[lo:hi]
-    for i in range(len(part)):  # Why by index: as in `_largest` of cpu_quantized.py
+    for i in range(len(part)):  # Why by index: numba's way to walk an array is no vector loop
         output = _ordered(part[i])
         highest = output if output > highest else highest
     return highest
