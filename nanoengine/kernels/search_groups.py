@@ -65,10 +65,10 @@ def _search_groups(weights, most, stretches, found, lo, hi):
             for _ in range(2):
                 c, cc, cg = _sums(group, scale, low, most)
                 spread = SIZE * cc - c * c
-                if spread > ZERO:  # else all codes are the same
+                if spread > ZERO:
                     scale, low = (SIZE * cg - c * total) / spread, (cc * total - c * cg) / spread
-                    if low > ZERO:
-                        scale, low = cg / cc, ZERO
+                if cc > ZERO and (low > ZERO or spread <= ZERO):  # or all codes are the same
+                    scale, low = cg / cc, ZERO
                 error = _error(scale, low, c, cc, cg, total)
                 if error < least:
                     least, found[g, 0], found[g, 1] = error, scale, -low

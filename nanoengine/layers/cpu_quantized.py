@@ -42,8 +42,8 @@ def kind_for(quantization: Quantization) -> Callable[..., QuantizedLinear]:
 
 
 def _made_at_load(name: str, *, bits: int, **numbers: Any) -> QuantizedLinear:
-    """Weight-only integers that `quantize` makes: those of fewer than 8 bits have minima, which only
-    panels of groups hold."""
+    """Weight-only integers that `quantize` makes: those of fewer bits than 8 have minima, which
+    only panels of groups hold."""
     kind = CPUWeightOnlyLinear if bits == 8 else CPUQuantizedLinear
     return kind(name, bits=bits, **numbers)
 

@@ -250,7 +250,9 @@ def pack(
             packed = packed_groups(weight.scales, taken, UNITS * form.halves)
             lines = [*((n, 1) for n in halves), (packed.flatten(1), packed.shape[2])]
     else:
-        factors, halves = _halves([weight.scales] if form.offset != MINS else [weight.scales, taken])
+        factors, halves = _halves(
+            [weight.scales] if form.offset != MINS else [weight.scales, taken]
+        )
         halves += [taken.half().view(torch.int16)] if form.offset == ZEROS else []
         times = -(-weight.group_size // (UNIT << shift))  # a group that is longer has several
         halves = [n if times == 1 else n.repeat_interleave(times, 1) for n in halves]

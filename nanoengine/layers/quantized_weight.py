@@ -48,9 +48,9 @@ class QuantizedWeight:
         floats: the values are the bits of e4m3 floats, none of them NaN.
         mins: [N, G] float32, or uint8 where there are `min_factors`, of 6 bits as scales are then,
             of 4 in groups of 16; None: all 0.
-        factors, min_factors: [N, blocks] float32, of blocks of `BLOCK` inputs, the last of which may
-            be shorter, or of equal blocks. Where there are both, they have 11 bits relative to the
-            row's factor (`short`). None: `scales` and `mins` are floats.
+        factors, min_factors: [N, blocks] float32, of blocks of `BLOCK` inputs, the last of which
+            may be shorter, or of equal blocks. Where there are both, they have 11 bits relative to
+            the row's factor (`short`). None: `scales` and `mins` are floats.
     """
 
     values: torch.Tensor
@@ -97,7 +97,9 @@ class QuantizedWeight:
         unit = size if self.factors is None else shared_inputs(num_columns, self.factors)
         if unit >= num_columns:
             unit = 1  # what all inputs share goes along with any of them
-        elif stop - start < num_columns and (self.order is not None or start % unit or stop % unit):
+        elif stop - start < num_columns and (
+            self.order is not None or start % unit or (stop % unit and stop < num_columns)
+        ):
             raise WeightLoadError(
                 f"inputs {start} to {stop} cut through the quantized groups of {unit}: use fewer"
                 " ranks"

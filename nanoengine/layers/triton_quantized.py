@@ -253,8 +253,8 @@ def cut(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
 
 
 def with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
-    """A weight of `quantize_with_mins` in a form that the kernel multiplies: with zero points, which
-    are floats; 5 bits in a byte each. Others are as they were."""
+    """A weight of `quantize_with_mins` as the kernel multiplies it: with zero points, which are
+    floats, and 5 or 6 bits in a byte each. Other weights are returned as they are."""
     if weight.mins is None or weight.factors is None:
         return weight
     scales, mins = (
