@@ -83,10 +83,13 @@ def int4_bits(name: str, outputs: int, inputs: int) -> int:
     Why more than 4 for some: errors of v_proj and down_proj cost most, and a narrow model is hurt
     more by the same errors. llama.cpp's Q4_K_M does the same, with more bytes per weight.
     """
-    hidden_size = outputs if name.endswith(("o_proj", "down_proj")) else inputs
+    kind = name.rpartition(".")[2]
+    hidden_size = outputs if kind in ("o_proj", "down_proj") else inputs
     is_narrow = hidden_size < NARROW and hidden_size % BLOCK != 0
-    is_gate = name.endswith(("gate_proj", "up_proj"))
-    return 4 + name.endswith(("v_proj", "down_proj")) + (is_narrow and not is_gate)
+    if is_narrow and kind == "v_proj":
+        return 8
+    is_gate = kind in ("gate_proj", "up_proj", "gate_up_proj")
+    return 4 + (kind in ("v_proj", "down_proj")) + (is_narrow and not is_gate)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -169,6 +169,8 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
         return quantize_with_mins(weight, bits)
     grouped = weight.unflatten(1, (-1, group_size))
     scales = grouped.abs().amax(2) / 127
+    if group_size < weight.shape[1]:
+        scales = short(scales)
     # Why 1: a group of zeros has no scale, and any will do.
     divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
     values = (grouped / divisors).round_().clamp_(-127, 127).to(torch.int8).flatten(1)

@@ -86,7 +86,8 @@ def test_every_weight_of_8_bits_is_off_by_half_a_step_at_most(
     assert quantized.values.min() >= -127
     steps = quantized.scales.abs().repeat_interleave(group_size, 1)
     error = (quantized.dequantized() - weight).abs()
-    assert (error <= steps * 0.5 * (1 + 1e-5)).all()
+    # Scales of groups are rounded to 11 bits.
+    assert (error <= steps * (0.5 + 127 * 2**-11 * (group_size < 96)) * (1 + 1e-5)).all()
     assert (quantized.dequantized()[1] == 0).all()
 
 
@@ -311,15 +312,15 @@ def test_which_layers_are_quantized_and_how() -> None:
 
 
 FEW_BITS = {
-    "qkv_proj": [(96, 5), (32, 6)], "o_proj": [(64, 5)], "gate_up_proj": [(192, 4)],
+    "qkv_proj": [(96, 5), (32, 8)], "o_proj": [(64, 5)], "gate_up_proj": [(192, 4)],
     "down_proj": [(64, 6)],
 }  # fmt: skip
 """Rows and bits of the matrices of a layer of the checkpoints here, whose hidden size is 64."""
 
 
 def test_int4_has_more_bits_where_errors_cost_most() -> None:
-    for hidden, bits in ((576, (5, 6, 5, 4, 6)), (768, (4, 5, 4, 4, 5)), (4096, (4, 5, 4, 4, 5))):
-        shapes = {"q_proj": (hidden, hidden), "v_proj": (192, hidden), "o_proj": (hidden, 2048),
+    for hidden, bits in ((576, (5, 8, 5, 4, 6)), (768, (4, 5, 4, 4, 5)), (4096, (4, 5, 4, 4, 5))):
+        shapes = {"qkv_proj": (hidden, hidden), "v_proj": (192, hidden), "o_proj": (hidden, 2048),
                   "gate_up_proj": (3072, hidden), "down_proj": (hidden, 1536)}  # fmt: skip
         assert tuple(int4_bits(f"model.layers.0.x.{n}", *s) for n, s in shapes.items()) == bits
 
@@ -344,7 +345,7 @@ def test_a_model_computes_with_the_dequantized_weights(
         of_rows = FEW_BITS.get(last) if option.startswith("int4") else None
         parts = module.weight.split([n for n, _ in of_rows] if of_rows else len(module.weight))
         rounded = [
-            quantize(part, bits, 32 if bits < 8 else part.shape[1]).dequantized()
+            quantize(part, bits, 32 if of_rows else part.shape[1]).dequantized()
             for part, (_, bits) in zip(parts, of_rows or [(0, 8)], strict=True)
         ]
         weight = torch.cat(rounded).double()

@@ -335,13 +335,13 @@ def test_weights_are_quantized_while_they_load(option: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("bits", [4, 5, 6])
 def test_weights_with_minima_get_zero_points(bits: int) -> None:
     floats = torch.randn(40, 256, generator=torch.Generator().manual_seed(3))
-    floats[:, 0], floats[:, 32:64] = 100, -0.3
+    floats[:, 0], floats[:, 32:64] = 1000, -0.3
     weight = quantize(floats, bits, 32)
     assert not weight.scales[:, 1].any() and weight.mins[:, 1].all()
     method, x = layer(weight), torch.randn(5, 256, generator=torch.Generator().manual_seed(4))
     assert method.form == ("int4" if bits == 4 else "int8")
     expected = x.double() @ weight.dequantized().double().T
-    assert (method.apply(x.to(DEVICE), None) - expected).abs().max() < 1e-3
+    assert (method.apply(x.to(DEVICE), None) - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
 def test_new_rows_come_in_the_place_of_old_ones() -> None:
