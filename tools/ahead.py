@@ -27,7 +27,7 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0)
 SAMPLED = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=1)
 LINES = (
     "pack_groups.pack_lines (Array({}, 2, 'C', False, aligned=True),"
-    " Array(uint8, 1, 'C', False, aligned=True), int64, int64, int64, int64, int64, int64)"
+    " Array(uint8, 1, 'C', False, aligned=True), int64, int64, int64, int64, int64, int64, int64)"
 )
 """Of K types in GGUF files, of which none is in the package."""
 

@@ -105,26 +105,27 @@ def pack_codes(rows, size, places, widths, data, first, step, header, bits, flip
 
 
 @compiled(fastmath=())
-def _pack_lines(numbers, data, first, step, block, groups, stride, lo, hi):
+def _pack_lines(numbers, data, first, step, block, groups, stride, lanes, lo, hi):
     lines, (count, columns) = data.view(numbers.dtype), numbers.shape
     width = numbers.itemsize
     for p in range(lo, hi):
         rows = min(PANEL, count - p * PANEL)
         for group in range(-(-columns // groups) * groups):
             at = first + p * step + group // groups * block + group % groups * stride
-            for j in range(PANEL):
+            for j in range(lanes):
                 there = j < rows and group < columns
                 lines[at // width + j] = numbers[p * PANEL + j, group] if there else 0
 
 
 @compiled(fastmath=())
-def pack_lines(numbers, data, first, step, block, groups, stride, num_workers):
+def pack_lines(numbers, data, first, step, block, groups, stride, lanes, num_workers):
     """Writes numbers [N, G] of groups, 16 outputs side by side, from byte `first` of data on, which
     is where the first panel's first block has those of its first group.
 
     Args:
         step, block, stride: bytes from panel to panel, block to block and group to group.
-        groups: of a block; those behind the last one are 0, and so are outputs that fill a panel.
+        groups: of a block; those after the last one are 0.
+        lanes: outputs of a panel that are written, those after the last row as 0.
     """
-    operands = numbers, data, first, step, block, groups, stride
+    operands = numbers, data, first, step, block, groups, stride, lanes
     parallel_for(_pack_lines, -(-len(numbers) // PANEL), num_workers, operands)

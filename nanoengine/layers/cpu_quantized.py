@@ -22,7 +22,6 @@ from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_weight_only as weight_only
 from nanoengine.kernels.byte_tiles import OF_GROUP, PANEL
 from nanoengine.kernels.code_tables import GROUP
-from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.widen import E2M1, E4M3
 from nanoengine.layers.gguf_blocks import read_scales, stored_codes
@@ -44,10 +43,9 @@ def kind_for(quantization: Quantization) -> Callable[..., QuantizedLinear]:
 
 
 def _made_at_load(name: str, *, bits: int, **numbers: Any) -> QuantizedLinear:
-    """Weight-only numbers that `quantize` makes: panels of groups hold those of 4 bits exactly, as
-    their scales are `short`, and by vectors of 512 bits one row multiplies them sooner."""
-    sooner = bits == 4 and CURRENT.vector_bits == 512
-    kind = CPUQuantizedLinear if sooner else CPUWeightOnlyLinear
+    """Weight-only integers that `quantize` makes: those of fewer bits than 8 have minima, which
+    only panels of groups hold."""
+    kind = CPUWeightOnlyLinear if bits == 8 else CPUQuantizedLinear
     return kind(name, bits=bits, **numbers)
 
 

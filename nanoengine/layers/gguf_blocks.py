@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nanoengine.checkpoint.gguf import TYPES
 from nanoengine.errors import WeightLoadError
@@ -81,7 +82,8 @@ def _sixes(scales: torch.Tensor) -> Scales:
 def packed_groups(scales: torch.Tensor, mins: torch.Tensor, groups: int) -> torch.Tensor:
     """Scales and mins [N, G] of blocks of 8 or 16 groups, as Q4_K and Q2_K have them: [N, B, 12 or
     16] uint8."""
-    scales, mins = (n.view(torch.uint8).unflatten(1, (-1, groups)) for n in (scales, mins))
+    filled = (F.pad(n.view(torch.uint8), (0, -n.shape[1] % groups)) for n in (scales, mins))
+    scales, mins = (n.unflatten(1, (-1, groups)) for n in filled)
     if groups == 16:
         return scales | (mins << 4)
     (first, last), (first_mins, last_mins) = (n.split(4, 2) for n in (scales, mins))

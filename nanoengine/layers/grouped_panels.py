@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -37,9 +37,9 @@ from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.tiles import LINE, PANEL
 from nanoengine.layers.gguf_blocks import StoredCodes, packed_groups
 from nanoengine.layers.placement import room_for
-from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, quantize, row_factors
+from nanoengine.layers.quantized_weight import BLOCK, QuantizedWeight, codes_of, row_factors
 
-BLOCK = UNIT * UNITS
+assert BLOCK == UNIT * UNITS
 BYTES = np.array([[four, 0, 0, 0] for four in range(0, UNIT, 4)], np.uint64)
 """Where codes of a byte each are; see `StoredCodes`."""
 
@@ -58,7 +58,7 @@ def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
     two_levels, centered = weight.factors is not None, int(lowest < 0)
     if two_levels:
         assert weight.factors is not None
-        fits = size in (16, 32) and inputs == weight.factors.shape[1] * BLOCK
+        fits = size in (16, 32) and -(-inputs // BLOCK) == weight.factors.shape[1]
         fits &= weight.zeros is None
         shift = 0
     else:
@@ -221,9 +221,15 @@ def pack(
     data: torch.Tensor,
     start: int,
     codes: StoredCodes | None = None,
+    lane: int | None = None,
 ) -> None:
-    """Writes a weight's panels into `data` from byte `start` on; `codes` go before its values."""
+    """Writes a weight's panels into `data` from byte `start` on; `codes` go before its values.
+
+    lane: the first output of the panel that is written; those beside the rows keep what is there.
+    None: whole panels, filled up with zeros.
+    """
     form, shift = layout
+    lanes, lane = PANEL if lane is None else min(len(weight.values), PANEL), lane or 0
     inputs, whole = weight.values.shape[1], data.numpy()
     step, header = kernels.panel_bytes(form, shift, inputs), kernels.header_bytes(form, shift)
     block, flip = header + UNITS * form.bits * LINE, 0
@@ -232,7 +238,7 @@ def pack(
         values = F.pad(values, (0, -inputs % UNIT)) if inputs % UNIT else values
         codes = StoredCodes(values.contiguous().numpy(), UNIT, BYTES, (8, 0))
         flip = (1 << form.bits - 1) * 0x01010101 if form.centered and not form.is_signed else 0
-    pack_codes(*codes, whole, start, step, header, form.bits, flip, num_workers())
+    pack_codes(*codes, whole, start + 4 * lane, step, header, form.bits, flip, num_workers())
     taken = weight.zeros if form.offset == ZEROS else weight.mins
     factors, stride, place = torch.ones(len(weight.values), 1), PANEL, start + LINE
     if form.levels == 2:
@@ -240,37 +246,43 @@ def pack(
         lines = [(weight.factors, 1), (weight.scales, UNITS * form.halves)]
         if taken is not None:
             assert weight.min_factors is not None
-            halves = [n.half().view(torch.int16) for n in (weight.factors, weight.min_factors)]
+            factors, halves = _halves([weight.factors, weight.min_factors])
             packed = packed_groups(weight.scales, taken, UNITS * form.halves)
             lines = [*((n, 1) for n in halves), (packed.flatten(1), packed.shape[2])]
     else:
-        numbers = [weight.scales] if taken is None else [weight.scales, taken]
-        relative = numbers[: 1 + (form.offset == MINS)]
-        if weight.scales.dtype != torch.float16:
-            exact = torch.stack([(n.half().float() == n).all(1) for n in relative]).all(0)
-            factors = torch.where(exact, 1.0, row_factors(torch.cat(relative, 1))).unsqueeze(1)
-            numbers[: len(relative)] = [n / factors for n in relative]
+        factors, halves = _halves(
+            [weight.scales] if form.offset != MINS else [weight.scales, taken]
+        )
+        halves += [taken.half().view(torch.int16)] if form.offset == ZEROS else []
         times = -(-weight.group_size // (UNIT << shift))  # a group that is longer has several
-        # Why as whole numbers: compiled code has no float16.
-        halves = [n.half().view(torch.int16) for n in numbers]
         halves = [n if times == 1 else n.repeat_interleave(times, 1) for n in halves]
         lines, stride = [(n, UNITS >> shift) for n in halves], 2 * PANEL * len(halves)
     for n, count in lines:
-        across = n.numpy(), whole, place, step, block, count, max(stride, n.itemsize * PANEL)
-        pack_lines(*across, num_workers())
+        at, each = place + lane * n.itemsize, max(stride, n.itemsize * PANEL)
+        pack_lines(n.numpy(), whole, at, step, block, count, each, lanes, num_workers())
         place += PANEL * n.itemsize * (count if form.levels == 2 else 1)
-    of_outputs = F.pad(factors, (0, 0, 0, -len(factors) % PANEL)).view(-1, PANEL).view(torch.uint8)
-    data[start:].as_strided((len(of_outputs), LINE), (step, 1)).copy_(of_outputs)
+    of_outputs = F.pad(factors, (0, 0, 0, -len(factors) % lanes)).view(-1, lanes).view(torch.uint8)
+    written = data[start + 4 * lane :].as_strided(of_outputs.shape, (step, 1))
+    written.copy_(of_outputs)
+
+
+def _halves(numbers: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The factor of each output, [N, 1], 1 where its numbers are float16 exactly; and the numbers
+    without it, [N, G] each, as the bits of float16. Why as integers: compiled code has no float16.
+    """
+    factors = torch.ones(len(numbers[0]), 1)
+    if numbers[0].dtype != torch.float16:
+        exact = torch.stack([(n.half().float() == n).all(1) for n in numbers]).all(0)
+        factors = torch.where(exact, 1.0, row_factors(torch.cat(numbers, 1))).unsqueeze(1)
+        numbers = [n / factors for n in numbers]
+    return factors, [n.half().view(torch.int16) for n in numbers]
 
 
 def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> None:
-    """Packs rows that `quantize` made in the place of those from `first` on, in the whole `data`.
-
-    Rows beside them in a panel are made floats and quantized again, which gives the same numbers:
-    a group's largest value is -8 times its scale.
-    """
+    """Packs rows in the place of those from `first` on, which have the same form, in the whole
+    `data`."""
     layout, stop = layout_of(weight), first + len(weight.values)
-    assert layout is not None and weight.bits == 4, weight.form
+    assert layout is not None, weight.form
     words = data.view(torch.int64)
     for i in range(int(words[kernels.PARTS])):
         part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD].tolist()
@@ -278,17 +290,13 @@ def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> Non
         low, high = max(first, begin), min(stop, begin + count)
         if low >= high:
             continue
-        start = (low - begin) // PANEL * PANEL
-        end = min(-(-(high - begin) // PANEL) * PANEL, count)
-        rows = weight.part(slice(low - first, high - first))
-        if end - start > high - low:
-            floats = torch.empty(end - start, weight.values.shape[1])
-            ids = torch.arange(begin + start, begin + end).numpy()
-            kernels.grouped_rows(data.numpy(), ids, floats.numpy(), num_workers())
-            floats[low - begin - start :][: high - low] = rows.dequantized()
-            rows = quantize(floats, weight.bits, weight.group_size)
-        at = part[kernels.START] + start // PANEL * part[kernels.STEP]
-        pack(rows, layout, data, at)
+        start, end = low - begin, high - begin
+        panels = -(-start // PANEL) * PANEL, end // PANEL * PANEL  # whole ones between these
+        edges = sorted({start, end, *(edge for edge in panels if start < edge < end)})
+        for here, there in pairwise(edges):
+            rows = weight.part(slice(begin + here - first, begin + there - first))
+            at = part[kernels.START] + here // PANEL * part[kernels.STEP]
+            pack(rows, layout, data, at, lane=here % PANEL)
 
 
 def grouped_bias(data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -24,12 +24,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoengine.checkpoint.quantization import Quantization
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.errors import ConfigError, WeightLoadError
 from nanoengine.kernels.code_tables import GROUP
 from nanoengine.layers.kernels import ROUTERS, LinearMethod
 from nanoengine.layers.quantized_formats import FORMATS, GGUF, StoredFormat
 from nanoengine.layers.quantized_weight import (
+    BLOCK,
     GROUP_SIZE,
     TENSORS,
     QuantizedWeight,
@@ -50,6 +51,11 @@ SMALLEST = 2e-36
 ROWS_AT_ONCE = 4096
 """Rows that are quantized together. Why: it takes another copy of them as floats, which for a
 head of 150,000 rows would be the peak of the whole start."""
+
+
+NARROW = 1024
+"""Hidden size below which int4 gives most matrices one bit more, if it is no whole blocks: for such
+models llama.cpp's Q4_K_M takes 5.5 bits per weight."""
 
 
 def quantized_linears(
@@ -78,6 +84,21 @@ def quantized_linears(
         return quantized(name, bits=bits, group_size=GROUP_SIZE if bits == 4 else None)
 
     return method
+
+
+def int4_bits(name: str, outputs: int, inputs: int) -> int:
+    """Bits of the matrix `name` [outputs, inputs] where int4 weights are made while loading.
+
+    Why more than 4 for some: errors of v_proj and down_proj cost most, and a narrow model is hurt
+    more by the same errors. llama.cpp's Q4_K_M does the same, with more bytes per weight.
+    """
+    kind = name.rpartition(".")[2]
+    hidden_size = outputs if kind in ("o_proj", "down_proj") else inputs
+    is_narrow = hidden_size < NARROW and hidden_size % BLOCK != 0
+    if is_narrow and kind == "v_proj":
+        return 8
+    is_gate = kind in ("gate_proj", "up_proj", "gate_up_proj")
+    return 4 + (kind in ("v_proj", "down_proj")) + (is_narrow and not is_gate)
 
 
 def quantize_activations(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,6 +162,7 @@ class QuantizedLinear(LinearMethod):
                 f"int{self.bits} weights on device {device.type!r} need kernels in Triton: leave"
                 " out attention_backend='naive', dtype='float64', or quantization"
             )
+        self.where = dtype, device
         self.out_features, self.in_features = shape
         self.group_size = self.group_size or self.in_features
         if self.in_features % self.group_size:
@@ -148,26 +170,30 @@ class QuantizedLinear(LinearMethod):
                 f"int{self.bits} weights share a scale in groups of {self.group_size} inputs, and"
                 f" {self.name} has {self.in_features}, no multiple of that"
             )
+        if self.bits == 4 and self.stored is None:
+            self.bits = int4_bits(self.name, *shape)
         self._parts: dict[int, QuantizedWeight] = {}
 
     def hold(self, weight: torch.Tensor) -> None:
         self.tied, (rows, columns) = weight, weight.shape
         self.create((rows, columns), weight.dtype, weight.device)
 
-    def load(self, weight: torch.Tensor, first: int = 0) -> None:
+    def load(self, weight: torch.Tensor, first: int = 0, bits: int | None = None) -> None:
+        """Quantizes rows, to `bits` if these differ from other rows'."""
         if self.tied is not None:
             weight = self.tied[first : first + len(weight)].copy_(weight)
         take = self.replace if self.is_loaded else self.load_quantized
         for start in range(0, len(weight), ROWS_AT_ONCE):
             rows = weight[start : start + ROWS_AT_ONCE]
             rotated = self.activations == "int8" and self.bits == 8
-            part = self.rotated(rows) if rotated else quantize(rows, self.bits, self.group_size)
+            bits_of_rows = bits or self.bits
+            part = self.rotated(rows) if rotated else quantize(rows, bits_of_rows, self.group_size)
             take(part, first + start)
 
     @property
     def is_loaded(self) -> bool:
         """All rows are there; others may come in their place."""
-        return self.values is not None
+        return self.values is not None or len(self.pieces) > 0
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
         """Takes rows from `first` on; with the last of them the whole is packed. Rows of another
@@ -199,7 +225,7 @@ class QuantizedLinear(LinearMethod):
             one = type(self)(
                 self.name, bits=run.bits, group_size=run.group_size, activations=self.activations
             )
-            one.create(tuple(run.values.shape), torch.float32, run.values.device)
+            one.create(tuple(run.values.shape), *self.where)
             one.load_quantized(run)
             self.pieces.append(one)
 
@@ -233,8 +259,16 @@ class QuantizedLinear(LinearMethod):
 
     def replace(self, weight: QuantizedWeight, first: int) -> None:
         """Puts rows that `load` has quantized in the place of those from `first` on."""
+        for piece in self.pieces:
+            if 0 <= first < piece.out_features:
+                piece.replace(weight, first)
+            first -= piece.out_features
+        if self.pieces:
+            return
         rows = slice(first, first + len(weight.values))
-        self.values[rows], self.scales[rows] = kept_values(weight), weight.scales
+        for name, kept in ((name, getattr(self, name)) for name in TENSORS):
+            if kept is not None:
+                kept[rows] = kept_values(weight) if name == "values" else getattr(weight, name)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[T, K] floats, inputs in the weight's order -> [T, N] of the same dtype."""
@@ -252,7 +286,9 @@ class QuantizedLinear(LinearMethod):
         kept = {name: getattr(self, name) for name in TENSORS}
         parts = {name: None if part is None else part[rows] for name, part in kept.items()}
         if self.values.dtype == torch.uint8:
-            parts["values"] = unpack_pairs(parts["values"], self.rest.table or range(-8, 8))
+            lowest = -8 if self.rest.lowest is None else self.rest.lowest
+            table = self.rest.table or range(lowest, lowest + 16)
+            parts["values"] = unpack_pairs(parts["values"], table)
         weight: QuantizedWeight = replace(self.rest, **parts)
         return weight
 
@@ -265,15 +301,19 @@ class QuantizedLinear(LinearMethod):
     def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
         slot = super().weight_slot(name, matrix)
         if self.stored is None:
-            return slot
+            bits = int4_bits(name, *matrix.shape) if self.bits != 8 else 8
+
+            def store(weight: torch.Tensor) -> None:
+                self.load(ordered(weight, matrix.order), matrix.first, bits)
+
+            return replace(slot, store=store)
         pieces = self.stored.matrix_slots(name, matrix, self.load_quantized)
         return replace(slot, pieces=pieces, pieces_only=True)
 
 
 def kept_values(weight: QuantizedWeight) -> torch.Tensor:
     """The values as a plain layer keeps them: those of 4 bits two to a byte."""
-    pairs = weight.bits == 4 and weight.lowest is None
-    return pack_pairs(weight) if pairs else weight.values
+    return pack_pairs(weight) if weight.bits == 4 else weight.values
 
 
 def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:

@@ -28,7 +28,7 @@ from nanoengine.kernels.code_tables import E2M1
 from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
 from nanoengine.layers.kernels import Kernels, LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
-from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of
+from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, of_groups
 from nanoengine.layers.triton_linear import arch_of
 
 HELD = (
@@ -85,15 +85,17 @@ class TritonQuantizedLinear(QuantizedLinear):
         if self.stored is not None and shape[1] % (self.group_size or 1):
             self.group_size = None  # Why: a rank's part of stored groups may be of any size.
         super().create(shape, dtype, torch.device("cpu"))  # where the stored form is read
-        self.dtype, self.device, self.tile = dtype, device, 0
+        self.where, self.tile = (dtype, device), 0
+        self.dtype, self.device = self.where
         self.register_buffer("weight", None)
 
     @property
     def is_loaded(self) -> bool:
-        return self.weight is not None
+        return self.weight is not None or len(self.pieces) > 0
 
-    def load(self, weight: torch.Tensor, first: int = 0) -> None:
-        super().load(weight.to(self.device), first)  # which quantizes faster than a CPU
+    def load(self, weight: torch.Tensor, first: int = 0, bits: int | None = None) -> None:
+        # Why: a GPU rounds to 8 bits faster; the search of `quantize_with_mins` is the CPU's.
+        super().load(weight.to(self.device) if self.bits == 8 else weight, first, bits)
 
     def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
         """That of a rank's part, which may cut through groups."""
@@ -111,6 +113,7 @@ class TritonQuantizedLinear(QuantizedLinear):
         return replace(slot, pieces=pieces, pieces_only=True)
 
     def pack(self, weight: QuantizedWeight) -> None:
+        weight = with_zeros(weight)
         table = weight.table and E2M1
         assert weight.form[2:] == (None, table, weight.floats, *[False] * 4), weight.form
         if self.order is not None:
@@ -133,14 +136,21 @@ class TritonQuantizedLinear(QuantizedLinear):
         return low | (high << 4)
 
     def replace(self, weight: QuantizedWeight, first: int) -> None:
-        rows = slice(first, first + len(weight.values))
+        if self.pieces:
+            super().replace(weight, first)
+            return
+        weight, rows = with_zeros(weight), slice(first, first + len(weight.values))
         if not self.tile:
             self.weight[rows].copy_(weight.dequantized())
             return
         self.weight[rows].copy_(self.codes(weight))
         self.scales[:, rows].copy_(weight.scales.T)
+        if self.zeros is not None:
+            self.zeros[:, rows].copy_(weight.zeros.T)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.pieces:
+            return super().multiply(x, bias)
         if not self.tile:
             return F.linear(x, self.weight, bias)
         return self._product(x, bias, "")
@@ -240,6 +250,23 @@ def cut(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
             order=None,
         )  # fmt: skip
     return weight.part(slice(None), slice(start, stop))
+
+
+def with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
+    """A weight of `quantize_with_mins` as the kernel multiplies it: with zero points, which are
+    floats, and 5 or 6 bits in a byte each. Other weights are returned as they are."""
+    if weight.mins is None or weight.factors is None:
+        return weight
+    scales, mins = (
+        of_groups(weight.scales, weight.factors), of_groups(weight.mins, weight.min_factors)
+    )  # fmt: skip
+    # Why: without a scale all values of a group are 0, and stand for -min.
+    no_scale, lowest = scales == 0, 8 if weight.bits == 4 else 0
+    return replace(
+        weight, values=weight.values - lowest, scales=torch.where(no_scale, mins, scales),
+        zeros=torch.where(no_scale, 1.0, mins / scales) - lowest, lowest=None,
+        bits=4 if lowest else 8, mins=None, factors=None, min_factors=None,
+    )  # fmt: skip
 
 
 def tile_inputs(weight: QuantizedWeight) -> int:

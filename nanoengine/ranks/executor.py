@@ -84,12 +84,12 @@ def require_ranks(options: RunnerOptions) -> None:
 
 def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str | None:
     """Why a quantized model can't be split without a change of its results; None: it can."""
-    from nanoengine.layers.quantized_weight import GROUP_SIZE
+    from nanoengine.layers.quantized_weight import BLOCK
 
     stored = quantization.stored
     if quantization.activations == "int8":
         return "int8 activations: a token is scaled by all inputs of a layer, and a rank has a part"
-    group_size = stored.group_size if stored else GROUP_SIZE if quantization.bits == 4 else None
+    group_size = stored.group_size if stored else BLOCK if quantization.bits == 4 else None
     if group_size is None and stored is None:
         return (
             f"int{quantization.bits} weights made while loading: a scale is that of a whole row,"

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.kernels.cpu_grouped import PARTS
 from nanoengine.kernels.cpu_quantized import quantize_groups
-from nanoengine.kernels.isa import CURRENT
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, kind_for
 from nanoengine.layers.grouped_panels import layout_of
 from nanoengine.layers.quantized import QuantizedLinear, quantize_activations
@@ -122,23 +121,32 @@ def test_long_rows_become_floats_in_pieces(name, inputs):
     assert torch.equal(exact.apply(x[3:4], torch.ones(50)), whole[3:4])
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_int4_made_at_load_has_the_bits_of_other_weight_only_numbers(rows):
-    weight = quantize(torch.randn(50, 96, generator=torch.Generator().manual_seed(2)), 4, 32)
-    kinds = CPUQuantizedLinear, CPUWeightOnlyLinear
-    there, elsewhere = (loaded(kind, [weight], "float") for kind in kinds)
-    assert parts_of(there) == 1
-    x = inputs_of(9, 96)[-rows:]
-    assert torch.equal(there.apply(x, None), elsewhere.apply(x, None))
+@pytest.mark.parametrize("bits", [4, 5, 6])
+@pytest.mark.parametrize("inputs", [64, 512, 576, 896])
+def test_weights_made_at_load_are_packed_as_they_are(inputs, bits):
+    old, new = torch.randn(2, 50, inputs, generator=torch.Generator().manual_seed(2))
+    weight, ids = quantize(old * 1e-7, bits, 32), torch.arange(50)  # factors that float16 lacks
+    fast = loaded(CPUQuantizedLinear, [weight], "float")
+    assert parts_of(fast) == 1
+    assert torch.equal(fast.rows(ids), weight.dequantized())
+    x = inputs_of(9, inputs)
+    assert_close(fast.apply(x, None), F.linear(x, weight.dequantized()))
+    by_int8, plain = (loaded(kind, [weight]) for kind in (CPUQuantizedLinear, QuantizedLinear))
+    assert_close(by_int8.apply(x, None), plain.apply(x, None))
+    expected = weight.dequantized()
+    for first, last in ((3, 5), (10, 40), (16, 32), (40, 50), (48, 50)):
+        rows = quantize(new[first:last], bits, 32)
+        fast.replace(rows, first)
+        expected[first:last] = rows.dequantized()
+        assert torch.equal(fast.rows(ids), expected), "rows beside them changed"
 
 
-def test_int4_made_at_load_lies_where_one_row_is_soonest():
+def test_weights_of_few_bits_made_at_load_lie_in_panels_of_groups():
     kind = kind_for(Quantization(bits=4, activations="float"))
     made = {
         bits: type(kind("layer", bits=bits, group_size=32, activations="float")) for bits in (4, 8)
     }
-    soonest = CPUQuantizedLinear if CURRENT.vector_bits == 512 else CPUWeightOnlyLinear
-    assert made == {4: soonest, 8: CPUWeightOnlyLinear}
+    assert made == {4: CPUQuantizedLinear, 8: CPUWeightOnlyLinear}
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -118,10 +118,10 @@ def test_an_expert_without_zero_points_may_be_beside_one_that_has_them() -> None
 
 def test_new_weights_of_an_expert_come_into_the_stack() -> None:
     weights = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    methods = [layer(quantize(weights[0], 4, 32)) for _ in range(2)]
-    held, fresh = stacked(methods), layer(quantize(weights[1], 4, 32))
+    methods = [layer(quantize(weights[0], 5, 32)) for _ in range(2)]
+    held, fresh = stacked(methods), layer(quantize(weights[1], 5, 32))
     methods[1].load(weights[1])
-    for name in ("weight", "scales"):
+    for name in ("weight", "scales", "zeros"):
         assert torch.equal(getattr(held, name)[1], getattr(fresh, name))
         assert not torch.equal(*getattr(held, name))
 

@@ -41,14 +41,18 @@ from tests.support.quantized_checkpoints import write_quantized
 
 def drawn(form: str, outputs: int, inputs: int, group: int, zeros: bool) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(3)
-    floats = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
     if form == "e4m3":
         codes = torch.arange(outputs * inputs).view(outputs, inputs) * 37 % 254
         codes = (codes + (codes >= 127).int()).to(torch.uint8).view(torch.int8)
         scales = torch.rand(outputs, inputs // group, generator=generator) * 1e-3
         return QuantizedWeight(values=codes, scales=scales, zeros=None, bits=8, group_size=group,
                                floats=True)  # fmt: skip
-    weight = quantize(floats, int(form[3]), group)
+    bits = int(form[3])
+    codes = torch.randint(1 << bits, (outputs, inputs), generator=generator) - (1 << bits - 1)
+    scales = torch.randn(outputs, inputs // group, generator=generator) * inputs**-0.5 / 2**bits
+    weight = QuantizedWeight(
+        values=codes.to(torch.int8), scales=scales, bits=bits, group_size=group
+    )
     points = torch.randint(-4, 4, weight.scales.shape, generator=generator).float()
     return replace(weight, zeros=points if zeros else None)
 
@@ -326,6 +330,18 @@ def test_weights_are_quantized_while_they_load(option: str, tmp_path: Path) -> N
     )
     expected = tokens(run(cpu, prompts, greedy(5)))
     assert tokens_on_gpu(str(tmp_path), prompts, quantization=option) == expected
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_weights_with_minima_get_zero_points(bits: int) -> None:
+    floats = torch.randn(40, 256, generator=torch.Generator().manual_seed(3))
+    floats[:, 0], floats[:, 32:64] = 1000, -0.3
+    weight = quantize(floats, bits, 32)
+    assert not weight.scales[:, 1].any() and weight.mins[:, 1].all()
+    method, x = layer(weight), torch.randn(5, 256, generator=torch.Generator().manual_seed(4))
+    assert method.form == ("int4" if bits == 4 else "int8")
+    expected = x.double() @ weight.dequantized().double().T
+    assert (method.apply(x.to(DEVICE), None) - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
 def test_new_rows_come_in_the_place_of_old_ones() -> None:

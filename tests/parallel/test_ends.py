@@ -276,7 +276,10 @@ def test_a_rank_that_cant_start_says_why() -> None:
         ({"quantization": "int8"}, "does not go with int8 activations"),
         ({"quantization": "int4"}, "does not go with int8 activations"),
         ({"quantization": "int8_weight_only"}, "int8 weights made while loading.*int4_weight_only"),
-        ({"quantization": "int4_weight_only"}, "groups of 32 inputs where intermediate_size=96"),
+        (
+            {"quantization": "int4_weight_only"},
+            "groups of 256 inputs where .*head_dim=64: a rank's",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

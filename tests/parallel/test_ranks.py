@@ -52,12 +52,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "overlapped": ("qwen3", {}, {"overlap": True, "kv_cache_dtype": "int8"}),
     "experts in int4": (
         "qwen3_moe",
-        {"moe_intermediate_size": 64, "intermediate_size": 128},
+        {"moe_intermediate_size": 512, "intermediate_size": 512, "head_dim": 128},
         {"quantization": "int4_weight_only"},
     ),
     "int4": (
         "llama",
-        {"intermediate_size": 128},
+        {"intermediate_size": 512, "head_dim": 128},
         {"quantization": "int4_weight_only", "kv_cache_dtype": "bfloat16"},
     ),
 }
