@@ -1,0 +1,64 @@
+"""Checks and completes the RoPE parameters of llama3, longrope and yarn.
+
+Imported by `rope.py` where a config has one of these types.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from nanoengine.checkpoint.keys import Keys
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import shown
+
+
+def _check_llama3(values: dict[str, Any], keys: Keys) -> None:
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    if low >= high:
+        raise UnsupportedModelError(
+            f"rope type 'llama3' needs low_freq_factor={low} below high_freq_factor={high}"
+        )
+
+
+def _complete_longrope(values: dict[str, Any], keys: Keys) -> None:
+    """Source: LongRoPE (arXiv 2402.13753), and its magnitude as in the model code of Phi-3."""
+    short, long = values.pop("short_mscale", None), values.pop("long_mscale", None)
+    if short != long:
+        raise UnsupportedModelError(
+            f"rope type 'longrope' has short_mscale={short} and long_mscale={long}; supported: two"
+            " that are equal"
+        )
+    if short:
+        values["attention_factor"] = short
+    longest, original = (
+        keys.require("max_position_embeddings"),
+        values["original_max_position_embeddings"],
+    )
+    factor = values.pop("factor", None) or longest / original
+    stretch = math.log(factor) / math.log(original) if factor > 1 else 0.0
+    values.setdefault("attention_factor", math.sqrt(1 + stretch))
+    for name in ("short_factor", "long_factor"):
+        values[name] = tuple(values[name])
+        if not all(1e-3 <= number <= 1e6 for number in values[name]):
+            raise UnsupportedModelError(
+                f"rope type 'longrope' has {name}={shown(values[name])}; supported: numbers from"
+                " 0.001 to 1,000,000"
+            )
+
+
+def _complete_yarn(values: dict[str, Any], keys: Keys) -> None:
+    """The temperature of attention's softmax as a factor on cos and sin.
+
+    Source: YaRN (arXiv 2309.00071) section 3.4, equation 22; the mscale pair is DeepSeek-V2's.
+    """
+    growth = 0.1 * math.log(max(values["factor"], 1))
+    scale, over = values.pop("mscale", None), values.pop("mscale_all_dim", None)
+    values["score_factor"] = (growth * (over or 0) + 1.0) ** 2
+    scale, over = (scale, over) if scale and over else (1.0, 0.0)
+    found = (growth * scale + 1.0) / (growth * over + 1.0)
+    values["attention_factor"] = float(values.get("attention_factor", found))
+
+
+COMPLETED = {"llama3": _check_llama3, "longrope": _complete_longrope, "yarn": _complete_yarn}
+"""Rope type -> what checks its parameters, and finds those that follow from others."""
