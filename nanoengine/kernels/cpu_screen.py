@@ -46,7 +46,6 @@ from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.byte_tiles import most_rows, multiply16
 from nanoengine.kernels.cpu_decoder import some_panels
 from nanoengine.kernels.cpu_linear import FASTMATH, ROW_BLOCK, last_outputs, rows_of_block
-from nanoengine.kernels.cpu_quantized import INFINITY
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
@@ -55,6 +54,7 @@ from nanoengine.kernels.pool import PIECES, parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL, number, place, tile
 
 MAX_ROWS = most_rows(CURRENT)
+INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
 
 # Norms of x and of rows of w between which float32 neither overflows nor loses small terms: an
 # output is below 1e30, scale times unit a normal number. A product below those loses 1e-45, or

@@ -183,12 +183,11 @@ class QuantizedLinear(LinearMethod):
         if self.tied is not None:
             weight = self.tied[first : first + len(weight)].copy_(weight)
         take = self.replace if self.is_loaded else self.load_quantized
+        rounded = partial(quantize, bits=bits or self.bits, group_size=self.group_size)
+        if self.activations == "int8" and self.bits == 8:
+            rounded = self.rotated
         for start in range(0, len(weight), ROWS_AT_ONCE):
-            rows = weight[start : start + ROWS_AT_ONCE]
-            rotated = self.activations == "int8" and self.bits == 8
-            bits_of_rows = bits or self.bits
-            part = self.rotated(rows) if rotated else quantize(rows, bits_of_rows, self.group_size)
-            take(part, first + start)
+            take(rounded(weight[start : start + ROWS_AT_ONCE]), first + start)
 
     @property
     def is_loaded(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.kernels.byte_tiles import UNIT
 from nanoengine.kernels.cpu_grouped import PARTS
 from nanoengine.kernels.cpu_quantized import quantize_groups
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, kind_for
@@ -76,7 +77,7 @@ def test_each_form_gives_what_the_plain_layer_gives(name):
 def test_inputs_are_quantized_as_the_plain_layer_does():
     x = inputs_of(7, 80)
     x[3, 32:64], x[4], x[5, 70], x[6, 40] = 1e-37, 1e30 * x[4], torch.nan, -torch.inf
-    found, groups = quantize_groups(x.numpy(), 1)
+    found, groups = quantize_groups(x.numpy(), UNIT, 1)
     values, scales = quantize_activations(x, 32)
     parts = found.reshape(7, 3, 2, 16).sum(3, dtype=int)
     kept = groups.reshape(7, 3, 4)
