@@ -36,7 +36,9 @@ def form_of(name: str, first: int) -> str:
     return "Q6_K" if (is_second and "down" in name) or name == "lm_head" else "Q4_K"
 
 
-def load_of_forms(self: QuantizedLinear, weight: torch.Tensor, first: int = 0) -> None:
+def load_of_forms(
+    self: QuantizedLinear, weight: torch.Tensor, first: int = 0, bits: int | None = None
+) -> None:
     """In the place of `QuantizedLinear.load`: rows of seeded random numbers, of small ones as a
     model has them. The embedding of a tied head is the checkpoint's."""
     rows, inputs = weight.shape
