@@ -6,7 +6,6 @@ What is tested with it: everything above the executor, in milliseconds and witho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,9 +120,7 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             return LLMEngine(executor, scheduler, info, debug_checks=True)
 
         monkeypatch.setattr("nanoengine.build.build_engine", build)
-        find = "nanoengine.checkpoint.find.resolve_model"
-        monkeypatch.setattr(find, lambda config: Path(config.model))
-        monkeypatch.setattr(Tokenizer, "load", lambda *args, **kwargs: tokens)
+        monkeypatch.setattr(Tokenizer, "of", lambda config: tokens)
         return LLM("scripted", **options)
 
     return make
