@@ -40,7 +40,6 @@ import triton
 import triton.language as tl
 
 from nanoengine.attention.triton_splits import counted_last
-from nanoengine.kernels.launch import after_the_kernel_ahead
 
 MIN_SCORE = tl.constexpr(-1.0e30)
 """First running maximum. Finite, so that a row that sees nothing yet gives 0 and not NaN."""
@@ -274,14 +273,13 @@ def load_queries(q, kv_head, query_start, query_len, tile_start, A: tl.constexpr
 def varlen_kernel(
     out, q, k_cache, v_cache, sinks, block_tables, query_start_loc, seq_lens,
     table_stride, num_decodes, num_prefills, k_scale, v_scale,
-    CACHE: tl.constexpr, A: tl.constexpr, EARLY: tl.constexpr = False,
+    CACHE: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of queries of one sequence, for one KV head. Grid: [tiles, K].
 
     Serves prompts, chunks with a context before them and draft verification alike: the query token
     i of a sequence is at position seq_len - query_len + i and sees the keys up to there.
     """
-    after_the_kernel_ahead(EARLY)
     TILE_TOKENS: tl.constexpr = A.m // A.group
     # Why backwards: the last tiles of a prompt see the most keys; started first, they don't
     # keep the GPU waiting at the end.
@@ -374,7 +372,7 @@ def combine(
 def decode_kernel(
     out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, block_tables, seq_lens,
     table_stride, max_splits, k_scale, v_scale,
-    CACHE: tl.constexpr, A: tl.constexpr, EARLY: tl.constexpr = False,
+    CACHE: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """One query token over some of its sequence's splits, for one KV head. Grid: [S * K, programs].
 
@@ -386,7 +384,6 @@ def decode_kernel(
     log-sum-exp to `part_lse` [S, H, max_splits], both float32 and contiguous; the program that
     comes last adds them up. The number of programs is a matter of speed, never of the result.
     """
-    after_the_kernel_ahead(EARLY)
     kv_head, seq = tl.program_id(0) % A.kv_heads, tl.program_id(0) // A.kv_heads
     seq_len = tl.load(seq_lens + seq)
     low, size, first_split, num_splits = split_keys(seq_len, A.max_splits, A)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.launch import after_the_kernel_ahead
 from nanoengine.kernels.triton_layers import row_scale
 
 LARGEST_FP8 = tl.constexpr(448.0)
@@ -74,7 +73,7 @@ def rotate_store_kernel(
     TOKEN: tl.constexpr, HEAD: tl.constexpr, COS_TOKEN: tl.constexpr, SIN_TOKEN: tl.constexpr,
     CACHE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    NORM: tl.constexpr, EPS: tl.constexpr, OF: tl.constexpr = None, EARLY: tl.constexpr = False,
+    NORM: tl.constexpr, EPS: tl.constexpr, OF: tl.constexpr = None,
 ):  # fmt: skip
     """Norms and rotates one token's query and key heads, and stores its keys and values.
 
@@ -84,7 +83,6 @@ def rotate_store_kernel(
     HEAD_DIM / 2 rounded up to a power of two. OF: `heads` is a product of the rows of x, which were
     not normed, without its `bias`.
     """
-    after_the_kernel_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     block, offset = slot // CACHE.block_size, slot % CACHE.block_size

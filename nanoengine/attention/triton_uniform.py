@@ -42,13 +42,7 @@ from nanoengine.attention.triton_kernels import (
     sink_share,
 )
 from nanoengine.attention.triton_splits import counted_last
-from nanoengine.kernels.launch import (
-    Constants,
-    after_the_kernel_ahead,
-    cdiv,
-    launch,
-    next_power_of_2,
-)
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +86,7 @@ def merge(acc, total, high, part, lse):
 def uniform_kernel(
     out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, block_tables, query_start_loc,
     seq_lens, table_stride, first_seq, num_seqs, max_splits, k_scale, v_scale,
-    CACHE: tl.constexpr, A: tl.constexpr, EARLY: tl.constexpr = False,
+    CACHE: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one sequence, for one KV head. Grid: [tiles, K, programs].
 
@@ -101,7 +95,6 @@ def uniform_kernel(
     [T, H, max_splits, D] and `part_lse` [T, H, max_splits], float32 and contiguous, counted from
     the first split that the tile sees; the program that comes last merges them.
     """
-    after_the_kernel_ahead(EARLY)
     TILE_TOKENS: tl.constexpr = A.m // A.group
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)

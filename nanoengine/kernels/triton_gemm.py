@@ -14,7 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.launch import after_the_kernel_ahead
 from nanoengine.kernels.triton_layers import gated
 
 
@@ -88,13 +87,12 @@ def gemm_kernel(
     X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr = None,
-    HEADS: tl.constexpr = None, EARLY: tl.constexpr = False,
+    HEADS: tl.constexpr = None,
 ):  # fmt: skip
     """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias, or gates: see `products`. Grid:
     [T / M, OUT / N, 1], rounded up. Its first axis goes over rows: programs that run together then
     share their weights. HEADS, if not None: its third axis goes over products, which begin so far
     apart in out, x and weight."""
-    after_the_kernel_ahead(EARLY)
     if HEADS is not None:
         head = tl.program_id(2)
         out, x, weight = out + head * HEADS[0], x + head * HEADS[1], weight + head * HEADS[2]

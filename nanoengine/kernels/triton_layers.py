@@ -19,8 +19,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.launch import after_the_kernel_ahead
-
 
 class Unnormed(NamedTuple):
     """What the compiler knows of rows whose norm comes behind a product: `layers/triton_folded.py`.
@@ -53,14 +51,12 @@ def rms_norm_kernel(
     out, x, residual, weight,
     X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr, OUT_ROW: tl.constexpr,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out [T, SIZE] = norm(x) * weight. Grid: [T]. WIDTH is SIZE rounded up to a power of two.
 
     ADD: x + residual, rounded to x's dtype, is what is normed, and takes residual's place. `out`
     may be x: a row is stored after all of it was read, which its sum waits for.
     """
-    after_the_kernel_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     mask = columns < SIZE
@@ -105,13 +101,12 @@ def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 def gate_kernel(
     out, gate_up, x,
     ROW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr = None, EARLY: tl.constexpr = False,
+    ROWS: tl.constexpr = None,
 ):  # fmt: skip
     """out [T, SIZE] = act(gate) * up of gate_up [T, 2 SIZE]. Grid: [T, SIZE / WIDTH rounded up].
 
     ROWS: gate_up is a product of the rows of x, which were not normed.
     """
-    after_the_kernel_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < SIZE

@@ -47,7 +47,6 @@ from nanoengine.kernels import (
 )
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.kernels import triton_quantized as quantized_kernels
-from nanoengine.kernels.launch import early
 from nanoengine.kernels.triton_layers import Unnormed
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
@@ -376,7 +375,7 @@ def bind(kernel, args, options, backend):
 def compile_launch(kernel, args, options, arch):
     """Machine code of one launch, as a GPU run gets it; the tensors' addresses are multiples of 16,
     as torch's on a GPU are."""
-    target, options = GPUTarget("cuda", arch, 32), options | early(kernel, arch)
+    target = GPUTarget("cuda", arch, 32)
     signature, constants, attributes, options = bind(kernel, args, options, CUDABackend(target))
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options=options)
@@ -407,21 +406,11 @@ def report(kernel, compiled):
         "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
         "counted": counted(ptx),
-        "waits": waits(ptx),
         "rounded_pairs": ptx.count("cvt.rn.satfinite.e4m3x2.f32"),
         "atomics": len(re.findall(r"\batom\.", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
         **loop,
     }
-
-
-def waits(ptx):
-    """The places where a kernel waits for the one ahead of it, with nothing read or written before,
-    and then lets the next one start; None: in another order."""
-    before, *after = ptx.split("griddepcontrol.wait")
-    touched = re.search(r"\b(?:ld|st|atom|red)\.global|cp\.async", before)
-    let = [part.count("griddepcontrol.launch_dependents") for part in (before, *after)]
-    return None if (after and touched) or let != [0] + [1] * len(after) else len(after)
 
 
 def counted(ptx):
