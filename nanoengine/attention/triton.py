@@ -55,7 +55,6 @@ from nanoengine.attention import triton_uniform as uniform
 from nanoengine.attention.triton_kernels import AttentionConstants, CacheConstants, TileConfig
 from nanoengine.attention.triton_splits import NUM_COUNTERS, make_counters
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
-from nanoengine.kernels.triton_layers import Unnormed
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
 """False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
@@ -156,7 +155,7 @@ def store_constants(
 @functools.cache
 def rotate_constants(
     num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float | None,
-    heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants, of: Unnormed | None,
+    heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants,
 ) -> tuple[int, Constants]:  # fmt: skip
     """Programs a token of `rotate_store_kernel`, and its constants; without `eps` no norm."""
     assert heads[2] == cos[2] == sin[2] == 1, "heads must be contiguous"
@@ -165,7 +164,7 @@ def rotate_constants(
         TOKEN=heads[0], HEAD=heads[1], COS_TOKEN=cos[0], SIN_TOKEN=sin[0], CACHE=cache,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HALF=next_power_of_2(head_dim // 2), ROWS=rows, NORM=eps is not None, EPS=eps or 0.0,
-        OF=of, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return cdiv(num_rows, rows), constants
 
@@ -331,11 +330,7 @@ class TritonBackend(AttentionBackend):
         norm: HeadNormWeights | None,
         cache: LayerCache,
         batch: Batch,
-        x: torch.Tensor | None = None,
-        of: Unnormed | None = None,
-        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """With x, `heads` is a product of its rows, which were not normed, without its bias."""
         if norm is not None and norm.together is not None:
             return super().rotate_and_store(heads, rotation, norm, cache, batch)
         k_cache, v_cache, spec = cache
@@ -346,12 +341,11 @@ class TritonBackend(AttentionBackend):
         shared, q = self._shared(batch, spec), heads.new_empty(num_tokens, spec.num_heads, head_dim)
         programs, constants = rotate_constants(
             num_rows, spec.num_heads, spec.num_kv_heads, head_dim, eps,
-            heads.stride(), cos.stride(), sin.stride(), cache_constants(k_cache, v_cache), of,
+            heads.stride(), cos.stride(), sin.stride(), cache_constants(k_cache, v_cache),
         )  # fmt: skip
-        x, bias = heads if x is None else x, heads if bias is None else bias
         launch(
             store_kernels.rotate_store_kernel, (num_tokens, programs), constants,
-            q, heads, cos, sin, weight, x, bias, k_cache, v_cache, shared.slots,
+            q, heads, cos, sin, weight, k_cache, v_cache, shared.slots,
             1.0 / spec.k_scale, 1.0 / spec.v_scale,
         )  # fmt: skip
         return q

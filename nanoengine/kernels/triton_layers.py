@@ -14,36 +14,8 @@ TensorRT-LLM do; the code is our own.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-
-
-class Unnormed(NamedTuple):
-    """What the compiler knows of rows whose norm comes behind a product: `layers/triton_folded.py`.
-
-    Attributes:
-        size: numbers of a row; rows lie side by side.
-        width: as many are squared at a time, a power of two.
-        biased: a bias is added after the norm.
-    """
-
-    size: int
-    width: int
-    eps: float
-    biased: bool = False
-
-
-@triton.jit
-def row_scale(row, ROWS: tl.constexpr):
-    """1 / rms of the row of numbers at `row`."""
-    squares = tl.full([ROWS.width], 0, tl.float32)
-    for start in range(0, ROWS.size, ROWS.width):
-        columns = start + tl.arange(0, ROWS.width)
-        value = tl.load(row + columns, mask=columns < ROWS.size, other=0.0).to(tl.float32)
-        squares += value * value
-    return tl.rsqrt(tl.sum(squares, 0) / ROWS.size + ROWS.eps)
 
 
 @triton.jit
@@ -99,22 +71,15 @@ def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def gate_kernel(
-    out, gate_up, x,
+    out, gate_up,
     ROW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr = None,
 ):  # fmt: skip
-    """out [T, SIZE] = act(gate) * up of gate_up [T, 2 SIZE]. Grid: [T, SIZE / WIDTH rounded up].
-
-    ROWS: gate_up is a product of the rows of x, which were not normed.
-    """
+    """out [T, SIZE] = act(gate) * up of gate_up [T, 2 SIZE]. Grid: [T, SIZE / WIDTH rounded up]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < SIZE
     place = gate_up + row * ROW + columns
     gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(place + SIZE, mask=mask, other=0.0).to(tl.float32)
-    if ROWS is not None:
-        scale = row_scale(x + row * ROWS.size, ROWS)
-        gate, up = gate * scale, up * scale
     result = gated(gate, up, ACTIVATION, out.dtype.element_ty)
     tl.store(out + row * SIZE + columns, result, mask=mask)

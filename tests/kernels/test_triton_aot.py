@@ -36,11 +36,11 @@ EVERY = [MAIN[0], MAIN[2]]  # of these each kernel is compiled
 FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
 OTHERS = ["80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention"]
 EXPERTS = ["100,bfloat16,128,64,8,2,experts"]
-STORES = ("store_kernel", "rotate_store_kernel", "folded_rotate_store_kernel")
+STORES = ("store_kernel", "rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
 LATENTS = tuple(f"latent_{form}_{heads}" for form in ("decode", "prompt") for heads in (16, 128))
 OF_LATENTS = (*LATENTS, "turn_latents_kernel", "merge_latents_kernel")
-LAYERS = ("rms_norm_kernel", "gate_kernel", "folded_gate_kernel", "add_experts_kernel")
+LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
 UNIFORM = ("uniform_kernel",)
 OF_EXPERTS = ("expert_gemm_kernel", "gated_expert_gemm_kernel")
 WIDE = ("wide_expert_gemm_kernel", "wide_gated_expert_gemm_kernel")
@@ -49,7 +49,6 @@ PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", *OF_EXPERTS)
 ROUTING = tuple(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
                 for experts in (16, 128, 256, 512))  # fmt: skip
 DRAWN = "drawn_sample_kernel"  # not in float32
-FOLDED = "folded_gemm_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
 PIECES = ("delta_chunks_kernel", "delta_scan_kernel", "mamba_scan_kernel")
@@ -142,7 +141,7 @@ def compile_all(folder):
 def test_every_kernel_compiles_for_every_target(reports):
     targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL + OF_STORED + LATENT + LARGE_HEADS
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
-    of_main = (DRAWN, FOLDED, *WIDE, *NARROW, *STORED)
+    of_main = (DRAWN, *WIDE, *NARROW, *STORED)
     expected |= {(t, k) for t in MAIN for k in of_main} | {(t, ROUNDED) for t in MAIN[1:]}
     expected |= {(t, k) for t in MAIN + BLACKWELL for k in LARGE}
     expected = {(t, k) for t, k in expected if is_compiled(k, t.split(",")[0], t.split(",")[-1])}
@@ -174,9 +173,9 @@ def test_registers_leave_room_for_enough_programs(reports, target):
     assert reports[target, "decode_kernel"]["registers"] <= (168 if target in FP8 else 128)
     assert reports[target, "varlen_kernel"]["registers"] <= 224
     assert reports[target, "uniform_kernel"]["registers"] <= 248
-    for kernel in (*STORES, *LAYERS, FOLDED, *PRODUCTS, *ROWS):
+    for kernel in (*STORES, *LAYERS, *PRODUCTS, *ROWS):
         if (target, kernel) in reports:
-            product = kernel in (FOLDED, *PRODUCTS)
+            product = kernel in PRODUCTS
             assert reports[target, kernel]["registers"] <= (168 if product else 64)
 
 
@@ -240,7 +239,7 @@ def test_keys_and_values_arrive_by_wide_copies_that_overlap(reports, target, ker
 
 
 @pytest.mark.parametrize("target", MAIN)
-@pytest.mark.parametrize("kernel", ["uniform_kernel", FOLDED, *PRODUCTS])
+@pytest.mark.parametrize("kernel", ["uniform_kernel", *PRODUCTS])
 def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_copies(
     reports, target, kernel
 ):

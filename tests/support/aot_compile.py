@@ -47,7 +47,6 @@ from nanoengine.kernels import (
 )
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.kernels import triton_quantized as quantized_kernels
-from nanoengine.kernels.triton_layers import Unnormed
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
@@ -61,9 +60,6 @@ from tests.support.aot_targets import NO_PRODUCTS, is_compiled
 from tests.support.attention_cases import Case, make_case
 from tests.support.model_helpers import DenseAttention, make_context
 from tests.support.states import delta_plan
-
-UNNORMED = Unnormed(4096, 2048, 1e-6, True)
-"""Rows of an 8B model."""
 
 
 class Catch:
@@ -174,10 +170,7 @@ def run_rotation(backend: TritonBackend, case: Case):
     table = torch.zeros(len(heads), 1, case.spec.head_dim, dtype=heads.dtype)
     shape = (case.spec.num_heads + case.spec.num_kv_heads, case.spec.head_dim)
     norm = HeadNormWeights(weight=torch.ones(shape, dtype=heads.dtype), eps=1e-6)
-    step = heads, table.chunk(2, -1), norm, case.cache, case.batch
-    backend.rotate_and_store(*step)
-    x, bias = torch.zeros(len(heads), UNNORMED.size, dtype=heads.dtype), heads[0].flatten()
-    backend.rotate_and_store(*step, x, UNNORMED, bias)
+    backend.rotate_and_store(heads, table.chunk(2, -1), norm, case.cache, case.batch)
 
 
 def run_layers(dtype, hidden=4096, inner=12288):
@@ -186,7 +179,6 @@ def run_layers(dtype, hidden=4096, inner=12288):
     x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     ops.add_rms_norm(x, x.clone(), weight, 1e-6)
     ops.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu")
-    triton_linear.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu", x, UNNORMED)
 
 
 def run_linear(dtype, hidden=4096, inner=12288):
@@ -197,8 +189,6 @@ def run_linear(dtype, hidden=4096, inner=12288):
     method.apply(x, None)
     method.apply_gated(x, "silu", None)
     if dtype != torch.float32:
-        config = triton_linear.gate_config(triton_linear.arch_of(None), len(x), inner, dtype)
-        triton_linear.multiply(x, method.weight, None, "silu", config, UNNORMED.eps)
         gates = triton_linear.gate_config(90, len(x), inner, dtype)
         assert gates == triton_linear.gemm_config(90, inner, True, dtype)
 
@@ -424,9 +414,6 @@ def counted(ptx):
 def name_of(kernel, options):
     """The kernel's name; kernels of several kinds of code have a name for each."""
     name = kernel.__name__
-    told = {"rotate_store_kernel": "OF", "gate_kernel": "ROWS", "gemm_kernel": "EPS"}.get(name)
-    if told and options[told] is not None:
-        return f"folded_{name}"
     if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
         name = f"gated_{name}"
     if "expert_gemm" in name and options["FORM"]:
