@@ -77,6 +77,8 @@ class AttentionConstants(NamedTuple):
         dim: head_dim rounded up to a power of two.
         m, n: rows and keys of a tile.
         split: keys of a split; max_splits: longer sequences have longer ones; kv_heads: of decodes.
+        all_masked: no tile skips its mask. Which tiles need none depends on the rows of a tile, and
+            code without a mask may round differently.
     """
 
     q_token: int
@@ -95,6 +97,7 @@ class AttentionConstants(NamedTuple):
     split: int = 0
     max_splits: int = 0
     kv_heads: int = 0
+    all_masked: bool = False
 
 
 @triton.jit
@@ -187,7 +190,7 @@ def attend(
     """Attends the rows at `positions` [M] over the keys low ... end - 1, in tiles from `start` on.
 
     Every row sees all keys before `full_end`, a multiple of N, so these tiles need no mask. With a
-    sliding window no tile is surely full: all are masked.
+    sliding window no tile is surely full: all are masked, as with A.all_masked.
 
     SUM_LAST: sums of weights are kept for each column of a tile and added up after the last one.
     Why: adding up across threads waits for them all, in every tile. Why not always: the columns of
@@ -197,7 +200,7 @@ def attend(
     acc = tl.full([A.m, A.dim], 0, tl.float32)
     total = tl.full([A.m, A.n] if SUM_LAST else [A.m], 0, tl.float32)
     high = tl.full([A.m], MIN_SCORE, tl.float32)
-    for masked in tl.static_range(1 if A.window > 0 else 0, 2):
+    for masked in tl.static_range(1 if A.window > 0 or A.all_masked else 0, 2):
         blocks = tile_blocks(table, start, end, CACHE.block_size, A.n)
         for first in range(start, end if masked == 1 else full_end, A.n):
             acc, total, high = attend_tile(
@@ -306,7 +309,8 @@ def varlen_kernel(
         )  # fmt: skip
         if A.sinks:
             total += sink_share(sinks + heads, inside, high)
-        result = acc / total[:, None]
+        # Why: a decode that pads the batch of a graph has no keys, and its result is 0.
+        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         if v_cache.dtype.element_ty != q.dtype.element_ty:
             result = result * v_scale
         place = token_rows[:, None] * A.o_token + (heads[:, None] * A.o_head + dims)

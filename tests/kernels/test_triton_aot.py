@@ -41,7 +41,7 @@ ATTENTION = ("varlen_kernel", "decode_kernel")
 LATENTS = tuple(f"latent_{form}_{heads}" for form in ("decode", "prompt") for heads in (16, 128))
 OF_LATENTS = (*LATENTS, "turn_latents_kernel", "merge_latents_kernel")
 LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
-UNIFORM = ("uniform_kernel",)
+DETERMINISTIC = "masked_varlen_kernel"
 OF_EXPERTS = ("expert_gemm_kernel", "gated_expert_gemm_kernel")
 WIDE = ("wide_expert_gemm_kernel", "wide_gated_expert_gemm_kernel")
 NARROW = ("narrow_expert_gemm_kernel", "narrow_gated_expert_gemm_kernel")
@@ -72,7 +72,7 @@ ROUNDED = "e4m3_rows_kernel"  # not on sm_80
 KERNELS = {
     "all": STORES
     + ATTENTION
-    + UNIFORM
+    + (DETERMINISTIC,)
     + LAYERS
     + PRODUCTS
     + ROUTING
@@ -82,9 +82,9 @@ KERNELS = {
     + OF_LATENTS,
     "latents": OF_LATENTS,
     "experts": OF_EXPERTS + WIDE + NARROW + ROUTING + ("add_experts_kernel",),
-    "fp8": STORES + ATTENTION + UNIFORM,
+    "fp8": (*STORES, *ATTENTION, DETERMINISTIC),
     "attention": STORES + ATTENTION,
-    "heads": STORES + ATTENTION + UNIFORM,
+    "heads": (*STORES, *ATTENTION, DETERMINISTIC),
     "states": STATES,
     "quantized": (*STORED, ROUNDED, "add_experts_kernel", "route_kernel_128", "align_kernel_128"),
 }
@@ -169,10 +169,10 @@ def test_nothing_spills_and_shared_memory_fits(reports):
 @pytest.mark.parametrize("target", MAIN + FP8)
 def test_registers_leave_room_for_enough_programs(reports, target):
     # A multiprocessor has 65,536: four decodes of 128 threads, or three over fp8, one prefill tile
-    # of 256, two uniform ones of 128.
+    # of 256, two deterministic ones of 128.
     assert reports[target, "decode_kernel"]["registers"] <= (168 if target in FP8 else 128)
     assert reports[target, "varlen_kernel"]["registers"] <= 224
-    assert reports[target, "uniform_kernel"]["registers"] <= 248
+    assert reports[target, DETERMINISTIC]["registers"] <= 248
     for kernel in (*STORES, *LAYERS, *PRODUCTS, *ROWS):
         if (target, kernel) in reports:
             product = kernel in PRODUCTS
@@ -239,7 +239,7 @@ def test_keys_and_values_arrive_by_wide_copies_that_overlap(reports, target, ker
 
 
 @pytest.mark.parametrize("target", MAIN)
-@pytest.mark.parametrize("kernel", ["uniform_kernel", *PRODUCTS])
+@pytest.mark.parametrize("kernel", [DETERMINISTIC, *PRODUCTS])
 def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_copies(
     reports, target, kernel
 ):
@@ -247,7 +247,7 @@ def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_cop
     assert figures["mma"] > 0
     assert figures["async_copies"] == figures["wide_copies"] > 0
     assert figures["in_flight"] >= 2
-    if target.startswith("90") and kernel != "uniform_kernel":
+    if target.startswith("90") and kernel != DETERMINISTIC:
         assert figures["wgmma"] > 0
 
 
@@ -277,7 +277,7 @@ def test_activations_become_fp8_by_the_instruction_for_two(reports, target):
 
 
 @pytest.mark.parametrize("target", FP8)
-@pytest.mark.parametrize("kernel", ["varlen_kernel", "decode_kernel", "uniform_kernel"])
+@pytest.mark.parametrize("kernel", ["varlen_kernel", "decode_kernel", DETERMINISTIC])
 def test_fp8_keys_and_values_arrive_by_copies_that_overlap(reports, target, kernel):
     # Why no word on widths: where an operand's layout asks for it, rows come 8 bytes at a time.
     figures = reports[target, kernel]
@@ -305,9 +305,9 @@ def test_fp8_keys_and_values_are_converted_in_pairs(reports, target):
 
 
 @pytest.mark.parametrize("target", MAIN + FP8)
-@pytest.mark.parametrize("kernel", ["decode_kernel", "uniform_kernel"])
-def test_a_program_counts_itself_after_all_of_its_threads_have_stored(reports, target, kernel):
-    assert reports[target, kernel]["counted"] == reports[target, kernel]["atomics"] == 1
+def test_a_program_counts_itself_after_all_of_its_threads_have_stored(reports, target):
+    figures = reports[target, "decode_kernel"]
+    assert figures["counted"] == figures["atomics"] == 1
 
 
 @pytest.mark.parametrize("target", EVERY)

@@ -34,7 +34,7 @@ from triton.runtime.jit import create_function_from_signature
 from nanoengine.attention import triton_latent as latent_kernels
 from nanoengine.attention.base import HeadNormWeights, LayerCache
 from nanoengine.attention.batch import Pieces, StateWave
-from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
+from nanoengine.attention.triton import TritonBackend, kernels, store_kernels
 from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import (
@@ -77,7 +77,7 @@ def caught_launches():
     """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
     caught, originals = [], []
     for module in (
-        store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels,
+        store_kernels, kernels, layer_kernels, triton_gemm, expert_kernels,
         triton_routing, triton_rows, triton_sampling, triton_states,
         triton_mamba, quantized_kernels, latent_kernels,
     ):  # fmt: skip
@@ -125,8 +125,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
         case.batch.attention = backend.prepare(case.batch)
         run_rotation(backend, case)
         if what != "attention":
-            # So few decodes of such lengths share their splits.
-            backend.num_sms, backend.deterministic, case.batch.max_seq_len = 100, True, 2000
+            backend.deterministic = True
             case.run(backend)
         if what == "all":
             run_layers(dtype)
@@ -414,6 +413,8 @@ def counted(ptx):
 def name_of(kernel, options):
     """The kernel's name; kernels of several kinds of code have a name for each."""
     name = kernel.__name__
+    if name == "varlen_kernel" and options["A"].all_masked:
+        return "masked_varlen_kernel"
     if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
         name = f"gated_{name}"
     if "expert_gemm" in name and options["FORM"]:
@@ -441,7 +442,6 @@ def distinct_launches(target):
     found, seen = [], set()
     for kernel, args, options in launches(int(arch), getattr(torch, dtype), *map(int, shape), what):
         name = name_of(kernel, options)
-        # Decodes and prompts with deterministic=True launch one kernel.
         key = name, "" if name in NO_PRODUCTS else str(options)
         if key not in seen and is_compiled(name, arch, what):
             seen.add(key)
