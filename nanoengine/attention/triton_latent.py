@@ -205,7 +205,9 @@ def latent_kernel(
 
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens"])
-def merge_latents_kernel(out, part_out, part_lse, seq_lens, max_splits, A: tl.constexpr):
+def merge_latents_kernel(
+    out, part_out, part_lse, seq_lens, max_splits, A: tl.constexpr
+):  # fmt: skip
     """Adds up the splits of one head of one decode, where there are several. Grid: [S, H]."""
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), max_splits, A)

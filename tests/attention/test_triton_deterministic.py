@@ -5,6 +5,7 @@ import torch
 
 from nanoengine.attention import make_backend
 from nanoengine.attention import triton as module
+from nanoengine.attention import triton_kernels as kernels
 from nanoengine.attention.triton import KernelConfig, TritonBackend, kernel_config
 from nanoengine.attention.triton_kernels import TileConfig
 from nanoengine.errors import ConfigError
@@ -73,6 +74,24 @@ def test_a_token_has_the_same_bits_in_any_chunk(window, dtype):
     for chunk in (1, 7, 8, 9):
         part = run((chunk, 70), **options)
         assert torch.equal(part, whole[-chunk:]), f"chunk of {chunk}"
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="reads the interpreter's calls")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_tile_takes_the_code_without_a_mask(monkeypatch, deterministic):
+    """Compiled code without a mask may round differently; the interpreter's does not."""
+    masked, attend_tile = set(), kernels.attend_tile
+
+    def noted(*args):
+        masked.add(args[-1])
+        return attend_tile(*args)
+
+    monkeypatch.setattr(kernels, "attend_tile", noted)
+    case = make_case((1, 70), (40, 70))
+    backend = backend_for(case)
+    backend.deterministic = deterministic
+    case.run(backend)
+    assert masked == ({True} if deterministic else {False, True})
 
 
 def test_the_default_kernels_do_not_promise_that():
