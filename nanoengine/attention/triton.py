@@ -13,8 +13,10 @@ shorter sequences too: the programs beyond their end find nothing to do.
 A row's result does not depend on the sequences beside it, because the sequence alone lays out its
 key tiles and splits, and splits are added up in their order, whichever program comes last. A token
 takes the decode kernel when it is computed alone and the varlen kernel in a chunk. The two agree to
-rounding, not to the bit, so with `deterministic` all tokens take the one kernel of
-`triton_uniform.py`.
+rounding, not to the bit, so with `deterministic` all tokens take the varlen kernel, in tiles that
+are all masked: a tile that holds no key which a row may see leaves that row's sums as they were, so
+it does not matter which tokens share a row's tile. There are no splits then, which is slow where
+contexts are long and sequences are few.
 
 The kernels have been run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`, float32 and
 float16) and compiled ahead of time for sm_80, sm_89 and sm_90. They have not run on a GPU yet; tile
@@ -51,11 +53,9 @@ except ImportError as error:
 
 from nanoengine.attention import triton_kernels as kernels
 from nanoengine.attention import triton_store as store_kernels
-from nanoengine.attention import triton_uniform as uniform
 from nanoengine.attention.triton_kernels import AttentionConstants, CacheConstants, TileConfig
 from nanoengine.attention.triton_splits import NUM_COUNTERS, make_counters
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
-from nanoengine.kernels.triton_layers import Unnormed
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
 """False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
@@ -77,7 +77,9 @@ class KernelConfig:
 
 
 @functools.cache
-def kernel_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype) -> KernelConfig:
+def kernel_config(
+    arch: int, head_dim: int, group_size: int, dtype: torch.dtype, deterministic: bool = False
+) -> KernelConfig:
     """Tile sizes for a GPU of compute capability `arch` (80, 89, 90, ...) and a model's shape.
 
     Why a table and no autotuning: the same model on the same GPU must always add in the same order,
@@ -104,6 +106,8 @@ def kernel_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype)
         else:
             prefill = (64, 32, 8, 2)
         decode = (32, 4, 4 if roomy else 3) if dim <= 128 else (32, 8, 3)
+        if deterministic:  # Why small: a decode takes this tile too, and is one token of it.
+            prefill = (32, *decode)
     rows, *prefill_rest = prefill
     return KernelConfig(TileConfig(max(rows, packed), *prefill_rest), TileConfig(packed, *decode))
 
@@ -126,7 +130,8 @@ class Shared(NamedTuple):
 
     Attributes:
         slots, table, table_stride: of the KV group.
-        splits: of the decode kernel, or None; tiles: those of the prompts' queries.
+        splits: of the decode kernel, or None; tiles: those of the queries of the varlen kernel.
+        num_decodes: sequences of the decode kernel; the varlen kernel has the others.
     """
 
     slots: torch.Tensor
@@ -134,6 +139,7 @@ class Shared(NamedTuple):
     table_stride: int
     splits: Splits | None
     tiles: int
+    num_decodes: int
 
 
 def cache_constants(k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheConstants:
@@ -156,7 +162,7 @@ def store_constants(
 @functools.cache
 def rotate_constants(
     num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float | None,
-    heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants, of: Unnormed | None,
+    heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants,
 ) -> tuple[int, Constants]:  # fmt: skip
     """Programs a token of `rotate_store_kernel`, and its constants; without `eps` no norm."""
     assert heads[2] == cos[2] == sin[2] == 1, "heads must be contiguous"
@@ -165,13 +171,18 @@ def rotate_constants(
         TOKEN=heads[0], HEAD=heads[1], COS_TOKEN=cos[0], SIN_TOKEN=sin[0], CACHE=cache,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HALF=next_power_of_2(head_dim // 2), ROWS=rows, NORM=eps is not None, EPS=eps or 0.0,
-        OF=of, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return cdiv(num_rows, rows), constants
 
 
 def attention_constants(
-    q: torch.Tensor, out: torch.Tensor, cache: LayerCache, tile: TileConfig, *splits: int
+    q: torch.Tensor,
+    out: torch.Tensor,
+    cache: LayerCache,
+    tile: TileConfig,
+    *splits: int,
+    all_masked: bool = False,
 ) -> Constants:
     """The constants of a kernel that attends in such tiles."""
     k_cache, v_cache, spec = cache
@@ -179,7 +190,7 @@ def attention_constants(
     of_cache = cache_constants(k_cache, v_cache)
     return constants_of_attention(
         *of_spec, spec.sliding_window, spec.sinks is not None,
-        q.stride(), out.stride(), of_cache, tile, splits,
+        q.stride(), out.stride(), of_cache, tile, splits, all_masked,
     )  # fmt: skip
 
 
@@ -187,11 +198,12 @@ def attention_constants(
 def constants_of_attention(
     group: int, head_dim: int, scale: float, softcap: float | None, window: int | None, sinks: bool,
     q: Strides, out: Strides, cache: CacheConstants, tile: TileConfig, splits: tuple[int, ...],
+    all_masked: bool,
 ) -> Constants:  # fmt: skip
     """`attention_constants` by what they follow from."""
     attention = AttentionConstants(
         *q[:2], *out[:2], scale, softcap or 0.0, window or 0, group, sinks, head_dim,
-        padded(head_dim), tile.rows, tile.keys, *splits,
+        padded(head_dim), tile.rows, tile.keys, *splits, all_masked=all_masked,
     )  # fmt: skip
     return Constants(CACHE=cache, A=attention, num_warps=tile.warps, num_stages=tile.stages)
 
@@ -292,13 +304,15 @@ class TritonBackend(AttentionBackend):
         kind = heads, kv_heads, spec.head_dim, window, spec.group
         shared = of_step.get(kind)
         if shared is None:
-            table, num_prefills = batch.block_tables[spec.group], batch.num_seqs - batch.num_decodes
+            table, num_decodes = batch.block_tables[spec.group], batch.num_decodes
+            if self.deterministic:  # Why: a decode is then the same code as a chunk's token.
+                num_decodes = 0
             tile_tokens = self._config(spec).prefill.rows // (heads // kv_heads)
-            of_decodes = batch.num_decodes and not self.deterministic
             shared = of_step[kind] = Shared(
                 batch.slot_mapping[spec.group], table, table.stride(0),
-                self._splits(batch, spec) if of_decodes else None,
-                (batch.num_tokens - batch.num_decodes) // tile_tokens + num_prefills,
+                self._splits(batch, spec) if num_decodes else None,
+                (batch.num_tokens - num_decodes) // tile_tokens + batch.num_seqs - num_decodes,
+                num_decodes,
             )  # fmt: skip
         return shared
 
@@ -331,11 +345,7 @@ class TritonBackend(AttentionBackend):
         norm: HeadNormWeights | None,
         cache: LayerCache,
         batch: Batch,
-        x: torch.Tensor | None = None,
-        of: Unnormed | None = None,
-        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """With x, `heads` is a product of its rows, which were not normed, without its bias."""
         if norm is not None and norm.together is not None:
             return super().rotate_and_store(heads, rotation, norm, cache, batch)
         k_cache, v_cache, spec = cache
@@ -346,12 +356,11 @@ class TritonBackend(AttentionBackend):
         shared, q = self._shared(batch, spec), heads.new_empty(num_tokens, spec.num_heads, head_dim)
         programs, constants = rotate_constants(
             num_rows, spec.num_heads, spec.num_kv_heads, head_dim, eps,
-            heads.stride(), cos.stride(), sin.stride(), cache_constants(k_cache, v_cache), of,
+            heads.stride(), cos.stride(), sin.stride(), cache_constants(k_cache, v_cache),
         )  # fmt: skip
-        x, bias = heads if x is None else x, heads if bias is None else bias
         launch(
             store_kernels.rotate_store_kernel, (num_tokens, programs), constants,
-            q, heads, cos, sin, weight, x, bias, k_cache, v_cache, shared.slots,
+            q, heads, cos, sin, weight, k_cache, v_cache, shared.slots,
             1.0 / spec.k_scale, 1.0 / spec.v_scale,
         )  # fmt: skip
         return q
@@ -360,14 +369,6 @@ class TritonBackend(AttentionBackend):
         k_cache, v_cache, spec = cache
         shared, sinks, out = self._shared(batch, spec), sinks_of(spec, q), torch.empty_like(q)
         table, splits = shared.table, shared.splits
-        if self.deterministic:
-            group = spec.num_heads // spec.num_kv_heads
-            tile = uniform.uniform_config(self.arch, spec.head_dim, group, self.dtype)
-            constants = attention_constants(q, out, cache, tile, tile.split)
-            uniform.attend_uniform(
-                out, q, cache, batch, constants, self.num_sms, self.counters, sinks
-            )
-            return out
         config = self._config(spec)
         if splits is not None:
             of_splits = config.split_tokens, config.max_splits, spec.num_kv_heads
@@ -378,16 +379,18 @@ class TritonBackend(AttentionBackend):
                 table, batch.seq_lens, shared.table_stride, splits.max_splits,
                 spec.k_scale, spec.v_scale,
             )  # fmt: skip
-        num_prefills = batch.num_seqs - batch.num_decodes
+        num_prefills = batch.num_seqs - shared.num_decodes
         if num_prefills:
             launch(
                 kernels.varlen_kernel, (shared.tiles, spec.num_kv_heads),
-                attention_constants(q, out, cache, config.prefill),
+                attention_constants(
+                    q, out, cache, config.prefill, all_masked=self.deterministic
+                ),
                 out, q, k_cache, v_cache, sinks, table, batch.query_start_loc, batch.seq_lens,
-                shared.table_stride, batch.num_decodes, num_prefills, spec.k_scale, spec.v_scale,
+                shared.table_stride, shared.num_decodes, num_prefills, spec.k_scale, spec.v_scale,
             )  # fmt: skip
         return out
 
     def _config(self, spec: AttentionSpec) -> KernelConfig:
         group_size = spec.num_heads // spec.num_kv_heads
-        return kernel_config(self.arch, spec.head_dim, group_size, self.dtype)
+        return kernel_config(self.arch, spec.head_dim, group_size, self.dtype, self.deterministic)

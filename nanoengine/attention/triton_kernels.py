@@ -40,7 +40,6 @@ import triton
 import triton.language as tl
 
 from nanoengine.attention.triton_splits import counted_last
-from nanoengine.kernels.launch import after_the_kernel_ahead
 
 MIN_SCORE = tl.constexpr(-1.0e30)
 """First running maximum. Finite, so that a row that sees nothing yet gives 0 and not NaN."""
@@ -78,6 +77,8 @@ class AttentionConstants(NamedTuple):
         dim: head_dim rounded up to a power of two.
         m, n: rows and keys of a tile.
         split: keys of a split; max_splits: longer sequences have longer ones; kv_heads: of decodes.
+        all_masked: no tile skips its mask. Which tiles need none depends on the rows of a tile, and
+            code without a mask may round differently.
     """
 
     q_token: int
@@ -96,6 +97,7 @@ class AttentionConstants(NamedTuple):
     split: int = 0
     max_splits: int = 0
     kv_heads: int = 0
+    all_masked: bool = False
 
 
 @triton.jit
@@ -188,7 +190,7 @@ def attend(
     """Attends the rows at `positions` [M] over the keys low ... end - 1, in tiles from `start` on.
 
     Every row sees all keys before `full_end`, a multiple of N, so these tiles need no mask. With a
-    sliding window no tile is surely full: all are masked.
+    sliding window no tile is surely full: all are masked, as with A.all_masked.
 
     SUM_LAST: sums of weights are kept for each column of a tile and added up after the last one.
     Why: adding up across threads waits for them all, in every tile. Why not always: the columns of
@@ -198,7 +200,7 @@ def attend(
     acc = tl.full([A.m, A.dim], 0, tl.float32)
     total = tl.full([A.m, A.n] if SUM_LAST else [A.m], 0, tl.float32)
     high = tl.full([A.m], MIN_SCORE, tl.float32)
-    for masked in tl.static_range(1 if A.window > 0 else 0, 2):
+    for masked in tl.static_range(1 if A.window > 0 or A.all_masked else 0, 2):
         blocks = tile_blocks(table, start, end, CACHE.block_size, A.n)
         for first in range(start, end if masked == 1 else full_end, A.n):
             acc, total, high = attend_tile(
@@ -274,14 +276,13 @@ def load_queries(q, kv_head, query_start, query_len, tile_start, A: tl.constexpr
 def varlen_kernel(
     out, q, k_cache, v_cache, sinks, block_tables, query_start_loc, seq_lens,
     table_stride, num_decodes, num_prefills, k_scale, v_scale,
-    CACHE: tl.constexpr, A: tl.constexpr, EARLY: tl.constexpr = False,
+    CACHE: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of queries of one sequence, for one KV head. Grid: [tiles, K].
 
     Serves prompts, chunks with a context before them and draft verification alike: the query token
     i of a sequence is at position seq_len - query_len + i and sees the keys up to there.
     """
-    after_the_kernel_ahead(EARLY)
     TILE_TOKENS: tl.constexpr = A.m // A.group
     # Why backwards: the last tiles of a prompt see the most keys; started first, they don't
     # keep the GPU waiting at the end.
@@ -308,7 +309,8 @@ def varlen_kernel(
         )  # fmt: skip
         if A.sinks:
             total += sink_share(sinks + heads, inside, high)
-        result = acc / total[:, None]
+        # Why: a decode that pads the batch of a graph has no keys, and its result is 0.
+        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         if v_cache.dtype.element_ty != q.dtype.element_ty:
             result = result * v_scale
         place = token_rows[:, None] * A.o_token + (heads[:, None] * A.o_head + dims)
@@ -374,7 +376,7 @@ def combine(
 def decode_kernel(
     out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, block_tables, seq_lens,
     table_stride, max_splits, k_scale, v_scale,
-    CACHE: tl.constexpr, A: tl.constexpr, EARLY: tl.constexpr = False,
+    CACHE: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """One query token over some of its sequence's splits, for one KV head. Grid: [S * K, programs].
 
@@ -386,7 +388,6 @@ def decode_kernel(
     log-sum-exp to `part_lse` [S, H, max_splits], both float32 and contiguous; the program that
     comes last adds them up. The number of programs is a matter of speed, never of the result.
     """
-    after_the_kernel_ahead(EARLY)
     kv_head, seq = tl.program_id(0) % A.kv_heads, tl.program_id(0) // A.kv_heads
     seq_len = tl.load(seq_lens + seq)
     low, size, first_split, num_splits = split_keys(seq_len, A.max_splits, A)

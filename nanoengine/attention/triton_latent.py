@@ -63,13 +63,7 @@ from nanoengine.attention.triton_kernels import (
     split_keys,
     tile_blocks,
 )
-from nanoengine.kernels.launch import (
-    Constants,
-    after_the_kernel_ahead,
-    cdiv,
-    launch,
-    next_power_of_2,
-)
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 TURNED_ROWS = 16
 """Heads that a program turns."""
@@ -92,7 +86,6 @@ def turn_latents_kernel(
     COS_TOKEN: tl.constexpr, SIN_TOKEN: tl.constexpr, CACHE: tl.constexpr,
     NUM_HEADS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Turns the last ROPE numbers of one token's heads [T, H, HEAD] into those of q [T, H, Q_HEAD],
     behind RANK; norms the latent of its vector, turns what is behind, and stores both.
@@ -100,7 +93,6 @@ def turn_latents_kernel(
     Grid: [T, 1 + H / ROWS rounded up]; the first program of a token has the vector. WIDTH and HALF
     are RANK and ROPE / 2 rounded up to powers of two.
     """
-    after_the_kernel_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, HALF)[None, :]
     inside = dims < ROPE // 2
@@ -135,7 +127,6 @@ def latent_kernel(
     out, part_out, part_lse, q, cache, block_tables, query_start_loc, seq_lens,
     table_stride, num_decodes, num_prefills, max_splits,
     CACHE: tl.constexpr, A: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Attention of a tile of rows, heads of the tokens of one sequence. Grid: [tiles * H / A.group
     rounded up, programs].
@@ -144,7 +135,6 @@ def latent_kernel(
     than one is as in `decode_kernel`. Without, tiles are found as those of `varlen_kernel`. TURNED:
     A for the turned numbers, which lie behind the latent.
     """
-    after_the_kernel_ahead(EARLY)
     LOG2_E: tl.constexpr = 1.4426950408889634
     TILE_TOKENS: tl.constexpr = A.m // A.group
     HEAD_TILES: tl.constexpr = (HEADS + A.group - 1) // A.group
@@ -216,10 +206,9 @@ def latent_kernel(
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens"])
 def merge_latents_kernel(
-    out, part_out, part_lse, seq_lens, max_splits, A: tl.constexpr, EARLY: tl.constexpr = False
-):
+    out, part_out, part_lse, seq_lens, max_splits, A: tl.constexpr
+):  # fmt: skip
     """Adds up the splits of one head of one decode, where there are several. Grid: [S, H]."""
-    after_the_kernel_ahead(EARLY)
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), max_splits, A)
     if num_splits > 1:

@@ -3,10 +3,9 @@
     program 0   splits 0, 2, 4 ─► scratch ─► counts itself: 1 of 2, done
     program 1   splits 1, 3    ─► scratch ─► counts itself: 2 of 2, merges the splits 0 ... 4
 
-The attention kernels that split a context call this (`triton_kernels.py`, `triton_uniform.py`).
-Each merges in its own way, always in the order of the splits, so the result doesn't depend on which
-program comes last. That program also sets the counter back to 0, for the next launch or the next
-replay of a CUDA graph.
+`triton_kernels.py` calls this. Splits are merged in their order, so the result doesn't depend on
+which program comes last. That program also sets the counter back to 0, for the next launch or the
+next replay of a CUDA graph.
 
 They have been run in Triton's interpreter and compiled ahead of time; they have not run on a GPU
 yet.

@@ -14,9 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.launch import after_the_kernel_ahead
-from nanoengine.kernels.triton_layers import row_scale
-
 LARGEST_FP8 = tl.constexpr(448.0)
 
 
@@ -70,21 +67,19 @@ def norm_half(half, shrink, weight, heads, mask):
     do_not_specialize=["k_factor", "v_factor"], do_not_specialize_on_alignment=["slot_mapping"]
 )
 def rotate_store_kernel(
-    out, heads, cos, sin, weight, x, bias, k_cache, v_cache, slot_mapping, k_factor, v_factor,
+    out, heads, cos, sin, weight, k_cache, v_cache, slot_mapping, k_factor, v_factor,
     TOKEN: tl.constexpr, HEAD: tl.constexpr, COS_TOKEN: tl.constexpr, SIN_TOKEN: tl.constexpr,
     CACHE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    NORM: tl.constexpr, EPS: tl.constexpr, OF: tl.constexpr = None, EARLY: tl.constexpr = False,
+    NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates one token's query and key heads, and stores its keys and values.
 
     Grid: [T, all heads / ROWS rounded up]. A program has some rows of one token's projection, query
     heads, key heads and value heads in this order, each in two halves, which the rotation mixes:
     (a, b) -> (a cos - b sin, b cos + a sin). Queries go to `out` [T, H, D], contiguous. HALF is
-    HEAD_DIM / 2 rounded up to a power of two. OF: `heads` is a product of the rows of x, which were
-    not normed, without its `bias`.
+    HEAD_DIM / 2 rounded up to a power of two.
     """
-    after_the_kernel_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     block, offset = slot // CACHE.block_size, slot % CACHE.block_size
@@ -97,15 +92,6 @@ def rotate_store_kernel(
     raw_first = tl.load(place, mask=mask, other=0.0)
     raw_second = tl.load(place + HEAD_DIM // 2, mask=mask, other=0.0)
     first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
-    if OF is not None:
-        scale = row_scale(x + token * OF.size, OF)
-        first, second = first * scale, second * scale
-        if OF.biased:
-            place = bias + (rows * HEAD_DIM + dims)
-            first += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-            second += tl.load(place + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
-        raw_first = first.to(heads.dtype.element_ty)
-        raw_second = second.to(heads.dtype.element_ty)
     if NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         shrink = tl.rsqrt(squares / HEAD_DIM + EPS)[:, None]

@@ -22,9 +22,7 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton import knobs
-from triton.language.extra import cuda
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -74,11 +72,10 @@ def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any)
     kind = tuple(key)
     ready = constants.ready.get(kind)
     if ready is None or hooked():
-        given = constants | early(kernel, active.get_current_target().arch)
         with BINDING:
-            compiled = kernel.run(*args, grid=grid, warmup=False, **given)
+            compiled = kernel.run(*args, grid=grid, warmup=False, **constants)
             if kind not in constants.ready:
-                constants.ready[kind] = prepared(compiled, kernel, grid, args, given)
+                constants.ready[kind] = prepared(compiled, kernel, grid, args, constants)
         return
     run, function, packed, tail, _ = ready
     stream = active.get_current_stream(device)
@@ -105,26 +102,6 @@ def require_compiler() -> None:
             f" Python's headers, such as the packages gcc and python3-dev, and Python.h in"
             f" {sysconfig.get_paths()['include']}: install them, or set device='cpu'"
         ) from error
-
-
-def early(kernel: Any, arch: int) -> dict[str, bool]:
-    """The options of a kernel that may be launched before the one ahead of it has ended: of one
-    with an argument EARLY, from compute capability 9.0 on."""
-    return {"EARLY": True, "launch_pdl": True} if "EARLY" in kernel.arg_names and arch >= 90 else {}
-
-
-@triton.jit
-def after_the_kernel_ahead(EARLY: tl.constexpr):
-    """Stands before all loads and stores of a kernel that may be launched early.
-
-    Every program waits until the kernel ahead has ended and its stores are seen, and only then lets
-    the next kernel start: so where a program is past this line, all earlier kernels have ended.
-
-    Source: the programmatic dependent launch of NVIDIA's CUDA C++ Programming Guide.
-    """
-    if EARLY:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
 
 
 def hooked() -> bool:

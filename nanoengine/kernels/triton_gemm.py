@@ -14,7 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.launch import after_the_kernel_ahead
 from nanoengine.kernels.triton_layers import gated
 
 
@@ -32,18 +31,16 @@ def load_weight(weight, outputs, inputs, IN: tl.constexpr, OUT: tl.constexpr, EV
 def products(
     out, x_rows, inside, weight, bias, columns,
     IN: tl.constexpr, OUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr = None,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Rows of x times the `columns` [N] of weight [OUT, IN].T, + bias: [M, N] of out's dtype.
 
     x_rows [M, 1] says where the rows begin, inside [M, 1] which there are. ACTIVATION, if not "":
     weight is [2 OUT, IN], gate first, bias [2 OUT], and the result is act(gate) * up, rounded at
-    each step as separate layers would. EPS, if not None: each row of x is divided by its rms.
+    each step as separate layers would.
     """
     acc = tl.full([M, N], 0, tl.float32)
     up_acc = tl.full([M, N], 0, tl.float32)
-    if EPS is not None:
-        squares = tl.full([M, K], 0, tl.float32)
     for start in range(0, IN, K):
         inputs = start + tl.arange(0, K)
         mask = inside
@@ -52,14 +49,9 @@ def products(
         left = tl.load(x_rows + inputs[None, :], mask=mask, other=0.0)
         right = load_weight(weight, columns, inputs, IN, OUT, IN % K == 0)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-        if EPS is not None:
-            squares += left.to(tl.float32) * left.to(tl.float32)
         if ACTIVATION != "":
             up = load_weight(weight + OUT * IN, columns, inputs, IN, OUT, IN % K == 0)
             up_acc = tl.dot(left, tl.trans(up), up_acc, input_precision="ieee")
-    if EPS is not None:
-        scale = tl.rsqrt(tl.sum(squares, 1) / IN + EPS)[:, None]
-        acc, up_acc = acc * scale, up_acc * scale
     return ended(acc, up_acc, out, bias, columns, OUT, BIAS, ACTIVATION)
 
 
@@ -87,14 +79,12 @@ def gemm_kernel(
     out, x, weight, bias, num_rows,
     X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr = None,
-    HEADS: tl.constexpr = None, EARLY: tl.constexpr = False,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr = None,
 ):  # fmt: skip
     """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias, or gates: see `products`. Grid:
     [T / M, OUT / N, 1], rounded up. Its first axis goes over rows: programs that run together then
     share their weights. HEADS, if not None: its third axis goes over products, which begin so far
     apart in out, x and weight."""
-    after_the_kernel_ahead(EARLY)
     if HEADS is not None:
         head = tl.program_id(2)
         out, x, weight = out + head * HEADS[0], x + head * HEADS[1], weight + head * HEADS[2]
@@ -103,7 +93,7 @@ def gemm_kernel(
     inside = (rows < num_rows)[:, None]
     x_rows = x + rows.to(tl.int64)[:, None] * X_ROW
     result = products(
-        out, x_rows, inside, weight, bias, columns, IN, OUT, M, N, K, BIAS, ACTIVATION, EPS
+        out, x_rows, inside, weight, bias, columns, IN, OUT, M, N, K, BIAS, ACTIVATION
     )
     place = out + rows.to(tl.int64)[:, None] * OUT_ROW + columns[None, :]
     tl.store(place, result, mask=inside & (columns < OUT)[None, :])

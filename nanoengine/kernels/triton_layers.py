@@ -14,38 +14,8 @@ TensorRT-LLM do; the code is our own.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-
-from nanoengine.kernels.launch import after_the_kernel_ahead
-
-
-class Unnormed(NamedTuple):
-    """What the compiler knows of rows whose norm comes behind a product: `layers/triton_folded.py`.
-
-    Attributes:
-        size: numbers of a row; rows lie side by side.
-        width: as many are squared at a time, a power of two.
-        biased: a bias is added after the norm.
-    """
-
-    size: int
-    width: int
-    eps: float
-    biased: bool = False
-
-
-@triton.jit
-def row_scale(row, ROWS: tl.constexpr):
-    """1 / rms of the row of numbers at `row`."""
-    squares = tl.full([ROWS.width], 0, tl.float32)
-    for start in range(0, ROWS.size, ROWS.width):
-        columns = start + tl.arange(0, ROWS.width)
-        value = tl.load(row + columns, mask=columns < ROWS.size, other=0.0).to(tl.float32)
-        squares += value * value
-    return tl.rsqrt(tl.sum(squares, 0) / ROWS.size + ROWS.eps)
 
 
 @triton.jit
@@ -53,14 +23,12 @@ def rms_norm_kernel(
     out, x, residual, weight,
     X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr, OUT_ROW: tl.constexpr,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out [T, SIZE] = norm(x) * weight. Grid: [T]. WIDTH is SIZE rounded up to a power of two.
 
     ADD: x + residual, rounded to x's dtype, is what is normed, and takes residual's place. `out`
     may be x: a row is stored after all of it was read, which its sum waits for.
     """
-    after_the_kernel_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     mask = columns < SIZE
@@ -103,23 +71,15 @@ def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def gate_kernel(
-    out, gate_up, x,
+    out, gate_up,
     ROW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr = None, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """out [T, SIZE] = act(gate) * up of gate_up [T, 2 SIZE]. Grid: [T, SIZE / WIDTH rounded up].
-
-    ROWS: gate_up is a product of the rows of x, which were not normed.
-    """
-    after_the_kernel_ahead(EARLY)
+    """out [T, SIZE] = act(gate) * up of gate_up [T, 2 SIZE]. Grid: [T, SIZE / WIDTH rounded up]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < SIZE
     place = gate_up + row * ROW + columns
     gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(place + SIZE, mask=mask, other=0.0).to(tl.float32)
-    if ROWS is not None:
-        scale = row_scale(x + row * ROWS.size, ROWS)
-        gate, up = gate * scale, up * scale
     result = gated(gate, up, ACTIVATION, out.dtype.element_ty)
     tl.store(out + row * SIZE + columns, result, mask=mask)

@@ -18,21 +18,14 @@ from dataclasses import dataclass
 import torch
 
 from nanoengine.attention import base
-from nanoengine.kernels import triton_gemm, triton_layers
-from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
-from nanoengine.kernels.triton_layers import Unnormed
+from nanoengine.kernels import triton_gemm
+from nanoengine.kernels.launch import Constants, cdiv, launch
 from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """What the kernels compute; float64 takes plain torch."""
 
 arch_of = functools.cache(base.arch_of)
-
-GATE_WIDTH = 1024
-"""Elements that one program gates: 8 a thread, 16 bytes of a 16-bit dtype."""
-
-WIDE_GATE = 4096
-"""The same where each program reads the row that was not normed, too: so fewer do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +113,7 @@ class TritonLinear(UnquantizedLinear):
             triton_gemm.gemm_kernel,
             (cdiv(rows, config.rows), cdiv(outputs, config.columns), heads),
             gemm_constants(
-                x.stride(1), out.stride(1), inputs, outputs, False, "", config, None, of_heads
+                x.stride(1), out.stride(1), inputs, outputs, False, "", config, of_heads
             ),
             out, x, weight, weight, rows,
         )  # fmt: skip
@@ -133,10 +126,8 @@ def multiply(
     bias: torch.Tensor | None,
     activation: str,
     config: GemmConfig,
-    eps: float | None = None,
 ) -> torch.Tensor:
-    """x [..., I] @ weight.T + bias; with an activation act(gate) * up of the outputs' halves; with
-    `eps` of the rows of x divided by their rms."""
+    """x [..., I] @ weight.T + bias; with an activation act(gate) * up of the outputs' halves."""
     assert not activation or activation in GATES, activation
     assert weight.is_contiguous(), "the kernel reads whole rows"
     in_features = x.shape[-1]
@@ -148,8 +139,8 @@ def multiply(
     launch(
         triton_gemm.gemm_kernel, grid,
         gemm_constants(
-            rows.stride(0), out_features, in_features, out_features, bias is not None, activation,
-            config, eps,
+            rows.stride(0), out_features, in_features, out_features, bias is not None,
+            activation, config,
         ),
         out, rows, weight, weight if bias is None else bias, len(rows),
     )  # fmt: skip
@@ -159,43 +150,11 @@ def multiply(
 @functools.cache
 def gemm_constants(
     row: int, out_row: int, inputs: int, outputs: int, biased: bool, activation: str,
-    config: GemmConfig, eps: float | None, heads: tuple[int, ...] | None = None,
+    config: GemmConfig, heads: tuple[int, ...] | None = None,
 ) -> Constants:  # fmt: skip
     """Of `gemm_kernel`."""
     return Constants(
         X_ROW=row, OUT_ROW=out_row, HEADS=heads, IN=inputs, OUT=outputs,
         M=config.rows, N=config.columns, K=config.inputs,
-        BIAS=biased, ACTIVATION=activation, EPS=eps,
-        num_warps=config.warps, num_stages=config.stages,
+        BIAS=biased, ACTIVATION=activation, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-
-
-def gate(
-    gate_up: torch.Tensor,
-    activation: str,
-    x: torch.Tensor | None = None,
-    rows: Unnormed | None = None,
-) -> torch.Tensor:
-    """act(gate) * up of [T, 2 I], gate first: [T, I]. With x, `gate_up` is a product of its `rows`,
-    which were not normed."""
-    assert activation in GATES, activation
-    num_tokens, both = gate_up.shape
-    programs, constants = gate_constants(both // 2, gate_up.stride(), activation, rows)
-    out = gate_up.new_empty(num_tokens, both // 2)
-    x = gate_up if x is None else x
-    launch(triton_layers.gate_kernel, (num_tokens, programs), constants, out, gate_up, x)
-    return out
-
-
-@functools.cache
-def gate_constants(
-    size: int, gate_up: tuple[int, ...], activation: str, rows: Unnormed | None = None
-) -> tuple[int, Constants]:
-    """Programs a row of `gate_kernel`, and its constants."""
-    assert gate_up[1] == 1, "rows must be contiguous"
-    width = min(WIDE_GATE if rows else GATE_WIDTH, next_power_of_2(size))
-    constants = Constants(
-        ROW=gate_up[0], SIZE=size, WIDTH=width, ACTIVATION=activation, ROWS=rows,
-        num_warps=8 if width > 2 * GATE_WIDTH else 4,
-    )  # fmt: skip
-    return cdiv(size, width), constants

@@ -23,9 +23,9 @@ from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_layers as kernels
-from nanoengine.kernels.launch import Constants, launch, next_power_of_2
-from nanoengine.layers.kernels import Kernels, LinearMethod, UnquantizedLinear
-from nanoengine.layers.triton_linear import DTYPES, GatedLinear, TritonLinear, gate
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
+from nanoengine.layers.kernels import GATES, Kernels, LinearMethod, UnquantizedLinear
+from nanoengine.layers.triton_linear import DTYPES, GatedLinear, TritonLinear
 from nanoengine.models.decoder import CausalLM
 
 
@@ -47,7 +47,6 @@ class TritonKernels(Kernels):
                 " attention_backend='naive'"
             )
         gated = UnquantizedLinear if dtype == torch.float32 else GatedLinear
-        self.dtype = dtype
         self.deterministic = getattr(attention, "deterministic", False)
         super().__init__(attention, TritonLinear if self.deterministic else gated)
 
@@ -75,7 +74,12 @@ class TritonKernels(Kernels):
         return out
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        return gate(gate_up, activation)
+        assert activation in GATES, activation
+        num_tokens, both = gate_up.shape
+        programs, constants = gate_constants(both // 2, gate_up.stride(), activation)
+        out = gate_up.new_empty(num_tokens, both // 2)
+        launch(kernels.gate_kernel, (num_tokens, programs), constants, out, gate_up)
+        return out
 
     def hold(self, quantization: Quantization) -> None:
         """Weights are of 4 and 8 bits, but with a deterministic backend."""
@@ -85,15 +89,8 @@ class TritonKernels(Kernels):
             self.linear = held_linears(quantization, self.linear)
 
     def fuse(self, model: CausalLM) -> None:
-        """Norms of plain layers become a part of what follows them; a mixture of experts becomes
-        three launches; layers that keep states run by kernels of their own."""
-        # Why not in float16: the sums that norms shrink may pass its range.
-        if type(model) is CausalLM and self.dtype != torch.float16:
-            from nanoengine.layers.triton_folded import FoldedLayer
-
-            layers = model.model.layers
-            if all(map(FoldedLayer.takes, layers)):
-                model.model.stack = [FoldedLayer(layer) for layer in layers]
+        """Replaces a mixture of experts by three launches, and computes layers that keep states by
+        kernels of their own."""
         if model.config.moe is not None:
             from nanoengine.layers.triton_experts import TritonExperts
             from nanoengine.models.moe import mixtures
@@ -125,6 +122,9 @@ class TritonKernels(Kernels):
         self.products = tuple(f"{count} matrices: {kind}" for kind, count in kinds.items())
 
 
+GATE_WIDTH = 1024
+"""Elements per program of `gate_kernel`: 8 per thread, 16 bytes of a 16-bit dtype."""
+
 Strides = tuple[int, ...]
 
 
@@ -138,6 +138,17 @@ def norm_constants(
         X_ROW=x[0], RESIDUAL_ROW=residual[0], OUT_ROW=out[0], SIZE=size,
         WIDTH=next_power_of_2(size), EPS=eps, ADD=add, num_warps=norm_warps(size),
     )  # fmt: skip
+
+
+@functools.cache
+def gate_constants(size: int, gate_up: Strides, activation: str) -> tuple[int, Constants]:
+    """Programs per row of `gate_kernel`, and its constants."""
+    assert gate_up[1] == 1, "rows must be contiguous"
+    width = min(GATE_WIDTH, next_power_of_2(size))
+    constants = Constants(
+        ROW=gate_up[0], SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4
+    )
+    return cdiv(size, width), constants
 
 
 def norm_warps(size: int) -> int:

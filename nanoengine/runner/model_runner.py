@@ -38,8 +38,6 @@ class ModelRunner(RunnerParts):
         started = time.perf_counter()
         step = LaunchedStep(plan=plan, rows=self.rows, now=self.now, started=started)
         with torch.inference_mode(), self.as_current():
-            while self.due:
-                self.due.pop()()
             self._update_rows(plan)
             if plan.transfers or plan.block_copies:
                 self._bring_blocks(plan, step)
@@ -109,7 +107,7 @@ class ModelRunner(RunnerParts):
         """Drops weights and KV cache and returns a GPU's memory to the system."""
         self.tier_storage = {}
         # Why the backend too: it keeps views of the cache.
-        parts = ("model", "graphed", "kv_cache", "rows", "special", "backend", "due")
+        parts = ("model", "graphed", "kv_cache", "rows", "special", "backend")
         for name in parts:
             vars(self).pop(name, None)
         gc.collect()

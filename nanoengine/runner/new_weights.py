@@ -56,8 +56,6 @@ def load_weights(runner: RunnerParts, source: Source) -> list[str]:
                     module.finish()
     except Exception as error:
         raise EngineDeadError(f"{error}; the model has only a part of the new weights") from error
-    # Why not now: what a weight is multiplied by may come in a call of its own.
-    runner.due = [module.fold for module in runner.model.modules() if hasattr(module, "fold")]
     return sorted(slots)
 
 

@@ -56,8 +56,7 @@ def current_device(device: torch.device) -> Callable[[], contextlib.AbstractCont
 class RunnerParts:
     """The parts of a ModelRunner: model, memory plan, KV cache, rows, backend.
 
-    `ranks` are with whom this one shares each layer; None: with nobody. `due`: calls that the next
-    step makes before it runs, once.
+    `ranks` are with whom this one shares each layer; None: with nobody.
     """
 
     def __init__(self, options: RunnerOptions, ranks: Collectives | None = None) -> None:
@@ -84,7 +83,6 @@ class RunnerParts:
         # The latter of a block, for what else is kept of its tokens.
         self.num_parameters = self.extra_block_bytes = 0
         self.tier_storage: dict[str, TierStorage] = {}
-        self.due: list[Callable[[], None]] = []
 
     # --- start --------------------------------------------------------------------------------
 

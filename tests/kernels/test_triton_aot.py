@@ -36,16 +36,12 @@ EVERY = [MAIN[0], MAIN[2]]  # of these each kernel is compiled
 FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
 OTHERS = ["80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention"]
 EXPERTS = ["100,bfloat16,128,64,8,2,experts"]
-STORES = ("store_kernel", "rotate_store_kernel", "folded_rotate_store_kernel")
+STORES = ("store_kernel", "rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
-EARLY = ("rotate_store_kernel", "varlen_kernel", "decode_kernel", "rms_norm_kernel", "gate_kernel")
-EARLY += ("uniform_kernel", "gemm_kernel", "gated_gemm_kernel", "folded_gemm_kernel")
-EARLY += ("folded_rotate_store_kernel", "folded_gate_kernel")
 LATENTS = tuple(f"latent_{form}_{heads}" for form in ("decode", "prompt") for heads in (16, 128))
 OF_LATENTS = (*LATENTS, "turn_latents_kernel", "merge_latents_kernel")
-EARLY += OF_LATENTS
-LAYERS = ("rms_norm_kernel", "gate_kernel", "folded_gate_kernel", "add_experts_kernel")
-UNIFORM = ("uniform_kernel",)
+LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
+DETERMINISTIC = "masked_varlen_kernel"
 OF_EXPERTS = ("expert_gemm_kernel", "gated_expert_gemm_kernel")
 WIDE = ("wide_expert_gemm_kernel", "wide_gated_expert_gemm_kernel")
 NARROW = ("narrow_expert_gemm_kernel", "narrow_gated_expert_gemm_kernel")
@@ -53,7 +49,6 @@ PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", *OF_EXPERTS)
 ROUTING = tuple(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
                 for experts in (16, 128, 256, 512))  # fmt: skip
 DRAWN = "drawn_sample_kernel"  # not in float32
-FOLDED = "folded_gemm_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
 PIECES = ("delta_chunks_kernel", "delta_scan_kernel", "mamba_scan_kernel")
@@ -77,7 +72,7 @@ ROUNDED = "e4m3_rows_kernel"  # not on sm_80
 KERNELS = {
     "all": STORES
     + ATTENTION
-    + UNIFORM
+    + (DETERMINISTIC,)
     + LAYERS
     + PRODUCTS
     + ROUTING
@@ -87,9 +82,9 @@ KERNELS = {
     + OF_LATENTS,
     "latents": OF_LATENTS,
     "experts": OF_EXPERTS + WIDE + NARROW + ROUTING + ("add_experts_kernel",),
-    "fp8": STORES + ATTENTION + UNIFORM,
+    "fp8": (*STORES, *ATTENTION, DETERMINISTIC),
     "attention": STORES + ATTENTION,
-    "heads": STORES + ATTENTION + UNIFORM,
+    "heads": (*STORES, *ATTENTION, DETERMINISTIC),
     "states": STATES,
     "quantized": (*STORED, ROUNDED, "add_experts_kernel", "route_kernel_128", "align_kernel_128"),
 }
@@ -146,7 +141,7 @@ def compile_all(folder):
 def test_every_kernel_compiles_for_every_target(reports):
     targets = MAIN + FP8 + EXPERTS + OTHERS + BLACKWELL + OF_STORED + LATENT + LARGE_HEADS
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
-    of_main = (DRAWN, FOLDED, *WIDE, *NARROW, *STORED)
+    of_main = (DRAWN, *WIDE, *NARROW, *STORED)
     expected |= {(t, k) for t in MAIN for k in of_main} | {(t, ROUNDED) for t in MAIN[1:]}
     expected |= {(t, k) for t in MAIN + BLACKWELL for k in LARGE}
     expected = {(t, k) for t, k in expected if is_compiled(k, t.split(",")[0], t.split(",")[-1])}
@@ -174,13 +169,13 @@ def test_nothing_spills_and_shared_memory_fits(reports):
 @pytest.mark.parametrize("target", MAIN + FP8)
 def test_registers_leave_room_for_enough_programs(reports, target):
     # A multiprocessor has 65,536: four decodes of 128 threads, or three over fp8, one prefill tile
-    # of 256, two uniform ones of 128.
+    # of 256, two deterministic ones of 128.
     assert reports[target, "decode_kernel"]["registers"] <= (168 if target in FP8 else 128)
     assert reports[target, "varlen_kernel"]["registers"] <= 224
-    assert reports[target, "uniform_kernel"]["registers"] <= 248
-    for kernel in (*STORES, *LAYERS, FOLDED, *PRODUCTS, *ROWS):
+    assert reports[target, DETERMINISTIC]["registers"] <= 248
+    for kernel in (*STORES, *LAYERS, *PRODUCTS, *ROWS):
         if (target, kernel) in reports:
-            product = kernel in (FOLDED, *PRODUCTS)
+            product = kernel in PRODUCTS
             assert reports[target, kernel]["registers"] <= (168 if product else 64)
 
 
@@ -206,13 +201,6 @@ def test_logits_arrive_by_wide_copies_while_others_are_weighed(reports, target, 
     assert figures["registers"] <= 128, "two lines of 256 threads at a time, or one of 512"
     assert figures["async_copies"] == figures["wide_copies"] > 0
     assert figures["in_flight"] >= 2
-
-
-def test_kernels_that_start_early_wait_before_they_read(reports):
-    """From Hopper on, once each; a GPU before it has no such instruction."""
-    for (target, kernel), figures in reports.items():
-        is_early = kernel in EARLY and not target.startswith("8")
-        assert figures["waits"] == is_early, (target, kernel)
 
 
 @pytest.mark.parametrize("target", MAIN + FP8)
@@ -251,7 +239,7 @@ def test_keys_and_values_arrive_by_wide_copies_that_overlap(reports, target, ker
 
 
 @pytest.mark.parametrize("target", MAIN)
-@pytest.mark.parametrize("kernel", ["uniform_kernel", FOLDED, *PRODUCTS])
+@pytest.mark.parametrize("kernel", [DETERMINISTIC, *PRODUCTS])
 def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_copies(
     reports, target, kernel
 ):
@@ -259,7 +247,7 @@ def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_cop
     assert figures["mma"] > 0
     assert figures["async_copies"] == figures["wide_copies"] > 0
     assert figures["in_flight"] >= 2
-    if target.startswith("90") and kernel != "uniform_kernel":
+    if target.startswith("90") and kernel != DETERMINISTIC:
         assert figures["wgmma"] > 0
 
 
@@ -289,7 +277,7 @@ def test_activations_become_fp8_by_the_instruction_for_two(reports, target):
 
 
 @pytest.mark.parametrize("target", FP8)
-@pytest.mark.parametrize("kernel", ["varlen_kernel", "decode_kernel", "uniform_kernel"])
+@pytest.mark.parametrize("kernel", ["varlen_kernel", "decode_kernel", DETERMINISTIC])
 def test_fp8_keys_and_values_arrive_by_copies_that_overlap(reports, target, kernel):
     # Why no word on widths: where an operand's layout asks for it, rows come 8 bytes at a time.
     figures = reports[target, kernel]
@@ -317,9 +305,9 @@ def test_fp8_keys_and_values_are_converted_in_pairs(reports, target):
 
 
 @pytest.mark.parametrize("target", MAIN + FP8)
-@pytest.mark.parametrize("kernel", ["decode_kernel", "uniform_kernel"])
-def test_a_program_counts_itself_after_all_of_its_threads_have_stored(reports, target, kernel):
-    assert reports[target, kernel]["counted"] == reports[target, kernel]["atomics"] == 1
+def test_a_program_counts_itself_after_all_of_its_threads_have_stored(reports, target):
+    figures = reports[target, "decode_kernel"]
+    assert figures["counted"] == figures["atomics"] == 1
 
 
 @pytest.mark.parametrize("target", EVERY)

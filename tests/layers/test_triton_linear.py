@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.attention import triton as attention
-from nanoengine.attention import triton_uniform
-from nanoengine.attention.triton_uniform import UniformConfig
+from nanoengine.attention.triton import KernelConfig
+from nanoengine.attention.triton_kernels import TileConfig
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_gemm, triton_layers
 from nanoengine.layers import triton_linear
@@ -145,8 +145,8 @@ def test_tiles_fit_together(arch):
 @pytest.fixture
 def deterministic_engine(monkeypatch, row_products):  # noqa: F811
     """Makes engines whose every operation is the GPU's, interpreted, with small tiles."""
-    uniform = UniformConfig(rows=16, keys=16, warps=4, stages=2, split=16)
-    monkeypatch.setattr(triton_uniform, "uniform_config", lambda *shape: uniform)
+    tile = TileConfig(rows=16, keys=16, warps=4, stages=2)
+    monkeypatch.setattr(attention, "kernel_config", lambda *shape: KernelConfig(tile, tile))
 
     def make(**options):
         directory = checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64)
@@ -215,7 +215,7 @@ def launches_of_a_decode(monkeypatch):
             return self.kernel[grid]
 
     for module in (
-        triton_gemm, triton_layers, triton_uniform, attention.kernels, attention.store_kernels
+        triton_gemm, triton_layers, attention.kernels, attention.store_kernels
     ):  # fmt: skip
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Count(name, getattr(module, name)))
@@ -259,7 +259,7 @@ def test_a_dense_layer_takes_eight_kernels(launches_of_a_decode):
 def test_a_deterministic_layer_takes_eight_kernels(deterministic_engine, launches_of_a_decode):
     launched = launches_of_a_decode(deterministic_engine(enable_prefix_caching=False))
     assert launched == [
-        "rms_norm_kernel", "gemm_kernel", "rotate_store_kernel", "uniform_kernel",
+        "rms_norm_kernel", "gemm_kernel", "rotate_store_kernel", "varlen_kernel",
         "gemm_kernel", "rms_norm_kernel", "gemm_kernel", "gemm_kernel",
         "rms_norm_kernel", "gemm_kernel",
     ]  # fmt: skip

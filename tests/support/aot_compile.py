@@ -34,7 +34,7 @@ from triton.runtime.jit import create_function_from_signature
 from nanoengine.attention import triton_latent as latent_kernels
 from nanoengine.attention.base import HeadNormWeights, LayerCache
 from nanoengine.attention.batch import Pieces, StateWave
-from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
+from nanoengine.attention.triton import TritonBackend, kernels, store_kernels
 from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import (
@@ -47,8 +47,6 @@ from nanoengine.kernels import (
 )
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.kernels import triton_quantized as quantized_kernels
-from nanoengine.kernels.launch import early
-from nanoengine.kernels.triton_layers import Unnormed
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
@@ -62,9 +60,6 @@ from tests.support.aot_targets import NO_PRODUCTS, is_compiled
 from tests.support.attention_cases import Case, make_case
 from tests.support.model_helpers import DenseAttention, make_context
 from tests.support.states import delta_plan
-
-UNNORMED = Unnormed(4096, 2048, 1e-6, True)
-"""Rows of an 8B model."""
 
 
 class Catch:
@@ -82,7 +77,7 @@ def caught_launches():
     """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
     caught, originals = [], []
     for module in (
-        store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels,
+        store_kernels, kernels, layer_kernels, triton_gemm, expert_kernels,
         triton_routing, triton_rows, triton_sampling, triton_states,
         triton_mamba, quantized_kernels, latent_kernels,
     ):  # fmt: skip
@@ -130,8 +125,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
         case.batch.attention = backend.prepare(case.batch)
         run_rotation(backend, case)
         if what != "attention":
-            # So few decodes of such lengths share their splits.
-            backend.num_sms, backend.deterministic, case.batch.max_seq_len = 100, True, 2000
+            backend.deterministic = True
             case.run(backend)
         if what == "all":
             run_layers(dtype)
@@ -175,10 +169,7 @@ def run_rotation(backend: TritonBackend, case: Case):
     table = torch.zeros(len(heads), 1, case.spec.head_dim, dtype=heads.dtype)
     shape = (case.spec.num_heads + case.spec.num_kv_heads, case.spec.head_dim)
     norm = HeadNormWeights(weight=torch.ones(shape, dtype=heads.dtype), eps=1e-6)
-    step = heads, table.chunk(2, -1), norm, case.cache, case.batch
-    backend.rotate_and_store(*step)
-    x, bias = torch.zeros(len(heads), UNNORMED.size, dtype=heads.dtype), heads[0].flatten()
-    backend.rotate_and_store(*step, x, UNNORMED, bias)
+    backend.rotate_and_store(heads, table.chunk(2, -1), norm, case.cache, case.batch)
 
 
 def run_layers(dtype, hidden=4096, inner=12288):
@@ -187,7 +178,6 @@ def run_layers(dtype, hidden=4096, inner=12288):
     x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     ops.add_rms_norm(x, x.clone(), weight, 1e-6)
     ops.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu")
-    triton_linear.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu", x, UNNORMED)
 
 
 def run_linear(dtype, hidden=4096, inner=12288):
@@ -198,8 +188,6 @@ def run_linear(dtype, hidden=4096, inner=12288):
     method.apply(x, None)
     method.apply_gated(x, "silu", None)
     if dtype != torch.float32:
-        config = triton_linear.gate_config(triton_linear.arch_of(None), len(x), inner, dtype)
-        triton_linear.multiply(x, method.weight, None, "silu", config, UNNORMED.eps)
         gates = triton_linear.gate_config(90, len(x), inner, dtype)
         assert gates == triton_linear.gemm_config(90, inner, True, dtype)
 
@@ -376,7 +364,7 @@ def bind(kernel, args, options, backend):
 def compile_launch(kernel, args, options, arch):
     """Machine code of one launch, as a GPU run gets it; the tensors' addresses are multiples of 16,
     as torch's on a GPU are."""
-    target, options = GPUTarget("cuda", arch, 32), options | early(kernel, arch)
+    target = GPUTarget("cuda", arch, 32)
     signature, constants, attributes, options = bind(kernel, args, options, CUDABackend(target))
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options=options)
@@ -407,21 +395,11 @@ def report(kernel, compiled):
         "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
         "counted": counted(ptx),
-        "waits": waits(ptx),
         "rounded_pairs": ptx.count("cvt.rn.satfinite.e4m3x2.f32"),
         "atomics": len(re.findall(r"\batom\.", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
         **loop,
     }
-
-
-def waits(ptx):
-    """The places where a kernel waits for the one ahead of it, with nothing read or written before,
-    and then lets the next one start; None: in another order."""
-    before, *after = ptx.split("griddepcontrol.wait")
-    touched = re.search(r"\b(?:ld|st|atom|red)\.global|cp\.async", before)
-    let = [part.count("griddepcontrol.launch_dependents") for part in (before, *after)]
-    return None if (after and touched) or let != [0] + [1] * len(after) else len(after)
 
 
 def counted(ptx):
@@ -435,9 +413,8 @@ def counted(ptx):
 def name_of(kernel, options):
     """The kernel's name; kernels of several kinds of code have a name for each."""
     name = kernel.__name__
-    told = {"rotate_store_kernel": "OF", "gate_kernel": "ROWS", "gemm_kernel": "EPS"}.get(name)
-    if told and options[told] is not None:
-        return f"folded_{name}"
+    if name == "varlen_kernel" and options["A"].all_masked:
+        return "masked_varlen_kernel"
     if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
         name = f"gated_{name}"
     if "expert_gemm" in name and options["FORM"]:
@@ -465,7 +442,6 @@ def distinct_launches(target):
     found, seen = [], set()
     for kernel, args, options in launches(int(arch), getattr(torch, dtype), *map(int, shape), what):
         name = name_of(kernel, options)
-        # Decodes and prompts with deterministic=True launch one kernel.
         key = name, "" if name in NO_PRODUCTS else str(options)
         if key not in seen and is_compiled(name, arch, what):
             seen.add(key)

@@ -1,7 +1,7 @@
 """Which kernels are compiled for which GPUs. Used by aot_compile.py and test_triton_aot.py.
 
-sm_120 multiplies as sm_89 does, in the same tiles, and starts early as sm_90 does: only where
-registers are scarce, in latents and in heads of 512, it is a target of its own.
+sm_120 multiplies as sm_89 does, in the same tiles: only where registers are scarce, in latents and
+in heads of 512, it is a target of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 NO_PRODUCTS = {
-    "store_kernel", "rotate_store_kernel", "folded_rotate_store_kernel", "rms_norm_kernel",
-    "gate_kernel", "folded_gate_kernel", "add_experts_kernel", "gather_kernel", "advance_kernel",
+    "store_kernel", "rotate_store_kernel", "rms_norm_kernel",
+    "gate_kernel", "add_experts_kernel", "gather_kernel", "advance_kernel",
     "filtered_sample_kernel", "drawn_sample_kernel", "turn_latents_kernel", "merge_latents_kernel",
     "conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel",
     "gates_kernel", "gate_norm_kernel", "mamba_gates_kernel", "mamba_step_kernel",
@@ -20,7 +20,7 @@ NO_PRODUCTS = {
 }  # fmt: skip
 """Kernels that multiply no matrices: no target has other tiles or copies of theirs. By Triton 3.9
 they differ between sm_80, 89, 100 and 120 in instructions for one number or for two. Compiled for
-sm_80, and for sm_90 with an early start, in one of their sizes; over fp8 for all."""
+sm_80 and sm_90, in one of their sizes; over fp8 for all."""
 
 AS_SM_80 = re.compile("(wide_)?(gated_)?(int4|int8|e2m1)_|delta_|mamba_scan")
 """Products in which no fp8 instruction has a part, and whose tiles no target chooses: sm_89 has the
@@ -28,7 +28,7 @@ copies and products of sm_80."""
 
 
 def is_compiled(name, arch, what):
-    """Whether a target has products, copies or an early start of its own in a kernel."""
+    """Whether a kernel's code for a target differs from that for the targets already compiled."""
     if name in NO_PRODUCTS and what != "fp8":
         return arch in ("80", "90")
     return arch != "89" or not AS_SM_80.match(name)

@@ -1,0 +1,131 @@
+"""Deterministic attention: right, and the same bits alone, in a batch, in chunks, after a hit."""
+
+import pytest
+import torch
+
+from nanoengine.attention import make_backend
+from nanoengine.attention import triton as module
+from nanoengine.attention import triton_kernels as kernels
+from nanoengine.attention.triton import KernelConfig, TritonBackend, kernel_config
+from nanoengine.attention.triton_kernels import TileConfig
+from nanoengine.errors import ConfigError
+from tests.support.attention_cases import DEVICE, make_case
+from tests.support.row_products import row_products  # noqa: F401
+
+pytestmark = [
+    pytest.mark.guards("nanoengine/attention/*.py", "tests/support/attention_cases.py"),
+    pytest.mark.usefixtures("row_products"),
+]
+
+TILE = TileConfig(rows=16, keys=16, warps=4, stages=2)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    config = KernelConfig(TILE, TILE, split_tokens=16)
+    monkeypatch.setattr(module, "kernel_config", lambda *shape: config)
+
+
+def backend_for(case):
+    return TritonBackend(
+        device=DEVICE,
+        dtype=case.q.dtype,
+        head_dim=case.spec.head_dim,
+        block_size=case.k_cache.shape[1],
+        deterministic=True,
+    )
+
+
+def run(*lengths, **options):
+    case = make_case(*lengths, **options)
+    return case.check(backend_for(case))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group_size": 2, "num_kv_heads": 2},
+        {"group_size": 7, "dtype": torch.float16},
+        {"head_dim": 80, "sliding_window": 40, "block_size": 32},
+        {"head_dim": 8, "group_size": 2},
+        {"sliding_window": 9, "softcap": 4.0},
+        {"fp8": True, "group_size": 3},
+        {"sinks": 2.0, "group_size": 3},
+        {"sinks": 200.0, "num_kv_heads": 2},
+    ],
+)
+def test_equals_the_oracle(options):
+    run((1, 1), (1, 75), (10, 40), (3, 20), **options)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_decode_has_the_same_bits_in_any_batch(window):
+    alone = run((1, 110), sliding_window=window, group_size=2)
+    shared = run((1, 110), (1, 3), (9, 20), sliding_window=window, group_size=2)
+    assert torch.equal(shared[:1], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [None, 25])
+def test_a_token_has_the_same_bits_in_any_chunk(window, dtype):
+    """The last token of a whole prompt, of chunks of it, and alone as after a cache hit."""
+    options = {"sliding_window": window, "dtype": dtype, "group_size": 2}
+    whole = run((70, 70), **options)
+    for chunk in (1, 7, 8, 9):
+        part = run((chunk, 70), **options)
+        assert torch.equal(part, whole[-chunk:]), f"chunk of {chunk}"
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="reads the interpreter's calls")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_tile_takes_the_code_without_a_mask(monkeypatch, deterministic):
+    """Compiled code without a mask may round differently; the interpreter's does not."""
+    masked, attend_tile = set(), kernels.attend_tile
+
+    def noted(*args):
+        masked.add(args[-1])
+        return attend_tile(*args)
+
+    monkeypatch.setattr(kernels, "attend_tile", noted)
+    case = make_case((1, 70), (40, 70))
+    backend = backend_for(case)
+    backend.deterministic = deterministic
+    case.run(backend)
+    assert masked == ({True} if deterministic else {False, True})
+
+
+def test_the_default_kernels_do_not_promise_that():
+    whole, alone = make_case((70, 70)), make_case((1, 70))
+    backend = TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=16)
+    assert not torch.equal(whole.run(backend)[-1:], alone.run(backend))
+
+
+def test_a_graph_captured_for_longer_sequences_gives_the_same():
+    case = make_case((1, 70), (1, 3))
+    out = case.run(backend_for(case))
+    case.batch.max_seq_len = 1000
+    assert torch.equal(case.run(backend_for(case)), out)
+
+
+def test_padding_rows_of_length_zero_give_zeros():
+    case = make_case((1, 20), (1, 1))
+    case.batch.seq_lens[1] = 0
+    out = case.run(backend_for(case))
+    assert out[1].abs().max() == 0
+    assert torch.isfinite(out[0]).all()
+
+
+def test_other_backends_refuse_to_promise():
+    options = {"device": DEVICE, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
+    with pytest.raises(ConfigError, match="needs the attention backend triton on a CUDA GPU"):
+        make_backend("naive", **options, deterministic=True)
+    assert make_backend("triton", **options, deterministic=True).deterministic
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_decode_does_not_take_the_tile_of_a_long_prompt(arch, dtype):
+    for head_dim in (64, 80, 128, 256):
+        for group_size in (1, 2, 7, 48):
+            tile = kernel_config(arch, head_dim, group_size, dtype, True).prefill
+            assert tile.rows == max(32, 1 << (group_size - 1).bit_length())
