@@ -168,19 +168,24 @@ def main(args: CompareArgs) -> None:
 def _open(name: str, args: CompareArgs, *, is_reference: bool = False) -> Iterator[LLM]:
     """The model of a `PATH@key=value,...`; settings that are not given keep both engines small."""
     from nanoengine.assets import demo_model_path
+    from nanoengine.checkpoint.config import load_model_config
+    from nanoengine.checkpoint.find import resolve_model
     from nanoengine.llm import LLM
+    from nanoengine.settings.config import EngineConfig
     from nanoengine.settings.files import is_gguf
 
     path, at, settings = name.rpartition("@")
     if not at or "=" not in settings:
         path, settings = name, ""
+    path = str(demo_model_path()) if path == "demo" else path
     options: dict[str, Any] = {
         "max_num_seqs": 8, "kv_cache_gib": 0.5,
         "max_model_len": args.max_length + args.answer_tokens + 1,
     }  # fmt: skip
     if is_reference:
         options["dtype"] = "float32"
-        if is_gguf(Path(path)):
+        file = resolve_model(EngineConfig.from_kwargs(model=path))
+        if is_gguf(file) and load_model_config(file).quantization is not None:
             options["quantization"] = "gguf_weight_only"
     for setting in filter(None, settings.split(",")):
         key, _, text = setting.partition("=")
@@ -188,7 +193,7 @@ def _open(name: str, args: CompareArgs, *, is_reference: bool = False) -> Iterat
             options[key] = json.loads(text)
         except ValueError:
             options[key] = text
-    with LLM(demo_model_path() if path == "demo" else path, **options) as llm:
+    with LLM(path, **options) as llm:
         yield llm
 
 
