@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
+from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_PARTS, Family
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization
@@ -156,8 +156,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     raw = family.rewritten(raw) if family.rewritten else raw
     left_out = [VISION] if is_part else []
     left_out += [family.left_out] if family.left_out else []
-    keys = Keys(raw, family.defaults)
-    partial_heads = "partial_rotary_factor" in family.defaults
+    model_type = raw["model_type"] if is_part else family.model_type
+    keys = Keys(raw, family.defaults, model_type=model_type)
     heads, hidden_size = keys.require("num_attention_heads"), keys.require("hidden_size")
     kv_heads = keys.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -177,18 +177,17 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     if plan.varied is not None:
         head_dim, kv_heads = plan.varied.widest
         left_out += _unused_keys(keys, plan.varied.num_shared)
-    if partial_heads:
-        turned = read_rotary_dim(keys, head_dim, family.rope)
+    if family.partial:
+        turned = read_rotary_dim(keys, head_dim)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
     states = _states(family, keys, plan)
     windows = _sliding_windows(architecture, family, keys, states)
     slides = [window is not None for window in windows]
     if family.bases:
-        full, sliding = read_ropes_by_kind(keys, *family.bases, family.rope)
+        full, sliding = read_ropes_by_kind(keys, *family.bases)
         ropes: Ropes = tuple(sliding if slide else full for slide in slides)
     else:
-        extra, absent = family.rope_extra, family.rope
-        rope = read_rope(keys, absent=absent, extra=extra, partial=partial_heads)
+        rope = read_rope(keys, extra=family.rope_extra, partial=family.partial)
         ropes = tuple(
             replace(rope, theta=float(turned)) if turned > 1 else rope if turned else None
             for turned in family.turned(keys, slides)
@@ -247,7 +246,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                     f" {', '.join(by_type)}"
                 )
             outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
-            return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], True
+            return {**text, **outside}, by_type[kind], True
     own = OWN_NAMES.get(given.get("model_type") or "")
     if own and len(named) == 1 and named[0].endswith("ForCausalLM"):
         named, raw = [own], {**raw, "architectures": [own]}

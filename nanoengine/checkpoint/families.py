@@ -32,9 +32,9 @@ class Family:
         bases: the keys of the angles' base in layers that see everything, and in those with a
             window, where the two differ; None: angles are the same in all layers.
         moe: its mixture of experts.
-        defaults: values of absent keys, where they are not those of `KEYS`. A family that has one
-            of `partial_rotary_factor` obeys that key; others turn whole heads.
-        rope: `rope_parameters` of a config that has none, by layer type where there are `bases`.
+        partial: whether it supports `partial_rotary_factor`; others apply RoPE to whole heads.
+        defaults: values of absent keys, where they are neither those that transformers' config
+            class has (`defaults.json`) nor those of `KEYS`.
         rope_extra: further keys of `rope_parameters` -> whether they change the maths of text.
         names: parts of our tensors' names -> what they are called in its checkpoints; or what reads
             this from a config.
@@ -51,8 +51,8 @@ class Family:
     turned: readers.TurnedReader = readers.always
     bases: tuple[str, str] | None = None
     moe: Reader[MoEConfig | None] | None = None
+    partial: bool = False
     defaults: Json = field(default_factory=dict)
-    rope: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
     names: Mapping[str, str] | Reader[Mapping[str, str]] = field(default_factory=dict)
     left_out: str = ""
@@ -99,20 +99,13 @@ QWEN_WINDOWS = windows(readers.from_max_window_layers, asked=True)
 
 # --- values of absent keys ------------------------------------------------------------------------
 
-COHERE_DEFAULTS = {"logit_scale": 0.0625, "tie_word_embeddings": True}
-GEMMA_DEFAULTS = {
-    "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
-    "sliding_window": 4096, "tie_word_embeddings": True,
+# Why in code: configs of other families must have these sizes. Gemma 3's published ones lack them.
+GEMMA_2_DEFAULTS = {"max_position_embeddings": 8192}
+GEMMA_3_DEFAULTS = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072,
 }
-GEMMA_2_DEFAULTS = {
-    **GEMMA_DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
-GLM_DEFAULTS = {
-    "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7,
-    "partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338],
-}
-HUNYUAN_DEFAULTS = {"rms_norm_eps": 1e-5}
+# Why: in other families no token ends a text that the files don't name.
+GLM_DEFAULTS = {"eos_token_id": [151_329, 151_336, 151_338]}
 # Why without effect: a config that has an alpha has these too, and nobody reads them.
 HUNYUAN_ROPE = dict.fromkeys(
     ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), False,
@@ -135,40 +128,23 @@ FAMILIES: dict[str, Family] = {
     "ArceeForCausalLM": Family(
         "arcee",
         plan=plan(only={"hidden_act": ("relu2",)}, gated=False, activation="relu2", **LLAMA),
-        defaults={"rms_norm_eps": 1e-5},
     ),
-    "CohereForCausalLM": Family(
-        "cohere", plan=COHERE, defaults=COHERE_DEFAULTS | {"rope_theta": 5e5}, eps="layer_norm_eps",
-    ),
+    "CohereForCausalLM": Family("cohere", plan=COHERE, eps="layer_norm_eps"),
     "Cohere2ForCausalLM": Family(
         "cohere2", plan=COHERE, windows=all_but_every(), turned=readers.only_with_window,
-        defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
         eps="layer_norm_eps",
     ),
     "Ernie4_5ForCausalLM": Family(
-        "ernie4_5",
-        plan=plan(
-            interleaved=True, **biases("use_bias"),
-        ),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
-            "tie_word_embeddings": True,
-        },
+        "ernie4_5", plan=plan(interleaved=True, **biases("use_bias")),
     ),
     "Exaone4ForCausalLM": Family(
         "exaone4", plan=plan(norms="behind", head_norm="head"), windows=all_but_every(),
-        turned=readers.exaone_turned,
-        defaults={
-            "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-        },
-        names=GEMMA_NAMES,
+        turned=readers.exaone_turned, names=GEMMA_NAMES,
     ),
     "GemmaForCausalLM": Family(
         # Why gelu too: so the published files call the approximation.
         "gemma", plan=plan(only={"hidden_act": (GELU, "gelu"), "hidden_activation": (GELU, None)},
                            **GEMMA_1),
-        defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2", plan=plan(**GEMMA_2), windows=all_but_every(2), defaults=GEMMA_2_DEFAULTS,
@@ -177,72 +153,46 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": Family(
         "gemma3_text", plan=plan(head_norm="head", **GEMMA), windows=all_but_every(),
         bases=("rope_theta", "rope_local_base_freq"),
-        defaults={
-            **GEMMA_DEFAULTS, "vocab_size": 262_208, "num_attention_heads": 8,
-            "max_position_embeddings": 131_072, "sliding_window_pattern": 6, "rope_theta": 1e6,
-        },
-        names=GEMMA_NAMES,
+        defaults={**GEMMA_3_DEFAULTS, "sliding_window_pattern": 6}, names=GEMMA_NAMES,
     ),
-    "GlmForCausalLM": Family("glm", plan=plan(**GLM), defaults=GLM_DEFAULTS),
+    "GlmForCausalLM": Family("glm", plan=plan(**GLM), partial=True, defaults=GLM_DEFAULTS),
     "Glm4ForCausalLM": Family(
-        "glm4", plan=plan(norms="both", **GLM), defaults=GLM_DEFAULTS,
+        "glm4", plan=plan(norms="both", **GLM), partial=True, defaults=GLM_DEFAULTS,
         names={
             "attention_output_norm": "post_self_attn_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
         },
     ),
-    "GraniteForCausalLM": Family("granite", plan=GRANITE, defaults={"attention_multiplier": 1.0}),
+    "GraniteForCausalLM": Family("granite", plan=GRANITE),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
-        defaults=HUNYUAN_DEFAULTS, rope_extra=HUNYUAN_ROPE, names=HUNYUAN_NAMES,
+        rope_extra=HUNYUAN_ROPE, names=HUNYUAN_NAMES,
     ),
     "LlamaForCausalLM": Family("llama", plan=plan(**LLAMA)),
     "Ministral3ForCausalLM": Family(
         "ministral3", windows=WINDOW,
-        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-        rope={
-            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0,
-            "original_max_position_embeddings": 16_384, "mscale": 1.0, "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
         rope_extra={"llama_4_scaling_beta": True, "max_position_embeddings": False},
     ),
-    "MinistralForCausalLM": Family(
-        "ministral", windows=windows(readers.every_layer),
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    ),
-    "MistralForCausalLM": Family(
-        "mistral", windows=WINDOW, defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    ),
-    "Olmo2ForCausalLM": Family(
-        "olmo2", plan=OLMO2, defaults={"rms_norm_eps": 1e-5}, names=GEMMA_NAMES,
-    ),
+    "MinistralForCausalLM": Family("ministral", windows=windows(readers.every_layer)),
+    "MistralForCausalLM": Family("mistral", windows=WINDOW),
+    "Olmo2ForCausalLM": Family("olmo2", plan=OLMO2, names=GEMMA_NAMES),
     "Olmo3ForCausalLM": Family(
-        "olmo3", plan=OLMO2, windows=all_but_every(4),
-        bases=("rope_theta", "rope_theta"),
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+        "olmo3", plan=OLMO2, windows=all_but_every(4), bases=("rope_theta", "rope_theta"),
         names=GEMMA_NAMES,
     ),
     "Phi3ForCausalLM": Family(
-        "phi3", plan=plan(merged="parts", merged_gate=True), windows=WINDOW,
-        defaults={
-            "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
+        "phi3", plan=plan(merged="parts", merged_gate=True), windows=WINDOW, partial=True,
+        defaults={"original_max_position_embeddings": 4096},
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2", plan=plan(only={"attention_bias": (True,)}, qkv_bias=True), windows=QWEN_WINDOWS,
-        defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     ),
     "Qwen3ForCausalLM": Family(
-        "qwen3", plan=QWEN3, windows=QWEN_WINDOWS,
-        defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
-        rope_extra=M_ROPE,
+        "qwen3", plan=QWEN3, windows=QWEN_WINDOWS, rope_extra=M_ROPE,
     ),
     "SmolLM3ForCausalLM": Family(
         "smollm3", plan=plan(**LLAMA), windows=windows(readers.not_turned, asked=True),
         turned=readers.smollm_turned,
-        defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
 }
 # fmt: on
@@ -263,9 +213,6 @@ TEXT_PARTS: dict[str, Mapping[str, str]] = {
 }
 """Multimodal architecture -> the `model_type` of its `text_config` -> the architecture of its text
 part."""
-
-TEXT_DEFAULTS: dict[str, Json] = {"qwen3_vl_text": {"rope_theta": 5e5}}
-"""`model_type` of a `text_config` -> values of absent keys that its architecture's row hasn't."""
 
 OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
 """Keys of a multimodal config that count before those of its `text_config`."""

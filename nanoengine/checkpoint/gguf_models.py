@@ -16,7 +16,7 @@ from nanoengine.checkpoint.gguf import FLOATS, TYPES, read_rows
 from nanoengine.checkpoint.gguf_keys import SCORES, Metadata, windows
 from nanoengine.checkpoint.gguf_rows import KEYS
 from nanoengine.checkpoint.gguf_tensors import ROTATIONS, Entry, GGUFModel
-from nanoengine.checkpoint.keys import Json
+from nanoengine.checkpoint.keys import Json, Keys
 from nanoengine.checkpoint.more_families import every_family
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.readers import FULL, SLIDING
@@ -91,7 +91,7 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     if not given.get("attention.causal", bool, True):
         given.refuse("attention.causal", "True")
     turned = given.get("rope.dimension_count", int, head_dim)
-    if "partial_rotary_factor" in family.defaults:
+    if family.partial:
         raw["rotary_dim"] = turned
     elif turned != head_dim and not is_latent:
         given.refuse("rope.dimension_count", f"{head_dim}, the size of a head")
@@ -175,7 +175,8 @@ def _rotation(model: GGUFModel) -> Json:
     stored = [model.tensors[name] for name in ROTATIONS if name in model.tensors]
     factors = [read_rows(tensor).flatten().tolist() for tensor in stored]
     scaling: dict[str, Any] = {}
-    if FULL in family.rope:
+    usual_rope = Keys({}, family.defaults, model_type=family.model_type).nonempty("rope_parameters")
+    if FULL in usual_rope:
         return _proportional(given, factors, base, other)
     if factors:
         long, short = factors[0], factors[-1]
@@ -184,9 +185,9 @@ def _rotation(model: GGUFModel) -> Json:
         if len(factors) > 2 or kind == "yarn" or factor != 1:
             given.refuse("rope.scaling.type", f"none beside tensors such as {ROTATIONS[0]}")
     elif kind == "yarn":
-        scaling = {"rope_type": "yarn", "factor": factor, "truncate": family.rope.get("truncate")}
+        scaling = {"rope_type": "yarn", "factor": factor, "truncate": usual_rope.get("truncate")}
         scaling |= {key: given.get(f"rope.scaling.{name}", float) for name, key in YARN.items()}
-        if "llama_4_scaling_beta" in family.rope:
+        if "llama_4_scaling_beta" in usual_rope:
             scaling |= {key: given.get(name, float) for name, key in GROWING.items()}
             scaling["mscale"] = 1.0  # Why: no file says another one.
         elif given.architecture == "deepseek2":
@@ -199,7 +200,7 @@ def _rotation(model: GGUFModel) -> Json:
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear"):
         given.refuse("rope.scaling.type", "none, linear, yarn, longrope with its tensors")
-    if "llama_4_scaling_beta" in family.rope.keys() - scaling.keys():
+    if "llama_4_scaling_beta" in usual_rope.keys() - scaling.keys():
         given.refuse("attention.temperature_scale", "0 without yarn")
     if magnitude != 1 and not factors:
         given.refuse("rope.scaling.attn_factor", "1 without longrope's tensors")

@@ -7,8 +7,11 @@ that it obeys. Plain json, neither torch nor transformers.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nanoengine.errors import UnsupportedModelError
@@ -24,8 +27,9 @@ class Key(NamedTuple):
         kind: what its value is, as `check_value` takes it.
         least, most: a number's range. Why so far out: no model comes near, and products of such
             numbers are still sizes that a tensor can have; `check_sizes` does the rest.
-        default: what a config without the key means, unless its family says otherwise. null means
-            the same where this is None, and is refused elsewhere.
+        default: what a config without the key means, unless its family or transformers' config
+            class (`defaults.json`) says otherwise. null means the same where this is None, and is
+            refused elsewhere.
         unread: what becomes of the key where its family doesn't obey it. "refused": any value but
             the default would change the maths; "told": nobody knows; "harmless".
         off: null means None, whatever the default.
@@ -104,10 +108,10 @@ KEYS: dict[str, Key] = {
     "sliding_window": Key(int, 0, MOST_POSITIONS, None, "refused", off=True),
     "use_sliding_window": _MATHS_FLAG,
     "max_window_layers": Key(int, *_LAYERS, 28, "harmless"),
-    "sliding_window_pattern": Key(int | str, **_HARMLESS),
+    "sliding_window_pattern": Key(int | str, default=4, **_HARMLESS),
     "global_attn_every_n_layers": Key(int, 1, 10_000, 4, "harmless"),
     # rotation: in config.json, or in a dict of their own
-    **_each("rope_parameters rope_scaling", Key(dict[str, Any])),
+    **_each("rope_parameters rope_scaling", Key(dict[str, Any], off=True)),
     **_each("rope_type type", Key(str, default="default")),
     **_each("rope_theta rope_local_base_freq", Key(float, 1.001, 1e15, 1e4)),
     "original_max_position_embeddings": Key(int, 1, MOST_POSITIONS, 0, "harmless"),
@@ -209,6 +213,13 @@ KEYS: dict[str, Key] = {
 PER_LAYER = "moe_topk", "moe_intermediate_size"
 """Keys that may have a number for each layer, all the same."""
 
+COMMON = frozenset((
+    "dtype", "torch_dtype", "eos_token_id", "layer_types", "num_nextn_predict_layers",
+    "original_max_position_embeddings", "quantization_config", "rope_scaling",
+))  # fmt: skip
+"""Keys for which `defaults.json` has no values. Complete configs lack some of them, and are parsed
+without that file."""
+
 HARMLESS = frozenset((
     # what a file is, and how to build and train on it
     "auto_map", "chunk_size_feed_forward", "embedding_initializer_range",
@@ -243,6 +254,16 @@ HARMLESS = frozenset((
 `Keys.unread`."""
 
 
+@functools.cache
+def class_defaults() -> Mapping[str, Json]:
+    """`model_type` -> values of absent keys, as transformers' config class has them.
+
+    Only values that differ from those of `KEYS`; `tools/class_defaults.py` writes the file.
+    """
+    found: dict[str, Json] = json.loads(Path(__file__).with_name("defaults.json").read_text())
+    return found
+
+
 def checked(raw: Json, where: str) -> dict[str, Any]:
     """The keys, those of `KEYS` being null, or of the right type and range.
 
@@ -269,22 +290,33 @@ class Keys:
     """The keys of a config.json, or of a dict in it.
 
     Args:
-        defaults: a family's, in place of those of `KEYS`.
+        defaults: a family's, in place of all others.
         where: begins messages.
+        model_type: whose values in `class_defaults` count before those of `KEYS`.
 
     Attributes:
         given: what the file says, checked.
         ignored: further keys, of dicts, that nobody reads.
     """
 
-    def __init__(self, raw: Json, defaults: Json | None = None, where: str = "config.json") -> None:
-        self.given, self._defaults, self.where = checked(raw, where), defaults or {}, where
+    def __init__(
+        self, raw: Json, defaults: Json | None = None, where: str = "config.json",
+        model_type: str | None = None,
+    ) -> None:  # fmt: skip
+        self.given, self._own, self.where = checked(raw, where), defaults or {}, where
+        self._model_type = model_type
         self._read: set[str] = set()
         self.ignored: list[str] = []
 
     def __contains__(self, key: str) -> bool:
-        """Whether the file has it, or the family a default of its own."""
-        return key in self.given or key in self._defaults
+        """Whether the file has it, or the family or its class a default."""
+        return key in self.given or key in self._defaults(key)
+
+    def _defaults(self, key: str) -> Json:
+        """Where the default of this key is, unless it is in `KEYS`."""
+        if key in self._own or key in COMMON or self._model_type is None:
+            return self._own
+        return class_defaults().get(self._model_type, {})
 
     def get(self, key: str) -> Any:
         """The key's value, which the caller obeys.
@@ -294,14 +326,21 @@ class Keys:
         """
         self._read.add(key)
         spec = KEYS.get(key, Key(Any))
-        default = self._defaults.get(key, spec.default)
-        value = self.given.get(key, default)
-        if value is None and default is not None and not spec.off:
+        value = self.given.get(key)
+        if value is not None or (key in self.given and spec.off):
+            return value
+        default = self._defaults(key).get(key, spec.default)
+        if key in self.given and default is not None:
             raise UnsupportedModelError(
                 f"{self.where}: {key} must be {allowed(spec.kind)}, got null; without the key it"
                 f" is {shown(default)}"
             )
-        return value
+        return default
+
+    def nonempty(self, key: str) -> Json:
+        """A dict; the default in place of null, or of an empty one."""
+        found: Json = self.get(key) or self._defaults(key).get(key) or {}
+        return found
 
     def require(self, key: str) -> int:
         """A size that this model can't do without. Why 0 is in the range of some: other models have

@@ -15,10 +15,10 @@ from nanoengine.checkpoint.families import (
     GELU,
     GEMMA_2,
     GEMMA_2_DEFAULTS,
+    GEMMA_3_DEFAULTS,
     GEMMA_NAMES,
     GRANITE,
     GRANITE_KEYS,
-    HUNYUAN_DEFAULTS,
     HUNYUAN_NAMES,
     HUNYUAN_ROPE,
     LLAMA,
@@ -59,12 +59,6 @@ DEEPSEEK_PLAN = plan(
     only={"topk_method": ("noaux_tc",)}, latent=more_readers.latent, **ATTENTION_BIAS,
     interleaved=key("rope_interleave"),
 )
-LLAMA_3_ROPE = {
-    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-LFM2_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
-NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
 NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 LFM_NAMES = {
     "model.norm": "model.embedding_norm",
@@ -78,6 +72,9 @@ LFM2_NAMES = {
 }
 SHARED_NAMES = {"shared_experts": "shared_expert"}
 DRAFTS = r"mtp\."
+# Why in code: a key of `COMMON`. Published checkpoints have one layer for drafts.
+UNUSED_HEAD = {"head_dim": 64}  # Why: MLA has other sizes, and one computed from others may be odd
+DRAFT_LAYER = {"num_nextn_predict_layers": 1}
 # Why no key of norms: a softmax over the experts taken is one over all, divided by their sum.
 MIXTRAL = {"count": "num_local_experts", "inner": "intermediate_size"}
 # Why another key: these families name experts so that all take.
@@ -91,8 +88,6 @@ GRANITE_SHARED_NAMES = GRANITE_NAMES | {
     "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
     "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
 }
-GRANITE_SWA = {"attention_multiplier": 1.0, "sliding_window": 128}
-MAMBA_DEFAULTS = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
 GRANITE_4_NAMES = GRANITE_NAMES | {
     f"mlp.{part}{ours}": f"shared_mlp.{theirs}_linear"
     for ours, theirs in (("gate_up_proj", "input"), ("down_proj", "output"))
@@ -114,7 +109,6 @@ OLD: Json = {
     "inner": lambda keys: keys.get("intermediate_size") or 4 * keys.require("hidden_size"),
     "eps": "layer_norm_epsilon",
 }
-GPT_DEFAULTS = {"hidden_act": "gelu_new", "tie_word_embeddings": True}
 GPT_NAMES = {
     "model.embed_tokens": "model.wte", "model.layers": "model.h", "model.norm": "model.ln_f",
     "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
@@ -135,18 +129,8 @@ GEMMA_4 = Family(
     ),
     windows=all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
     moe=more_readers.where_any(key("enable_moe_block"), experts(taken="top_k_experts")),
-    defaults={
-        "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "sliding_window": 512, "max_position_embeddings": 131_072, "vocab_size": 262_144,
-        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
-        "rope_theta": 1e6, "tie_word_embeddings": True,
-    },
-    rope={
-        "full_attention": {
-            "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
-        },
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    # Why a base: for a config whose `rope_parameters` has none; the class has it in that dict alone.
+    defaults={**GEMMA_3_DEFAULTS, "vocab_size": 262_144, "rope_theta": 1e6},
     names={
         **GEMMA_NAMES, "post_mlp_norm": "post_feedforward_layernorm_1",
         "post_experts_norm": "post_feedforward_layernorm_2",
@@ -166,10 +150,6 @@ MORE_FAMILIES: dict[str, Family] = {
             score="sigmoid", scaling_factor=key("route_scale"), norm_epsilon=1e-20,
             layers=layers_from("num_dense_layers"), **SHARED,
         ),
-        defaults={
-            "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024, "num_dense_layers": 1,
-            "num_shared_experts": 2,
-        },
         names={
             "attention_output_norm": "post_attention_layernorm",
             "post_attention_layernorm": "pre_mlp_layernorm",
@@ -183,28 +163,18 @@ MORE_FAMILIES: dict[str, Family] = {
             only={"hidden_act": ("xielu",)}, head_norm="head", gated=False, activation="xielu",
             **ATTENTION_BIAS,
         ),
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1.2e7},
-        rope=LLAMA_3_ROPE | {"rope_theta": 1.2e7, "factor": 8.0},
         names={
             "input_layernorm": "attention_layernorm",
             "post_attention_layernorm": "feedforward_layernorm",
         },
     ),
     "BambaForCausalLM": Family(
-        "bamba", plan=plan(**LLAMA), states=mamba.mamba_states,
-        defaults={
-            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
-            **MAMBA_DEFAULTS,
-        },
+        "bamba", plan=plan(**LLAMA), states=mamba.mamba_states, partial=True,
         names=FALCON_NAMES,
     ),
     "CwmForCausalLM": Family(
         "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-            "sliding_window": 8192, "eos_token_id": [128_001, 128_008, 128_009],
-        },
-        rope=LLAMA_3_ROPE | {"rope_theta": 1e6, "factor": 16.0},
+        defaults={"eos_token_id": [128_001, 128_008, 128_009]},  # as GLM_DEFAULTS
     ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
@@ -221,24 +191,15 @@ MORE_FAMILIES: dict[str, Family] = {
             num_groups=limited("n_group"), groups_per_token=limited("topk_group"),
             best_of_group=1,
         ),
-        defaults={
-            "head_dim": 64, "n_shared_experts": 2, "q_lora_rank": 1536, "topk_method": "greedy",
-        },
+        defaults=UNUSED_HEAD,
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3", plan=DEEPSEEK_PLAN, moe=DEEPSEEK,
-        defaults={
-            "head_dim": 64, "norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8,
-            "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "num_key_value_heads": 128,
-        },
+        defaults=UNUSED_HEAD | DRAFT_LAYER,
     ),
     "Dots1ForCausalLM": Family(
         "dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers), moe=DEEPSEEK,
-        defaults={
-            "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62,
-            "n_shared_experts": None,
-        },
+        defaults={"n_shared_experts": None},  # Why: the class has None, which is no number.
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         "ernie4_5_moe",
@@ -248,16 +209,11 @@ MORE_FAMILIES: dict[str, Family] = {
             shared_size=shared_size("moe_num_shared_experts"),
             layers=more_readers.ernie_layers,
         ),
-        defaults={
-            "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
-            "tie_word_embeddings": True, "moe_num_shared_experts": 2,
-        },
         names={"mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
         left_out=r"model\.mtp_",
     ),
     "ExaoneForCausalLM": Family(
         "exaone", more_readers.older, plan=plan(**LLAMA), eps="layer_norm_epsilon",
-        defaults={"num_key_value_heads": 8, "rope_theta": 5e5},
         names={
             **GPT_NAMES, "self_attn": "attn.attention", "o_proj": "out_proj",
             "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
@@ -268,19 +224,13 @@ MORE_FAMILIES: dict[str, Family] = {
         turned=readers.exaone_turned,
         moe=experts(**{**DEEPSEEK_KEYS, "count": "num_experts", **SHARED,
                        "layers": more_readers.named_sparse_layers}),
-        defaults={
-            "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
-            "sliding_window_pattern": 4, "first_k_dense_replace": 1, "num_shared_experts": 1,
-            "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-        },
         names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
         left_out=DRAFTS,
     ),
     "FalconForCausalLM": Family(
         "falcon", more_readers.falcon,
         plan=plan(norms=more_readers.falcon_norms, merged="heads", **PLAIN, **biases("bias")),
-        defaults=GPT_DEFAULTS | {"hidden_act": "gelu", "max_position_embeddings": 2048},
-        names=more_readers.falcon_names, **OLD,
+        defaults={"max_position_embeddings": 2048}, names=more_readers.falcon_names, **OLD,
     ),
     "FalconH1ForCausalLM": Family(
         "falcon_h1",
@@ -291,22 +241,16 @@ MORE_FAMILIES: dict[str, Family] = {
             attention_scale=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
         ),
         states=mamba.falcon_states,
-        defaults={
-            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **MAMBA_DEFAULTS,
-        },
         names=FALCON_NAMES,
     ),
     "FlexOlmoForCausalLM": Family(
         "flex_olmo", plan=OLMO2, moe=experts(inner="intermediate_size", **NORM_TOPK),
-        defaults={"rope_theta": 5e5}, names=GEMMA_NAMES,
+        names=GEMMA_NAMES,
     ),
     "Gemma4ForCausalLM": GEMMA_4,
     "Gemma4UnifiedForCausalLM": replace(
         GEMMA_4, model_type="gemma4_unified_text",
-        defaults={
-            **GEMMA_4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024,
-            "max_position_embeddings": 262_144,
-        },
+        defaults={**GEMMA_4.defaults, "max_position_embeddings": 262_144},
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
@@ -314,35 +258,26 @@ MORE_FAMILIES: dict[str, Family] = {
             qkv_bias=key("attention_bias"),
             head_norm=key("use_qk_norm", lambda asked: "head" if asked else None),
         ),
-        moe=DEEPSEEK,
-        defaults={
-            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
-            "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1,
-            "num_nextn_predict_layers": 1,
-        },
+        moe=DEEPSEEK, partial=True, defaults=DRAFT_LAYER,
     ),
     "Glm4MoeLiteForCausalLM": Family(
         "glm4_moe_lite", plan=DEEPSEEK_PLAN,
         moe=experts(**{**DEEPSEEK_KEYS, "layers": more_readers.named_sparse_layers}),
-        defaults={
-            "head_dim": 64, "norm_topk_prob": True, "n_shared_experts": 1, "rms_norm_eps": 1e-5,
-            "first_k_dense_replace": 1, "routed_scaling_factor": 1.8,
-            "num_nextn_predict_layers": 1, "q_lora_rank": 768, "num_key_value_heads": 20,
-        },
+        defaults={"first_k_dense_replace": 1, **DRAFT_LAYER},
     ),
     "GPT2LMHeadModel": Family(
         "gpt2", more_readers.older, plan=plan(merged="parts", inputs_first=True, **GPT),
-        turned=readers.nowhere, defaults=GPT_DEFAULTS, names=GPT_2_NAMES, **OLD,
+        turned=readers.nowhere, names=GPT_2_NAMES, **OLD,
     ),
     "GPTBigCodeForCausalLM": Family(
         "gpt_bigcode", more_readers.older, plan=plan(merged="parts", **GPT),
-        turned=readers.nowhere, defaults=GPT_DEFAULTS | {"num_key_value_heads": 1},
-        names=GPT_2_NAMES, **OLD,
+        # Why: the class says so as `multi_query`.
+        turned=readers.nowhere, defaults={"num_key_value_heads": 1}, names=GPT_2_NAMES, **OLD,
     ),
     "GPTJForCausalLM": Family(
         "gptj", more_readers.older,
         plan=plan(norms="parallel", interleaved=True, head_bias=True, mlp_bias=True, **PLAIN),
-        defaults={"hidden_act": "gelu_new", "rotary_dim": 64, "partial_rotary_factor": 1.0},
+        partial=True,
         names={
             **GPT_NAMES, "self_attn": "attn", "o_proj": "out_proj", "up_proj": "fc_in",
             "down_proj": "fc_out",
@@ -355,10 +290,7 @@ MORE_FAMILIES: dict[str, Family] = {
             norms=key("use_parallel_residual", lambda on: "parallel each" if on else "before"),
             merged="heads", mlp_bias=True, **PLAIN, **ATTENTION_BIAS,
         ),
-        defaults={
-            "attention_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.25,
-            "use_parallel_residual": True,
-        },
+        partial=True,
         names={
             "model.embed_tokens": "model.embed_in", "model.norm": "model.final_layer_norm",
             "self_attn": "attention", **more_readers.NEOX,
@@ -375,19 +307,19 @@ MORE_FAMILIES: dict[str, Family] = {
         moe=experts(
             **MIXTRAL, router_bias=True, expert_bias=True, interleaved=True, inputs_first=True,
         ),
+        # Why: the class has a base in it too, which would count before a config's own. And the
+        # published files don't say in which dtype they are.
         defaults={
-            "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
-            "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
-        },
-        rope={
-            "rope_type": "yarn", "factor": 32.0, "truncate": False,
-            "original_max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "torch_dtype": "bfloat16",
         },
         names={"mlp.gate": "mlp.router"},
     ),
     "GraniteMoeForCausalLM": Family(
-        "granitemoe", plan=GRANITE, moe=experts(**MIXTRAL), defaults={"attention_multiplier": 1.0},
-        names=GRANITE_NAMES,
+        "granitemoe", plan=GRANITE, moe=experts(**MIXTRAL), names=GRANITE_NAMES,
     ),
     "GraniteMoeHybridForCausalLM": Family(
         "granitemoehybrid", plan=plan(merged_gate=True, **GRANITE_KEYS, **ATTENTION_BIAS),
@@ -396,16 +328,15 @@ MORE_FAMILIES: dict[str, Family] = {
             key("num_local_experts"),
             experts(**MIXTRAL, shared_size=size("shared_intermediate_size")),
         ),
+        # Why: without, a model would have no experts.
         defaults={
-            "attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2,
-            "shared_intermediate_size": 1024, **MAMBA_DEFAULTS,
+            "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
         },
         names=GRANITE_4_NAMES, inner=size("shared_intermediate_size"),
     ),
     "GraniteMoeSharedForCausalLM": Family(
         "granitemoeshared", plan=plan(**GRANITE_KEYS, **LLAMA, merged_gate=True),
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
-        defaults={"attention_multiplier": 1.0},
         names=GRANITE_SHARED_NAMES,
     ),
     "GraniteMoeSWAForCausalLM": Family(
@@ -413,7 +344,6 @@ MORE_FAMILIES: dict[str, Family] = {
         plan=plan(**GRANITE_KEYS, **ATTENTION_BIAS, merged_gate=True, sinks=True),
         windows=readers.all_but_first_of_four, turned=readers.layer_bases,
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
-        defaults=GRANITE_SWA,
         names={
             "mlp": "block_sparse_moe", "mlp.gate": "block_sparse_moe.router",
             **{n: of for n, of in GRANITE_SHARED_NAMES.items() if ".shared_experts." in n},
@@ -422,23 +352,17 @@ MORE_FAMILIES: dict[str, Family] = {
     "GraniteSWAForCausalLM": Family(
         "granite_swa", plan=plan(**GRANITE_KEYS, **LLAMA, sinks=True),
         windows=readers.all_but_first_of_four, turned=readers.layer_bases,
-        defaults=GRANITE_SWA | {
-            "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-        },
     ),
     "HeliumForCausalLM": Family(
         "helium",
         plan=plan(interleaved=True, qkv_bias=key("attention_bias"), mlp_bias=key("mlp_bias")),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5,
-        },
     ),
     "HunYuanMoEV1ForCausalLM": Family(
         "hunyuan_v1_moe", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
         moe=experts(
             inner="intermediate_size", taken="moe_topk", shared_size=size("intermediate_size"),
         ),
-        defaults=HUNYUAN_DEFAULTS, rope_extra=HUNYUAN_ROPE,
+        rope_extra=HUNYUAN_ROPE,
         names={
             **HUNYUAN_NAMES, "mlp.gate": "mlp.gate.wg", "mlp.shared_experts": "mlp.shared_mlp",
         },
@@ -459,11 +383,7 @@ MORE_FAMILIES: dict[str, Family] = {
             score="sigmoid", scaling_factor=key("router_scaling_factor"), norm_epsilon=1e-20,
             layers=more_readers.named_sparse_layers, **SHARED,
         ),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-            "first_k_dense_replace": 1, "num_shared_experts": 1, "rope_theta": 11_158_840.0,
-            "router_scaling_factor": 2.826,
-        },
+        defaults={"first_k_dense_replace": 1},
         names={
             "mlp.gate": "mlp.router.gate", "mlp.shared_experts": "mlp.shared_mlp",
             "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
@@ -475,10 +395,10 @@ MORE_FAMILIES: dict[str, Family] = {
             only={"hidden_act": ("relu2",)}, norm="layer", norm_bias=True, gated=False,
             activation="relu2", **LLAMA,
         ),
-        defaults={"attention_bias": True, "mlp_bias": True}, eps="layer_norm_eps",
+        eps="layer_norm_eps",
     ),
     "Lfm2ForCausalLM": Family(
-        "lfm2", plan=LFM2, states=more_readers.conv_states, defaults=LFM2_DEFAULTS,
+        "lfm2", plan=LFM2, states=more_readers.conv_states,
         names=LFM2_NAMES, inner=more_readers.lfm2_inner_size, eps="norm_eps",
     ),
     "Lfm2MoeForCausalLM": Family(
@@ -487,7 +407,6 @@ MORE_FAMILIES: dict[str, Family] = {
             correction_bias=key("use_expert_bias"), layers=layers_from("num_dense_layers"),
             **{**SCALED, "norm_epsilon": 1e-6},
         ),
-        defaults=LFM2_DEFAULTS | {"norm_topk_prob": True},
         names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
         eps="norm_eps",
     ),
@@ -500,16 +419,6 @@ MORE_FAMILIES: dict[str, Family] = {
         ),
         states=more_readers.conv_states, windows=windows(readers.no_layer),
         bases=("rope_theta", "rope_local_base_freq"),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 256, "conv_L_cache": 7,
-            "tie_word_embeddings": True,
-        },
-        rope={
-            "sliding_attention": {"rope_theta": 1e4},
-            "full_attention": {
-                "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
-            },
-        },
         names={
             "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
             # Why: a name alone, that of the MLP's gate is another.
@@ -521,10 +430,6 @@ MORE_FAMILIES: dict[str, Family] = {
         "mellum", plan=QWEN3, windows=windows(readers.no_layer),
         bases=("rope_theta", "rope_local_base_freq"),
         moe=experts(layers=more_readers.named_sparse_layers, **NORM_TOPK),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024, "rope_theta": 5e5,
-            "norm_topk_prob": True,
-        },
         left_out=DRAFTS,
     ),
     "MiniCPM3ForCausalLM": Family(
@@ -534,28 +439,21 @@ MORE_FAMILIES: dict[str, Family] = {
             residual_scale=more_readers.depth_scale, **LLAMA,
             logit_scale=lambda keys: keys.require("dim_model_base") / keys.require("hidden_size"),
         ),
+        # Why in code: other families with MLA must have these sizes.
         defaults={
-            "head_dim": 32, "num_key_value_heads": 40, "rms_norm_eps": 1e-5, "kv_lora_rank": 256,
-            "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12.0,
-            "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True,
+            "head_dim": 32, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
         },
     ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
-        moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6,
-            "partial_rotary_factor": 1.0,
-        },
+        moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True), partial=True,
         names={
             **MIXTRAL_NAMES,
             "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
         },
     ),
     "MixtralForCausalLM": Family(
-        "mixtral", windows=WINDOW, moe=experts(**MIXTRAL),
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        names=MIXTRAL_NAMES,
+        "mixtral", windows=WINDOW, moe=experts(**MIXTRAL), names=MIXTRAL_NAMES,
     ),
     "NanoChatForCausalLM": Family(
         "nanochat",
@@ -564,7 +462,6 @@ MORE_FAMILIES: dict[str, Family] = {
             embedding_norm=True, gated=False, activation="relu2",
             logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
         ),
-        defaults={"final_logit_softcapping": 15.0},
         names={"up_proj": "fc1", "down_proj": "fc2"},
     ),
     "NemotronForCausalLM": Family(
@@ -573,7 +470,7 @@ MORE_FAMILIES: dict[str, Family] = {
             only={"hidden_act": ("relu2",)}, norm="centered layer", norm_bias=True, gated=False,
             activation="relu2", **LLAMA,
         ),
-        defaults={"partial_rotary_factor": 0.5}, eps="norm_eps",
+        partial=True, eps="norm_eps",
     ),
     "NemotronHForCausalLM": Family(
         "nemotron_h", mamba.nemotron_layers,
@@ -590,16 +487,12 @@ MORE_FAMILIES: dict[str, Family] = {
             **DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
             "layers": mamba.nemotron_experts, "gated": False,
         })),
-        defaults={
-            "num_key_value_heads": 8, "head_dim": 128, "norm_topk_prob": True,
-            "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8, "mamba_d_state": 128,
-        },
         names=NEMOTRON_NAMES, left_out=DRAFTS, eps="layer_norm_epsilon",
     ),
     "OPTForCausalLM": Family(
         "opt", more_readers.older,
         plan=plan(positions=more_readers.opt_positions, **PLAIN, **biases("enable_bias")),
-        turned=readers.nowhere, defaults={"hidden_act": "relu", "tie_word_embeddings": True},
+        turned=readers.nowhere,
         names={
             "model.norm": "model.final_layer_norm", "input_layernorm": "self_attn_layer_norm",
             "post_attention_layernorm": "final_layer_norm", "o_proj": "out_proj",
@@ -613,7 +506,7 @@ MORE_FAMILIES: dict[str, Family] = {
     ),
     "OlmoeForCausalLM": Family(
         "olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
-        moe=experts(inner="intermediate_size", **NORM_TOPK), defaults={"rms_norm_eps": 1e-5},
+        moe=experts(inner="intermediate_size", **NORM_TOPK),
     ),
     "PhiForCausalLM": Family(
         "phi",
@@ -622,7 +515,7 @@ MORE_FAMILIES: dict[str, Family] = {
             gated=False, activation=GELU, qkv_bias=True, output_bias=True, mlp_bias=True,
             head_bias=True,
         ),
-        defaults={"partial_rotary_factor": 0.5}, eps="layer_norm_eps",
+        partial=True, eps="layer_norm_eps",
         names={
             "model.norm": "model.final_layernorm", "o_proj": "dense", "up_proj": "fc1",
             "down_proj": "fc2",
@@ -635,32 +528,29 @@ MORE_FAMILIES: dict[str, Family] = {
         ),
         windows=WINDOW,
         moe=experts(**MIXTRAL, score="sparsemixer", jitter=key("router_jitter_noise")),
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         rope_extra={"short_mscale": True, "long_mscale": True}, names=MIXTRAL_NAMES,
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe", plan=plan(qkv_bias=key("qkv_bias")),
-        windows=windows(readers.alternate, asked=True), moe=QWEN_SHARED,
-        defaults={"num_key_value_heads": 16, "sliding_window": 4096, "qkv_bias": True},
-        names=SHARED_NAMES,
+        windows=windows(readers.alternate, asked=True), moe=QWEN_SHARED, names=SHARED_NAMES,
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text", plan=QWEN_NEXT, states=more_readers.delta_states(merged=False),
-        defaults=NEXT_DEFAULTS | {"num_key_value_heads": 4}, rope_extra=M_ROPE, left_out=DRAFTS,
+        partial=True, rope_extra=M_ROPE, left_out=DRAFTS,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text", plan=QWEN_NEXT, states=more_readers.delta_states(merged=False),
-        moe=QWEN_SHARED, defaults=NEXT_DEFAULTS | {"norm_topk_prob": True},
+        # Why: the class has no such key, its model code divides always.
+        moe=QWEN_SHARED, partial=True, defaults={"norm_topk_prob": True},
         rope_extra=M_ROPE, names=SHARED_NAMES, left_out=DRAFTS, inner=EXPERT_SIZE,
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", plan=QWEN3, windows=windows(readers.every_layer, asked=True, named=False),
-        moe=experts(**QWEN), defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+        moe=experts(**QWEN),
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next", plan=QWEN_NEXT, states=more_readers.delta_states(merged=True),
-        moe=QWEN_SHARED, defaults=NEXT_DEFAULTS | {"norm_topk_prob": True},
-        names=SHARED_NAMES, left_out=DRAFTS,
+        moe=QWEN_SHARED, partial=True, names=SHARED_NAMES, left_out=DRAFTS,
     ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
@@ -668,16 +558,11 @@ MORE_FAMILIES: dict[str, Family] = {
             qkv_bias=key("attention_bias"), output_bias=key("attention_out_bias"),
             mlp_bias=key("mlp_bias"),
         ),
-        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
     ),
     "SolarOpenForCausalLM": Family(
         "solar_open", plan=plan(qkv_bias=key("attention_bias")),
         moe=experts(**{n: read for n, read in DEEPSEEK_KEYS.items() if n != "layers"}),
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-            "norm_topk_prob": True, "n_shared_experts": 1, "partial_rotary_factor": 1.0,
-        },
-        inner=EXPERT_SIZE,
+        partial=True, inner=EXPERT_SIZE,
     ),
     "StableLmForCausalLM": Family(
         "stablelm",
@@ -685,7 +570,7 @@ MORE_FAMILIES: dict[str, Family] = {
             norms=key("use_parallel_residual", lambda asked: "parallel" if asked else "before"),
             norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
         ),
-        defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}, eps="layer_norm_eps",
+        partial=True, eps="layer_norm_eps",
     ),
     "Starcoder2ForCausalLM": Family(
         "starcoder2",
@@ -693,9 +578,7 @@ MORE_FAMILIES: dict[str, Family] = {
             only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated=False,
             activation=GELU, **biases("use_bias"),
         ),
-        windows=WINDOW,
-        defaults={"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True},
-        names={"up_proj": "c_fc", "down_proj": "c_proj"}, eps="norm_epsilon",
+        windows=WINDOW, names={"up_proj": "c_fc", "down_proj": "c_proj"}, eps="norm_epsilon",
     ),
     "VaultGemmaForCausalLM": Family(
         "vaultgemma", plan=plan(**{**GEMMA_2, "norms": "before"}), windows=all_but_every(2),
@@ -706,9 +589,8 @@ MORE_FAMILIES: dict[str, Family] = {
         "youtu",
         plan=plan(latent=more_readers.latent, interleaved=key("rope_interleave"), **ATTENTION_BIAS),
         defaults={
-            "head_dim": 64, "num_key_value_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-            "tie_word_embeddings": True,
+            "head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
         },
     ),
 }

@@ -70,30 +70,29 @@ class RopeConfig:
     llama_4_scaling_beta: float = 0.0
 
 
-def read_rope(keys: Keys, *, absent: Json, extra: Mapping[str, bool], partial: bool) -> RopeConfig:
+def read_rope(keys: Keys, *, extra: Mapping[str, bool], partial: bool) -> RopeConfig:
     """The RoPE parameters of all layers.
 
     Args:
-        absent: `rope_parameters` of a config that has none.
         extra: further keys of `rope_parameters` -> whether they are obeyed; others have no effect
             on text.
         partial: the family obeys `partial_rotary_factor`, which `read_rotary_dim` reads.
     """
-    key, given = _dict_of(keys, absent)
+    key, given = _dict_of(keys)
     if any(isinstance(value, Mapping) for value in given.values()):
         raise UnsupportedModelError(
             f"{key}={shown(given)}: parameters for each layer type are not implemented"
         )
     # Why before the dict's own: transformers overwrites that.
     original = keys.get(ORIGINAL)
-    return _rope(given, keys, keys.get("rope_theta"), original, key, extra, partial)
+    return _rope(given, keys, "rope_theta", original, key, extra, partial)
 
 
-def read_ropes_by_kind(keys: Keys, full: str, sliding: str, absent: Json) -> list[RopeConfig]:
+def read_ropes_by_kind(keys: Keys, full: str, sliding: str) -> list[RopeConfig]:
     """RoPE of layers that see everything, and of those with a window, by the keys of their bases;
     scaling, where there is any, is for the former. As transformers has it, what stands beside the
-    layer types in `rope_parameters` is ignored; `absent` as in `read_rope`."""
-    nested, scaling = keys.get("rope_parameters") or absent, keys.get("rope_scaling") or {}
+    layer types in `rope_parameters` is ignored."""
+    nested, scaling = keys.nonempty("rope_parameters"), keys.get("rope_scaling") or {}
     kinds = ("full_attention", full, scaling), ("sliding_attention", sliding, {})
     others = sorted(nested.keys() - {kind for kind, _, _ in kinds})
     keys.ignored += [f"rope_parameters.{key}" for key in others]
@@ -102,13 +101,13 @@ def read_ropes_by_kind(keys: Keys, full: str, sliding: str, absent: Json) -> lis
         where = f"config.json: rope_parameters: {kind}"
         own = check_value(nested.get(kind), dict[str, Any] | None, where, UnsupportedModelError)
         given = {**(own or {}), **more}
-        found.append(_rope(given, keys, keys.get(base), 0, "rope_parameters", {}, partial=False))
+        found.append(_rope(given, keys, base, 0, "rope_parameters", {}, partial=False))
     return found
 
 
-def read_rotary_dim(keys: Keys, head_dim: int, absent: Json) -> int:
-    """How many of a head's first dimensions are turned; `absent` as in `read_rope`."""
-    key, raw = _dict_of(keys, absent)
+def read_rotary_dim(keys: Keys, head_dim: int) -> int:
+    """How many of a head's first dimensions are rotated."""
+    key, raw = _dict_of(keys)
     given, name = Keys(raw, where=f"config.json: {key}"), "partial_rotary_factor"
     outside = keys.get(name)
     factor = given.get(name) if name in given else outside
@@ -122,25 +121,28 @@ def read_rotary_dim(keys: Keys, head_dim: int, absent: Json) -> int:
     return size
 
 
-def _dict_of(keys: Keys, absent: Json) -> tuple[str, Json]:
+def _dict_of(keys: Keys) -> tuple[str, Json]:
     key = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
-    return key, keys.get(key) or absent
+    return key, keys.nonempty(key)
 
 
 def _rope(
-    raw: Json, keys: Keys, theta: float, original: int, key: str, extra: Mapping[str, bool],
+    raw: Json, keys: Keys, base: str, original: int, key: str, extra: Mapping[str, bool],
     partial: bool,
 ) -> RopeConfig:  # fmt: skip
     given = Keys(raw, where=f"config.json: {key}")
     kind = given.get("rope_type" if "rope_type" in given else "type")
     kind = "longrope" if kind == "su" else kind
+    own = "rope_theta" in given
+    # Why: a key beside the dict is checked although the dict's own counts; its default isn't asked.
+    theta = keys.get(base) if base in keys.given or not own else None
+    theta = given.get("rope_theta") if own else theta
     if not partial and kind != "proportional":
         given.allow("partial_rotary_factor", 1.0)
     if kind == "dynamic" and "alpha" in extra and (alpha := given.get("alpha")):
         # Source: the model code of HunYuan; the angles depend on no prompt's length.
         size = keys.head_dim
-        base = given.get("rope_theta") if "rope_theta" in given else theta
-        return RopeConfig(theta=base * alpha ** (size / (size - 2)))
+        return RopeConfig(theta=theta * alpha ** (size / (size - 2)))
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(
             f"rope type {shown(kind)} is not implemented; supported: {', '.join(ROPE_KEYS)}"
@@ -161,7 +163,6 @@ def _rope(
         longest = original or given.get(ORIGINAL) or keys.require("max_position_embeddings")
         values[ORIGINAL] = longest
         COMPLETED[kind](values, keys)
-    theta = given.get("rope_theta") if "rope_theta" in given else theta
     if kind == "dynamic":
         # Why: the angles change beyond max_position_embeddings, where no sequence gets here.
         return RopeConfig(theta=float(theta))
