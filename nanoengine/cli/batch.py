@@ -55,8 +55,6 @@ class BatchArgs(JobOptions, EngineArgs):
         threads: Cores of each replica on a CPU; all cores are shared evenly by default.
         replica_timeout: Kill a replica that says nothing for so long while it has rows; others run
             them [s].
-        ray: Run the replicas on the Ray cluster of this address; local: on one that is started
-            here.
         watch: Draw the KV pool and the running sequences on the terminal while they change.
         verify: When the job is complete, run so many answered rows again, each alone in a fresh
             engine, and compare: exit code 4 if a record differs.
@@ -70,7 +68,6 @@ class BatchArgs(JobOptions, EngineArgs):
     replicas: int | None = None
     threads: int | None = None
     replica_timeout: float = 1800.0
-    ray: str | None = None
     watch: bool = False
     verify: int | None = None
     dry_run: bool = False
@@ -79,7 +76,7 @@ class BatchArgs(JobOptions, EngineArgs):
         if not 0 <= self.grace <= MOST_GRACE_S:
             raise ConfigError(f"--grace must be from 0 to {MOST_GRACE_S:,}, got {self.grace}")
         require_positive(self, ConfigError, "replicas", "verify")
-        if self.threads is not None and self.replicas is None and self.ray is None:
+        if self.threads is not None and self.replicas is None:
             raise ConfigError("--threads are those of a replica: give --replicas too")
         if not 0 < self.replica_timeout <= MOST_GRACE_S:
             raise ConfigError(
@@ -88,8 +85,8 @@ class BatchArgs(JobOptions, EngineArgs):
             )
         if self.verify is not None and self.dry_run:
             raise ConfigError("--dry-run answers no row, so --verify has none: give one of them")
-        if self.watch and (self.replicas is not None or self.ray is not None):
-            raise ConfigError("--watch draws one engine: leave it out, or --replicas and --ray")
+        if self.watch and self.replicas is not None:
+            raise ConfigError("--watch draws one engine: leave it out, or --replicas")
         # Why not super(): a dataclass with slots is another class than the one written here.
         EngineArgs.__post_init__(self)
 
@@ -148,12 +145,8 @@ def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
 
 def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
     """What answers rows."""
-    if args.ray is not None:
-        from nanoengine.parallel.ray_cluster import ray_replicas
-
-        engines = ray_replicas(options, args.ray, args.replicas, args.threads)
     # Why also with ranks: where one dies, a replica starts all of them again.
-    elif args.replicas is not None or args.tensor_parallel_size > 1:
+    if args.replicas is not None or args.tensor_parallel_size > 1:
         from nanoengine.parallel.replicas import local_replicas
 
         engines = local_replicas(options, args.replicas or 1, args.threads)

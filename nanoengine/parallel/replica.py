@@ -6,7 +6,7 @@
            <── RequestOutput, Stats ────                in the order in which rows finish
            <── RuntimeError ────────────                the stream has raised; the next one may run
 
-Started by `replicas.py` as a worker (`worker.py`), or by `ray_cluster.py` on another machine.
+Started by `replicas.py` as a worker (`worker.py`).
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -21,10 +19,8 @@ import torch  # noqa: F401  # Why: what is loaded at collection runs on one thre
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
-from nanoengine.cli import main as cli
 from nanoengine.parallel.ray_data import ERROR_COLUMN, Attempts, Generate
 from nanoengine.text.prompt_forms import Row
-from tests.support.batch_server import wait_for_lines
 from tests.support.fake_llm import ANSWERS, LONG, MakeLLM, make_llm_fixture
 from tests.support.text_fixtures import byte_level
 
@@ -119,38 +115,6 @@ def test_two_actors_one_killed_give_the_rows_of_one_process(ray: Any) -> None:
     }
 
 
-@pytest.mark.ray
-def test_a_batch_over_a_cluster_with_a_killed_replica_has_the_records_of_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'nanoengine[ray]'")
-    source, one, two = (tmp_path / name for name in ("in.jsonl", "one.jsonl", "two.jsonl"))
-    source.write_text("\n".join(map(json.dumps, rows())))
-    command = ["batch", "demo", str(source), "--device", "cpu", "--max-num-seqs", "8", "--in-order"]
-    killed: list[int] = []
-
-    def kill() -> None:
-        wait_for_lines(two, 20, os.getpid())
-        for process in psutil.Process().children(recursive=True):
-            if not killed and "_Host.serve" in "".join(process.cmdline()):
-                process.kill()
-                killed.append(process.pid)
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    for _ in range(3):
-        code = cli.main([*command, "--output", str(two), "--ray", "local", "--replicas", "2"])
-        if code != 2 or "Ray can't be used" not in (told := capsys.readouterr().err):
-            break
-    else:
-        pytest.skip(f"Ray did not start in three tries: {told}")
-    assert code == 0
-    thread.join()
-    assert killed
-    assert cli.main([*command, "--output", str(one)]) == 0
-    assert two.read_bytes() == one.read_bytes()
-
-
 # --- without Ray ----------------------------------------------------------------------------------
 
 
@@ -225,23 +189,6 @@ def test_columns_of_the_same_names_are_replaced(make_llm: MakeLLM, runs: Path) -
     (found,) = call(generate, pyarrow.table({name: ["one"] for name in names}))
     assert found.column_names == names
     assert found["outputs"].to_pylist()[0][0]["text"] == ANSWERS["one"]
-
-
-@pytest.mark.ray
-def test_a_machine_that_is_gone_is_noticed() -> None:
-    """Nobody asked the other end of a pipe over TCP whether it is there."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'nanoengine[ray]'")
-    from nanoengine.parallel.ray_cluster import KEEPALIVE, _connection
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        caller = socket.create_connection(server.getsockname())
-        with _connection(caller) as one, _connection(server.accept()[0]) as other:
-            for end in (one, other):
-                with socket.socket(fileno=os.dup(end.fileno())) as held:
-                    assert held.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-                    for option, value in KEEPALIVE.items():
-                        number = getattr(socket, option)
-                        assert held.getsockopt(socket.IPPROTO_TCP, number) == value
 
 
 def test_rows_that_ended_before_a_death_are_not_blamed(runs: Path) -> None:
