@@ -129,7 +129,7 @@ GEMMA_4 = Family(
     ),
     windows=all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
     moe=more_readers.where_any(key("enable_moe_block"), experts(taken="top_k_experts")),
-    # Why a base: for a config whose `rope_parameters` has none; the class has it in that dict alone.
+    # Why a base: for a config whose `rope_parameters` has none; the class has it only there.
     defaults={**GEMMA_3_DEFAULTS, "vocab_size": 262_144, "rope_theta": 1e6},
     names={
         **GEMMA_NAMES, "post_mlp_norm": "post_feedforward_layernorm_1",

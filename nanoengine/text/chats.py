@@ -41,7 +41,7 @@ DEVELOPER = re.compile(r"""\\?['"]developer\\?['"]""")
 Messages = Sequence[Mapping[str, Any]]
 
 
-class Form(NamedTuple):
+class ChatForm(NamedTuple):
     """How a conversation reaches its template.
 
     Attributes:
@@ -62,7 +62,7 @@ class Chats:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._forms: dict[Any, Form] = {}  # by template and shape
+        self._forms: dict[Any, ChatForm] = {}  # by template and shape
         self.ends = functools.lru_cache(MAX_FORMS)(functools.partial(turn_ends, tokenizer))
 
     def render(self, messages: Messages, options: dict[str, Any]) -> str:
@@ -79,7 +79,7 @@ class Chats:
             roles = [known if role == "developer" else role for role in roles]
             messages = [{**m, "role": role} for m, role in zip(messages, roles, strict=True)]
 
-        def render(messages: Messages, form: Form, **changed: Any) -> str:
+        def render(messages: Messages, form: ChatForm, **changed: Any) -> str:
             given = {**options, **changed, **variables}
             return self._tokenizer.render_chat(in_form(messages, form), **given)
 
@@ -183,7 +183,7 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, list) else bool(value)
 
 
-def find_form(messages: Messages, render: Callable[[Messages, Form], str]) -> Form:
+def find_form(messages: Messages, render: Callable[[Messages, ChatForm], str]) -> ChatForm:
     """The first form in which most messages leave their mark in what `render` makes of them.
 
     Forms that a template refuses are passed over; if it refuses all of them, it is the last one.
@@ -192,9 +192,9 @@ def find_form(messages: Messages, render: Callable[[Messages, Form], str]) -> Fo
     has_parts = any(isinstance(content, list) for content in contents)
     needed = any(m.get("tool_calls") for m in messages), None in contents, has_parts
     copy = marked(messages, range(len(messages)))
-    found: list[Form] = []
+    found: list[ChatForm] = []
     for choice in itertools.product(*([True, False] if one else [False] for one in needed)):
-        form = Form(*choice)  # type: ignore[arg-type]
+        form = ChatForm(*choice)  # type: ignore[arg-type]
         try:
             text = render(copy, form)
         except RequestError:
@@ -206,7 +206,7 @@ def find_form(messages: Messages, render: Callable[[Messages, Form], str]) -> Fo
     return min(found, key=lambda one: len(one.lost), default=form)
 
 
-def in_form(messages: Messages, form: Form) -> list[dict[str, Any]]:
+def in_form(messages: Messages, form: ChatForm) -> list[dict[str, Any]]:
     """The messages as a template of this form takes them."""
     as_json = functools.partial(json.dumps, ensure_ascii=False)
     found = [dict(one) if form.objects else with_arguments(one, as_json) for one in messages]
@@ -247,7 +247,7 @@ def marked(messages: Messages, indices: Collection[int]) -> list[dict[str, Any]]
     return copy
 
 
-def _leaves_mark(index: int, message: Mapping[str, Any], text: str, form: Form) -> bool:
+def _leaves_mark(index: int, message: Mapping[str, Any], text: str, form: ChatForm) -> bool:
     """True if a marked message shows in the text, or has no mark to show.
 
     A template that takes no lists of parts prints them with their texts in quotes, and one that

@@ -1,7 +1,7 @@
 """Which tokens end an answer besides the model's EOS ids, and which ids spell bad words.
 
     turn_ends      of a chat: the token with which the template closes an assistant's message
-    request_ends   of a request: stop strings that are special tokens, which no text shows
+    special_ids    of a request: stop strings that are special tokens, which no text shows
 
 Also the warning of a text that begins with BOS, to which the tokenizer adds BOS. Called by the
 PromptReader for chats, and for requests with stop strings or bad words; by tokenizer.py; by
@@ -43,10 +43,11 @@ def turn_ends(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
     return ()
 
 
-def request_ends(
+def special_ids(
     tokenizer: Any, params: SamplingParams, turns: Iterable[int]
-) -> tuple[dict[int, str | None], SamplingParams]:
-    """The ids that end a request beside the model's, and its parameters, with min_tokens for them.
+) -> tuple[SamplingParams, dict[str, Any]]:
+    """A request's parameters, with min_tokens for all ids that end it, and what
+    `RequestChecker.check` takes: the ids that end it beside the model's, and those of bad words.
 
     Args:
         turns: of the chat template; none for a prompt that is no chat.
@@ -57,7 +58,7 @@ def request_ends(
             ends[token_id] = stop
     if ends and params.min_tokens:
         params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends])
-    return ends, params
+    return params, {"ends": ends, "bad_word_ids": bad_word_ids(tokenizer, params.bad_words or ())}
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

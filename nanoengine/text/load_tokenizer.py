@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from nanoengine.checkpoint.config import ModelConfig
     from nanoengine.settings.config import EngineConfig
+    from nanoengine.text.tokenizer_file import LoadFull
 
 NAMED_TOKENS = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
@@ -58,13 +59,25 @@ def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | Tokenizer
 
     name = config.tokenizer or str(resolve_model(config))
     try:
-        return find_or_load(name, config.trust_remote_code)
+        found = find_or_load(name, config.trust_remote_code)
     except ConfigError:
         from nanoengine.checkpoint.config import load_model_config
 
         if not config.tokenizer:
             load_model_config(name)  # Why: transformers reads config.json for tokenizers too.
         raise
+    if config.chat_template is not None:
+        found.chat_template = config.chat_template
+        if isinstance(found, TokenizerFile):
+            found.load_full = functools.partial(_with, config.chat_template, found.load_full)
+    return found
+
+
+def _with(chat_template: str, load_full: LoadFull) -> PreTrainedTokenizerBase:
+    """The tokenizer of transformers with another chat template."""
+    full = load_full()
+    full.chat_template = chat_template
+    return full
 
 
 def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | TokenizerFile:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nanoengine.core.requests import RequestChecker
 from nanoengine.core.sequence import Request
@@ -127,8 +127,7 @@ class PromptReader:
         cache_salt: str | None = None
         token_ids: list[int] = []
         turns: tuple[int, ...] = ()
-        ends: dict[int, str | None] = {}
-        words: tuple[tuple[int, ...], ...] = ()
+        special: dict[str, Any] = {}
         if isinstance(prompt, Row):
             params = params if prompt.sampling_params is None else prompt.sampling_params
             priority = priority if prompt.priority is None else prompt.priority
@@ -149,18 +148,11 @@ class PromptReader:
                     token_ids = self._encode(text, add_special_tokens=False)
                     turns = self._chats.ends(given.template_args.get("chat_template"))
             if params.stop or params.bad_words or turns:
-                from nanoengine.text.ends import bad_word_ids, request_ends
+                from nanoengine.text.ends import special_ids
 
-                ends, params = request_ends(self.tokenizer, params, turns)
-                words = bad_word_ids(self.tokenizer, params.bad_words or ())
+                params, special = special_ids(self.tokenizer, params, turns)
             request = self.checker.check(
-                token_ids,
-                params,
-                priority=priority,
-                key=key,
-                cache_salt=cache_salt,
-                bad_word_ids=words,
-                ends=ends,
+                token_ids, params, priority=priority, key=key, cache_salt=cache_salt, **special
             )
             return CheckedPrompt(index=index, text=text, request=request)
         except NanoEngineError as error:

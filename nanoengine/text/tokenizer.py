@@ -49,7 +49,6 @@ class Tokenizer:
         self.anchor = self._find_anchor()
         self._anchor_len = len(self._raw(self.anchor))
         self._token_texts: dict[int, str] = {}
-        self._chat_template: str | None = None
 
     @classmethod
     def load(cls, name: str, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -72,23 +71,18 @@ class Tokenizer:
         """
         from nanoengine.text.load_tokenizer import load_configured
 
-        found = cls(load_configured(config))
-        found._chat_template = config.chat_template
-        return found
+        return cls(load_configured(config))
 
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
         """The tokenizer of transformers, which is loaded now if plain text did not need it."""
         plain = self._plain
-        full = plain.load_full() if isinstance(plain, TokenizerFile) else plain
-        if self._chat_template is not None:
-            full.chat_template = self._chat_template
-        return full
+        return plain.load_full() if isinstance(plain, TokenizerFile) else plain
 
     @property
     def chat_template(self) -> Any:
         """The model's chat template, or several by name; None: it has none."""
-        return self._chat_template or self._plain.chat_template
+        return self._plain.chat_template
 
     def definition(self) -> str:
         """The tokenizer as the text of a tokenizer.json, with all its added tokens.

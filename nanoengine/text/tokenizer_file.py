@@ -39,8 +39,7 @@ class TokenizerFile:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
-        encoded = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return list(encoded.ids)
+        return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, **no_cleaning: bool

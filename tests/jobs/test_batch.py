@@ -303,12 +303,12 @@ def test_a_prompt_is_made_of_columns(batch: Batch, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_template_of_a_row_runs_when_the_command_trusts_rows(batch: Batch) -> None:
-    user = {"role": "user", "content": "x"}
+    user, template = {"role": "user", "content": "one"}, "{{ messages[0].content }}"
     rows = [
-        chat("a", chat_template="{{ messages[0].content }}"),
+        chat("a", chat_template=template),
         chat("b", chat_template="{{ 1 / 0 }}"),
     ]
-    simple = batch.write([{"messages": [user], "chat_template": "one"}], "simple.jsonl")
+    simple = batch.write([{"messages": [user], "chat_template": template}], "simple.jsonl")
     sources = [batch.write(rows), simple]
     assert batch.run(*sources, *GREEDY) == 1
     assert all(record["error"] for record in batch.records())

@@ -244,9 +244,10 @@ def test_rows_of_numpy_are_rows(llm: LLM, tmp_path: Path, to_file: bool) -> None
     """An array of ids ended the call; in a file it was the text "[5 6]"."""
     import numpy as np
 
+    messages = np.array([{"role": "user", "content": "one"}])
     rows = [
         {"prompt_token_ids": np.array([5, 6]), "n": np.int64(1)},
-        {"messages": np.array([{"role": "user", "content": "one"}]), "chat_template": "one"},
+        {"messages": messages, "chat_template": "{{ messages[0].content }}"},
         np.array([5, 6]),
         np.str_("one"),
     ]
