@@ -19,9 +19,9 @@ from transformers import CONFIG_MAPPING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from nanoengine.checkpoint.families import TEXT_PARTS, Family
-from nanoengine.checkpoint.keys import COMMON, KEYS
-from nanoengine.checkpoint.more_families import every_family
+from nanoengine.checkpoint.families import TEXT_PARTS, Family  # noqa: E402
+from nanoengine.checkpoint.keys import COMMON, KEYS  # noqa: E402
+from nanoengine.checkpoint.more_families import every_family  # noqa: E402
 
 FILE = ROOT / "nanoengine" / "checkpoint" / "defaults.json"
 
@@ -89,7 +89,11 @@ def defaults_of(model_type: str, family: Family) -> dict[str, Any]:
 def make() -> dict[str, dict[str, Any]]:
     """The file's content, for those config classes that this version of transformers has."""
     known = {name: family for name, family in model_types() if name in CONFIG_MAPPING}
-    return {name: defaults_of(name, family) for name, family in sorted(known.items())}
+    # Why both: a family may read keys that the class of a text part lacks.
+    return {
+        name: defaults_of(family.model_type, family) | defaults_of(name, family)
+        for name, family in sorted(known.items())
+    }
 
 
 if __name__ == "__main__":

@@ -134,9 +134,7 @@ FAMILIES: dict[str, Family] = {
         "cohere2", plan=COHERE, windows=all_but_every(), turned=readers.only_with_window,
         eps="layer_norm_eps",
     ),
-    "Ernie4_5ForCausalLM": Family(
-        "ernie4_5", plan=plan(interleaved=True, **biases("use_bias")),
-    ),
+    "Ernie4_5ForCausalLM": Family("ernie4_5", plan=plan(interleaved=True, **biases("use_bias"))),
     "Exaone4ForCausalLM": Family(
         "exaone4", plan=plan(norms="behind", head_norm="head"), windows=all_but_every(),
         turned=readers.exaone_turned, names=GEMMA_NAMES,
@@ -187,9 +185,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(
         "qwen2", plan=plan(only={"attention_bias": (True,)}, qkv_bias=True), windows=QWEN_WINDOWS,
     ),
-    "Qwen3ForCausalLM": Family(
-        "qwen3", plan=QWEN3, windows=QWEN_WINDOWS, rope_extra=M_ROPE,
-    ),
+    "Qwen3ForCausalLM": Family("qwen3", plan=QWEN3, windows=QWEN_WINDOWS, rope_extra=M_ROPE),
     "SmolLM3ForCausalLM": Family(
         "smollm3", plan=plan(**LLAMA), windows=windows(readers.not_turned, asked=True),
         turned=readers.smollm_turned,

@@ -78,9 +78,9 @@ KEYS: dict[str, Key] = {
     **_each("lm_head_bias mup_enabled", _MATHS_FLAG),
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6),
-    **_each("layer_norm_eps norm_eps norm_epsilon", Key(float, 0, 1, 1e-5)),
+    **_each("layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon", Key(float, 0, 1, 1e-5)),
     **_each("qk_layernorm use_qk_norm use_parallel_residual", _MATHS_FLAG),
-    **_each("use_post_norm use_sandwich_norm", Key(bool, default=True)),
+    **_each("use_post_norm use_sandwich_norm use_attention_gate", Key(bool, default=True)),
     # attention
     **_each("num_attention_heads num_key_value_heads", Key(int, 1, 2**16)),
     "head_dim": Key(int, 2, 2**16),
@@ -88,7 +88,6 @@ KEYS: dict[str, Key] = {
     **_each("attention_chunk_size dual_chunk_attention_config", _REFUSED),
     "is_causal": Key(bool, default=True, unread="refused"),
     **_each("use_mla attn_output_gate attention_k_eq_v", _MATHS_FLAG),
-    "use_attention_gate": Key(bool, default=True),
     **_each(
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
         Key(int, 1, 2**15, None, "refused"),
@@ -104,7 +103,7 @@ KEYS: dict[str, Key] = {
     "query_pre_attn_scalar": Key(int, 1, 2**20, None, "refused"),
     "attention_multiplier": Key(float, 1e-6, 1e6, None, "refused"),
     "attn_temperature_tuning": Key(bool | int, default=False, unread="refused"),
-    "layer_types": Key(list[str]),
+    **_each("layer_types layers_block_type", Key(list[str])),
     "sliding_window": Key(int, 0, MOST_POSITIONS, None, "refused", off=True),
     "use_sliding_window": _MATHS_FLAG,
     "max_window_layers": Key(int, *_LAYERS, 28, "harmless"),
@@ -128,7 +127,6 @@ KEYS: dict[str, Key] = {
     "rope_interleave": Key(bool, default=True, unread="refused"),
     "no_rope_layers": Key(list[int], unread="refused"),
     "layer_rope_theta": Key(list[float], unread="refused"),
-    "no_rope_layer_interval": Key(int, 1, 10_000, 4),
     # the MLP
     **_each("intermediate_size block_ff_dim", Key(int, 1, 2**22)),
     **_each("hidden_act hidden_activation", Key(str, default="silu", unread="refused")),
@@ -161,51 +159,38 @@ KEYS: dict[str, Key] = {
     **_each("routed_scaling_factor router_scaling_factor route_scale", Key(float, *_FACTOR, 1.0)),
     "router_jitter_noise": Key(float, 0, 1, 0.01, "harmless"),
     "moe_norm_min": Key(float, 0, 1, 1e-12, "refused"),
-    "norm_topk_prob": _FLAG,
     "topk_method": Key(str, unread="refused"),
     "mlp_layer_types": Key(list[str], unread="refused"),
     "moe_layer_freq": Key(int, 1, 10_000, 1, "refused"),
     "scoring_func": Key(str, default="softmax", unread="refused"),
-    "use_expert_bias": Key(bool, default=True),
     "first_k_dense_replace": Key(int, *_LAYERS, 0, "refused"),
-    "num_dense_layers": Key(int, *_LAYERS, 2),
-    "moe_layer_start_index": Key(int, *_LAYERS, 1),
+    **_each("num_dense_layers moe_layer_start_index", Key(int, *_LAYERS)),
     "moe_layer_end_index": Key(int, -1, 10_000, -1),
-    "moe_layer_interval": Key(int, 1, 10_000, 1),
-    "decoder_sparse_step": Key(int, 1, 10_000, 1),
-    "mlp_only_layers": Key(list[int]),
-    # layers that keep a state
+    # every n-th layer, or a list of them
     "full_attention_interval": Key(int, 1, 10_000, 4),
-    "full_attn_idxs": Key(list[int]),
-    "linear_conv_kernel_dim": Key(int, 2, 64, 4),
-    **_each("linear_key_head_dim linear_value_head_dim", Key(int, 1, 2**12, 128)),
-    "linear_num_key_heads": Key(int, 1, 2**12, 16),
-    "linear_num_value_heads": Key(int, 1, 2**12, 32),
-    "conv_L_cache": Key(int, 2, 64, 3),
-    "conv_bias": _MATHS_FLAG,
-    # Mamba
-    "attn_layer_indices": Key(list[int]),
+    **_each("no_rope_layer_interval moe_layer_interval", Key(int, 1, 10_000)),
+    "decoder_sparse_step": Key(int, 1, 10_000, 1),
+    **_each("mlp_only_layers full_attn_idxs attn_layer_indices", Key(list[int])),
+    # linear attention, short convolutions, Mamba
+    **_each("linear_conv_kernel_dim conv_L_cache mamba_d_conv", Key(int, 2, 64)),
+    **_each("linear_key_head_dim linear_value_head_dim", Key(int, 1, 2**12)),
+    **_each("linear_num_key_heads linear_num_value_heads", Key(int, 1, 2**12)),
     **_each("mamba_n_heads mamba_n_groups mamba_d_state", Key(int, 1, 2**12)),
+    "conv_bias": _MATHS_FLAG,
     "mamba_d_head": Key(int | str, default="auto"),
-    "mamba_d_conv": Key(int, 2, 64, 4),
     "mamba_expand": Key(int, 1, 64, 2),
-    "mamba_conv_bias": Key(bool, default=True),
-    "mamba_proj_bias": _FLAG,
+    **_each("use_expert_bias mamba_conv_bias mamba_norm_before_gate", Key(bool, default=True)),
+    **_each("norm_topk_prob mamba_proj_bias mamba_rms_norm projectors_bias", _FLAG),
     "time_step_limit": Key(list[Any], default=[0.0, math.inf]),
     "mamba_d_ssm": Key(int, 1, 2**22, off=True),
-    "mamba_rms_norm": _FLAG,
-    "mamba_norm_before_gate": Key(bool, default=True),
     **_each(
         "lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier"
         " ssm_in_multiplier ssm_out_multiplier",
         Key(float, 1e-9, 1e9, 1.0),
     ),
     **_each("mlp_multipliers ssm_multipliers", Key(list[float])),
-    "projectors_bias": _FLAG,
-    "layers_block_type": Key(list[str]),
     "moe_latent_size": Key(int, unread="refused"),
     "moe_shared_expert_intermediate_size": Key(int, 1, 2**22),
-    "layer_norm_epsilon": Key(float, 0, 1, 1e-5),
     "position_embedding_type": Key(str, unread="harmless"),
 }
 """Key that is obeyed, or would change the maths -> what it may be."""
@@ -260,8 +245,7 @@ def class_defaults() -> Mapping[str, Json]:
 
     Only values that differ from those of `KEYS`; `tools/class_defaults.py` writes the file.
     """
-    found: dict[str, Json] = json.loads(Path(__file__).with_name("defaults.json").read_text())
-    return found
+    return json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
 
 def checked(raw: Json, where: str) -> dict[str, Any]:
@@ -339,8 +323,7 @@ class Keys:
 
     def nonempty(self, key: str) -> Json:
         """A dict; the default in place of null, or of an empty one."""
-        found: Json = self.get(key) or self._defaults(key).get(key) or {}
-        return found
+        return self.get(key) or self._defaults(key).get(key) or {}
 
     def require(self, key: str) -> int:
         """A size that this model can't do without. Why 0 is in the range of some: other models have

@@ -129,7 +129,7 @@ GEMMA_4 = Family(
     ),
     windows=all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
     moe=more_readers.where_any(key("enable_moe_block"), experts(taken="top_k_experts")),
-    # Why a base: for a config whose `rope_parameters` has none; the class has it only there.
+    # Why a base: for a config whose `rope_parameters` has none.
     defaults={**GEMMA_3_DEFAULTS, "vocab_size": 262_144, "rope_theta": 1e6},
     names={
         **GEMMA_NAMES, "post_mlp_norm": "post_feedforward_layernorm_1",
@@ -169,8 +169,7 @@ MORE_FAMILIES: dict[str, Family] = {
         },
     ),
     "BambaForCausalLM": Family(
-        "bamba", plan=plan(**LLAMA), states=mamba.mamba_states, partial=True,
-        names=FALCON_NAMES,
+        "bamba", plan=plan(**LLAMA), states=mamba.mamba_states, partial=True, names=FALCON_NAMES,
     ),
     "CwmForCausalLM": Family(
         "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=readers.all_but_first_of_four,
@@ -194,8 +193,7 @@ MORE_FAMILIES: dict[str, Family] = {
         defaults=UNUSED_HEAD,
     ),
     "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3", plan=DEEPSEEK_PLAN, moe=DEEPSEEK,
-        defaults=UNUSED_HEAD | DRAFT_LAYER,
+        "deepseek_v3", plan=DEEPSEEK_PLAN, moe=DEEPSEEK, defaults=UNUSED_HEAD | DRAFT_LAYER,
     ),
     "Dots1ForCausalLM": Family(
         "dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers), moe=DEEPSEEK,
@@ -224,8 +222,7 @@ MORE_FAMILIES: dict[str, Family] = {
         turned=readers.exaone_turned,
         moe=experts(**{**DEEPSEEK_KEYS, "count": "num_experts", **SHARED,
                        "layers": more_readers.named_sparse_layers}),
-        names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
-        left_out=DRAFTS,
+        names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}, left_out=DRAFTS,
     ),
     "FalconForCausalLM": Family(
         "falcon", more_readers.falcon,
@@ -240,8 +237,7 @@ MORE_FAMILIES: dict[str, Family] = {
             # Why here: a factor on keys is one on q.k.
             attention_scale=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
         ),
-        states=mamba.falcon_states,
-        names=FALCON_NAMES,
+        states=mamba.falcon_states, names=FALCON_NAMES,
     ),
     "FlexOlmoForCausalLM": Family(
         "flex_olmo", plan=OLMO2, moe=experts(inner="intermediate_size", **NORM_TOPK),
@@ -340,8 +336,7 @@ MORE_FAMILIES: dict[str, Family] = {
         names=GRANITE_SHARED_NAMES,
     ),
     "GraniteMoeSWAForCausalLM": Family(
-        "granitemoe_swa",
-        plan=plan(**GRANITE_KEYS, **ATTENTION_BIAS, merged_gate=True, sinks=True),
+        "granitemoe_swa", plan=plan(**GRANITE_KEYS, **ATTENTION_BIAS, merged_gate=True, sinks=True),
         windows=readers.all_but_first_of_four, turned=readers.layer_bases,
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         names={
@@ -429,8 +424,7 @@ MORE_FAMILIES: dict[str, Family] = {
     "MellumForCausalLM": Family(
         "mellum", plan=QWEN3, windows=windows(readers.no_layer),
         bases=("rope_theta", "rope_local_base_freq"),
-        moe=experts(layers=more_readers.named_sparse_layers, **NORM_TOPK),
-        left_out=DRAFTS,
+        moe=experts(layers=more_readers.named_sparse_layers, **NORM_TOPK), left_out=DRAFTS,
     ),
     "MiniCPM3ForCausalLM": Family(
         "minicpm3",
@@ -582,8 +576,7 @@ MORE_FAMILIES: dict[str, Family] = {
     ),
     "VaultGemmaForCausalLM": Family(
         "vaultgemma", plan=plan(**{**GEMMA_2, "norms": "before"}), windows=all_but_every(2),
-        defaults=GEMMA_2_DEFAULTS,
-        names={"post_attention_layernorm": "pre_feedforward_layernorm"},
+        defaults=GEMMA_2_DEFAULTS, names={"post_attention_layernorm": "pre_feedforward_layernorm"},
     ),
     "YoutuForCausalLM": Family(
         "youtu",

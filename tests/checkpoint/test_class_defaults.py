@@ -1,0 +1,46 @@
+"""defaults.json has the values of transformers' config classes, and complete configs don't need it.
+
+Only classes that the installed version of transformers has are compared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoengine.assets import demo_model_path
+from nanoengine.checkpoint import keys
+from nanoengine.checkpoint.config import load_model_config, parse_model_config
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "class_defaults.py"
+
+
+def written() -> dict[str, dict[str, Any]]:
+    """What the tool would write now."""
+    spec = importlib.util.spec_from_file_location("class_defaults", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make()
+
+
+def test_the_file_is_what_transformers_classes_say() -> None:
+    now, kept = written(), keys.class_defaults()
+    assert len(now) > 60
+    assert {name: kept.get(name) for name in now} == now, "run python tools/class_defaults.py"
+
+
+def test_a_complete_config_is_read_without_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError("defaults.json was read")
+
+    monkeypatch.setattr(keys, "class_defaults", refuse)
+    load_model_config(demo_model_path())
+    raw = json.loads((Path(demo_model_path()) / "config.json").read_text(encoding="utf-8"))
+    raw.pop("num_key_value_heads")
+    with pytest.raises(AssertionError, match=r"defaults\.json was read"):
+        parse_model_config(raw)
