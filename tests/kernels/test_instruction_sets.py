@@ -17,6 +17,9 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.kernels.byte_tiles import UNIT
+from nanoengine.kernels.code_tables import GROUP
+from nanoengine.kernels.cpu_quantized import quantize_groups
 from nanoengine.kernels.isa import CURRENT, available, cpu_features
 from tests.support.engines import checkpoint, random_prompts
 from tests.support.paged_batches import Paged
@@ -74,6 +77,11 @@ def numbers(directory: str) -> tuple[dict[str, Any], dict[str, list[list[float]]
         paged.dtype = dtype
         out = paged.run("cpu").numpy().tobytes()
         found[f"attention, {dtype} over {kv_dtype}"] = hashlib.sha256(out).hexdigest()
+    x = torch.randn(40, 200, generator=torch.Generator().manual_seed(0)).numpy()
+    for size in (UNIT, GROUP):
+        values, groups = quantize_groups(x, size, 1)
+        digest = hashlib.sha256(values.tobytes() + groups.tobytes()).hexdigest()
+        found[f"activations in groups of {size}"] = digest
     return found, logprobs
 
 
@@ -101,5 +109,8 @@ def test_a_model_computes_the_same(name):
     )  # fmt: skip
     assert found == expected
     for form, of_form in expected_logprobs.items():
-        # Why not the same bits: the compiler may put the sums of norms in another order.
-        torch.testing.assert_close(logprobs[form], of_form, rtol=0, atol=1e-5)
+        # Why not the same bits: the compiler may put the sums of norms in another order. An
+        # activation that lies between two integers is then rounded to the other one in int8, which
+        # changed a log-probability by 0.008; that quantizers and products are the same is above.
+        most = 1e-5 if form == "float32" else 0.02
+        torch.testing.assert_close(logprobs[form], of_form, rtol=0, atol=most)

@@ -307,6 +307,7 @@ def test_what_ranks_on_gpus_need(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     config = EngineConfig(
         model=checkpoint("llama"), tensor_parallel_size=2, device=device, **options
     )
