@@ -17,8 +17,6 @@ import torch.nn.functional as F
 
 from nanoengine.errors import WeightLoadError
 from nanoengine.kernels.code_tables import GROUP, ROTATED
-from nanoengine.kernels.search_groups import STRETCHES, round_groups, search_groups
-from nanoengine.kernels.threads import num_workers
 
 GROUP_SIZE = 32
 """Inputs that share a scale and a minimum in int4 weights made here. Source: Q4_K of ggml."""
@@ -201,6 +199,10 @@ def quantize_with_mins(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     Perf: on normal weights the squared error is 0.50 % of the weights' square with 4 bits, 0.13 %
     with 5.
     """
+    # Why here: it brings numba, which weights that a checkpoint stores quantized do without.
+    from nanoengine.kernels.search_groups import STRETCHES, round_groups, search_groups
+    from nanoengine.kernels.threads import num_workers
+
     outputs, device, most = len(weight), weight.device, 2**bits - 1
     padded = F.pad(weight, (0, -weight.shape[1] % BLOCK)).cpu()
     groups, blocks = padded.reshape(-1, GROUP_SIZE), padded.shape[1] // BLOCK
