@@ -168,7 +168,8 @@ def test_masks_leave_the_largest_of_what_they_allow(outputs: int) -> None:
 
 
 def quantized_head(outputs: int, inputs: int, bits: int = 8) -> CPUQuantizedLinear:
-    method = CPUQuantizedLinear("lm_head", bits=bits, group_size=None, activations="int8")
+    size = None if bits == 8 else 32
+    method = CPUQuantizedLinear("lm_head", bits=bits, group_size=size, activations="int8")
     method.create((outputs, inputs), torch.float32, CPU)
     method.load(normal(outputs, inputs))
     return method

@@ -352,10 +352,10 @@ def config_with(tmp_path: Path, family: str = "llama", **keys: Any) -> Any:
         ({"attention__head_count_kv": [2, 1]}, "one number for all layers"),
         ({"block_count": 0}, r"llama\.block_count=0"),
         ({"block_count": "two"}, "llama.block_count must be an integer, got 'two'"),
-        ({"embedding_length": None}, "needs hidden_size"),
+        ({"embedding_length": None}, r"needs llama\.embedding_length"),
         ({"attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon=None.* a number"),
         ({"general__type": "mmproj"}, "general.type='mmproj'"),
-        ({"general__architecture": "mamba"}, r"general\.architecture='mamba'.*qwen3moe"),
+        ({"general__architecture": "mamba"}, r"general\.architecture='mamba'; supported"),
     ],
 )
 def test_what_changes_the_maths_is_refused(
@@ -646,7 +646,6 @@ def test_a_missing_path_is_told_with_what_is_called_so(
         ({"attention.head_count_kv": 3}, "llama.attention.head_count_kv=3"),
         ({"rope.freq_base": 0.5}, "llama.rope.freq_base must be from 1.001"),
         ({"general.sampling.temp": -1.0}, "general.sampling.temp: "),
-        ({"tokenizer.ggml.eos_token_id": 900_000}, "tokenizer.ggml.eos_token_id must be from 0"),
     ],
 )
 def test_messages_name_the_keys_of_the_file(
