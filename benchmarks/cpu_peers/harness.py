@@ -54,8 +54,9 @@ class Options:
         """Whole GiB that hold keys and values of all `tokens`, and as much again for what a peer
         keeps of earlier workloads; 4 at least."""
         config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
-        sizes = ("num_hidden_layers", "num_key_value_heads", "head_dim")
-        token = math.prod(config[size] for size in sizes) * 2 * element_bytes
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        sizes = config["num_hidden_layers"], config["num_key_value_heads"], head_dim
+        token = math.prod(sizes) * 2 * element_bytes
         return max(4, math.ceil(2 * self.tokens * token / 2**30))
 
 

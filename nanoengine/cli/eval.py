@@ -1,10 +1,11 @@
 """usage: nanoengine eval MODEL --tasks TASK [TASK ...] [options of lm-eval run]
 
-Scores MODEL (a directory, a hub id, or `demo`) with lm-evaluation-harness.
+Scores MODEL (a directory, a GGUF file, a hub id, or `demo`) with lm-evaluation-harness.
 
   nanoengine eval demo --tasks my_task --include_path tasks/
   nanoengine eval Qwen/Qwen3-0.6B --tasks arc_easy hellaswag --num_fewshot 5
-  nanoengine eval ./model --tasks gsm8k --apply_chat_template --model_args dtype=bfloat16
+  nanoengine eval model-Q4_K_M.gguf --tasks gsm8k --apply_chat_template
+  nanoengine eval ./model --tasks gsm8k --model_args quantization=int8,kv_cache_dtype=int8
 
 Fields of EngineConfig go into --model_args; `lm-eval run --help` shows the other options.
 """

@@ -631,3 +631,7 @@ def test_a_cache_holds_the_largest_workload(tmp_path):
     assert options.kv_gib() == 10
     assert options.kv_gib(element_bytes=2) == 5
     assert replace(options, tokens=1).kv_gib() == 4
+    # Qwen2's config names no head_dim: it is hidden_size / num_attention_heads, here 2 for 3.
+    sizes = {name: size for name, size in CONFIG.items() if name != "head_dim"}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert replace(options, tokens=6 * options.tokens).kv_gib() == 40
