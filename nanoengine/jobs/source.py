@@ -114,9 +114,8 @@ def find_inputs(
         if not matches:
             raise ConfigError(f"input {name!r} matches no file")
         found += [_input(match, form) for match in matches]
-    names = sorted(one.name for one in found)
-    counts = Counter(map(os.path.realpath, names))
-    if twice := [name for name in names if counts[os.path.realpath(name)] > 1]:
+    counts = Counter(os.path.realpath(one.name) for one in found)
+    if twice := sorted(one.name for one in found if counts[os.path.realpath(one.name)] > 1):
         raise ConfigError(f"input {twice[0]!r} is given twice")
     if any(one.form == "parquet" or one.packing == "zstd" for one in found):
         require_pyarrow("Parquet and zstd")
@@ -160,11 +159,13 @@ def head(one: Input) -> bytes:
 def _spans_lines(one: Input) -> bool:
     """Whether a file is an array of rows, or JSON with line breaks in it, by its beginning."""
     found = head(one).removeprefix(codecs.BOM_UTF8).strip()
+    start = re.match(rb'(\{)|\[\s*[\[{"]', found)  # a row, or an array whose first entry is one
     with contextlib.suppress(ValueError, RecursionError):
-        first = json.loads(found.partition(b"\n")[0])
-        return isinstance(first, list) and any(isinstance(row, dict | list | str) for row in first)
+        json.loads(found.partition(b"\n")[0])
+        return start is not None and start[1] is None
     with contextlib.suppress(ValueError, RecursionError):
-        return found[:1] in (b"[", b"{") and bool([*itertools.islice(_json_rows(found, 0), 2)])
+        rows = [row for _, row in itertools.islice(_json_rows(found, BUFFER_BYTES), 2)]
+        return start is not None and (start[1] is None or b"\n" in rows[0])
     return False
 
 
@@ -355,8 +356,7 @@ def _json_rows(content: bytes, max_bytes: int) -> Iterator[tuple[int, bytes | Ro
 
 def too_large(max_bytes: int) -> RowError:
     """The error of a row that is longer than what may be in memory."""
-    limit = f"{max_bytes / 2**20:g}"
-    return RowError("row_too_large", f"the row has more than --max-row-mib {limit} MiB")
+    return RowError("row_too_large", f"more than --max-row-mib {max_bytes / 2**20:g} MiB")
 
 
 def _delimiters(one: Input) -> str:

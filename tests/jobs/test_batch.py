@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
@@ -473,7 +473,7 @@ def test_no_file_is_written_in_a_format_that_its_name_denies(batch: Batch, name:
     assert not output.exists()
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+@pytest.mark.parametrize("name", ["out.csv", pytest.param("out.parquet", marks=pytest.mark.extra)])
 def test_a_table_that_is_of_no_job_is_left_alone(batch: Batch, name: str) -> None:
     """It was replaced at the end: only the records were looked for."""
     output = batch.write(b"precious\n", name)
@@ -1125,6 +1125,8 @@ def is_lines(lines: list[bytes]) -> bool:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(lines=st.lists(LINES.filter(lambda line: b"\n" not in line), max_size=12).filter(is_lines))
+@example(lines=[b"[null[]"])
+@example(lines=[b"[null, []]"])
 @pytest.mark.filterwarnings("ignore")
 def test_lines_of_any_bytes_are_each_answered_once(batch: Batch, lines: list[bytes]) -> None:
     source = batch.write(b"\n".join(lines))
