@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from nanoengine.checkpoint.config import ModelConfig
     from nanoengine.checkpoint.gguf import GGUFTensor
+    from nanoengine.checkpoint.quantization import Quantization
 
 GIB = 2**30
 
@@ -71,11 +72,12 @@ def main(args: InfoArgs) -> None:
         f"model {args.model}": model_lines(model, directory, dtype, kv_dtype),
         "answers": [ends_line(model, tokenizer), f"sampling: {sampling_line(config, model)}"],
     }
+    runs = resolve_quantization(args.quantization, model.quantization, device=device.type)
+    sections["arithmetic"] = arithmetic_lines(runs, _name(dtype), args.kv_cache_dtype)
     if is_gguf(directory):
         sections["GGUF file"] = gguf_lines(directory)
-        asked, on_cpu = (args.quantization, model.quantization), device.type == "cpu"
-        if on_cpu and (runs := resolve_quantization(*asked, device="cpu")):
-            sections[f"  runs as {runs}"] = kernel_lines(directory, runs.activations)
+        if runs and device.type == "cpu":
+            sections["kernels"] = kernel_lines(directory, runs.activations)
     if args.load:
         sections["engine"] = engine_lines(config)
     for title, lines in sections.items():
@@ -173,6 +175,39 @@ def ends_line(model: ModelConfig, tokenizer: Tokenizer | None) -> str:
         sources = ", ".join(source for source, named in model.ends if named == token_id)
         found.append(f"{token_id}{text} ({sources})")
     return f"end with {', '.join(found) or 'no token of their own'}"
+
+
+def arithmetic_lines(
+    quantization: Quantization | None, dtype: str, kv_cache_dtype: str
+) -> Iterator[str]:
+    """How linear layers multiply, and the measured cost of each form that rounds."""
+    if quantization is None:
+        yield f"linear layers: {dtype} weights and activations, sums in float32"
+    else:
+        stored, bits = quantization.stored, quantization.bits
+        rotated = bits == 8 if stored is None else stored.format == "int-quantized"
+        group = "64 rotated inputs" if rotated else "32 inputs"
+        form = f"int{bits}" if stored is None else "stored"
+        weights = "as they are stored"
+        if stored is None or rotated:
+            weights = f"one scale {'and minimum ' * (not rotated)}per output and {group}"
+        yield f"linear layers: {quantization}"
+        yield f"weights: {weights}"
+        if quantization.activations == "int8":
+            yield f"activations: int8, one scale per token and {group}"
+            yield _measured("int8" if rotated else form)
+        else:
+            yield f"activations: {dtype}"
+            if stored is None:
+                yield _measured(f"{form}_weight_only")
+    if kv_cache_dtype == "int8":
+        yield f"KV cache: int8, one scale per token and head; {_measured('KV cache')}"
+
+
+def _measured(form: str) -> str:
+    least, most = MEASURED_KL[form]
+    name = "lossy: " if most > LOSSY_KL else ""
+    return f"{name}mean KL {least} to {most} to the same weights in float32 on three real models"
 
 
 def gguf_lines(path: Path) -> Iterable[str]:
