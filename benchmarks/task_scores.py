@@ -19,26 +19,31 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nanoengine import LLM, SamplingParams
 
+Check = Callable[[dict[str, Any], str], bool]
 CODE = re.compile(r"```(?:python)?\n(.*?)(?:```|\Z)", re.DOTALL)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-ASK_CODE = "Complete the following Python function. Reply with the whole function in one code block."
+ASK_CODE = (
+    "Complete the following Python function. Reply with the whole function in one code block."
+)
 ASK_NUMBER = "Solve the problem step by step. End with a line that says: The answer is N."
 SECONDS = 10
 LLAMA_CPP = """
 import json, sys
-from llama_cpp import Llama
+import llama_cpp
 work = json.load(sys.stdin)
-llm = Llama(work["model"], n_ctx=2048, n_threads=work["threads"], verbose=False)
+llm = llama_cpp.Llama(work["model"], n_ctx=2048, n_threads=work["threads"], verbose=False)
+vocab = llama_cpp.llama_model_get_vocab(llm.model)
 answers = []
 for ids in work["prompts"]:
     found = []
     for token in llm.generate(ids, temp=0.0, repeat_penalty=1.0):
-        if token in work["ends"] or len(found) == work["max_tokens"]:
+        if llama_cpp.llama_vocab_is_eog(vocab, token) or len(found) == work["max_tokens"]:
             break
         found.append(token)
     answers.append(found)
@@ -48,9 +53,9 @@ json.dump(answers, sys.stdout)
 
 def read(path: Path, count: int | None = None) -> list[dict[str, Any]]:
     """The first `count` rows of a file of JSON lines, which may be compressed."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
-        return [json.loads(line) for line in file][:count]
+    content = path.read_bytes()
+    text = gzip.decompress(content) if path.suffix == ".gz" else content
+    return [json.loads(line) for line in text.splitlines()][:count]
 
 
 def code_passes(task: dict[str, Any], answer: str) -> bool:
@@ -87,7 +92,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of llama.cpp")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    tasks = []
+    tasks: list[tuple[str, list[dict[str, Any]], list[str], Check]] = []
     if args.human_eval:
         rows = read(args.human_eval)
         asked = [f"{ASK_CODE}\n\n```python\n{row['prompt']}\n```" for row in rows]
@@ -109,12 +114,12 @@ def main() -> None:
                 seconds = time.perf_counter() - began
                 answers = [result.outputs[0] for result in results]
                 tokens = sum(len(answer.token_ids) for answer in answers)
-                engines = {"nanoengine": ([answer.text for answer in answers], tokens / seconds)}
+                texts = [answer.text for answer in answers]
+                engines = {"nanoengine": (texts, tokens / seconds)}
                 if args.llama_cpp and path.endswith(".gguf") and not settings:
                     work = {
                         "model": path, "threads": args.threads, "max_tokens": args.max_tokens,
                         "prompts": [result.prompt_token_ids for result in results],
-                        "ends": list(llm.engine.config.model.eos_token_ids),
                     }  # fmt: skip
                     command = [str(args.llama_cpp), "-c", LLAMA_CPP]
                     began = time.perf_counter()
@@ -122,7 +127,7 @@ def main() -> None:
                         command, input=json.dumps(work), capture_output=True, text=True, check=True
                     )
                     ids, seconds = json.loads(done.stdout), time.perf_counter() - began
-                    texts = [llm.get_tokenizer().decode(one) for one in ids]
+                    texts = [str(llm.get_tokenizer().decode(one)) for one in ids]
                     engines["llama.cpp"] = (texts, sum(map(len, ids)) / seconds)
                 for engine, (texts, rate) in engines.items():
                     passed = sum(map(is_right, rows, texts))

@@ -61,8 +61,8 @@ JOB, FUNCTION, ARGUMENTS, LEFT, BUSY, STOP, LOOKS, CORE, CROWDED, TAKEN = (
 
 # Words behind that of TAKEN, which the worker alone reads, the caller being the first: its clocks
 # when it last looked at them; when it made room last, or ended a job as the caller; how often it
-# will do so yet, and was to when it began [ns, times].
-WALL, CPU, ENDED, REST, RESTS = range(1, 6)
+# will do so yet, and was to when it began; when it last found that it had lost its core [ns, times].
+WALL, CPU, ENDED, REST, RESTS, LOSS = range(1, 7)
 
 NAP = 50  # us
 NAPS = 1000  # before a worker goes back to Python
@@ -190,11 +190,19 @@ def _stamp(worker):
 
 @compiled(fastmath=())
 def _has_lost_core(worker, now):
-    """Whether another program had it since the last look."""
+    """Whether another program had it since the last look, and shortly before that too.
+
+    Why twice: a daemon that wakes takes a core for a moment and gives it back, which costs less
+    than making room. A program that goes on takes it again and again.
+    """
     place = TAKEN + worker * LINE
     wall, cpu = _load(place + WALL), _load(place + CPU)
     _stamp(worker)
-    return now - wall - (_load(place + CPU) - cpu) > LOST
+    if now - wall - (_load(place + CPU) - cpu) <= LOST:
+        return False
+    before = _load(place + LOSS)
+    _store(place + LOSS, now)
+    return now - before < CALM
 
 
 @compiled(fastmath=())

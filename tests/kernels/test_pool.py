@@ -153,6 +153,7 @@ on_linux = pytest.mark.skipif(not pool.FOLLOWS, reason="workers read the clocks 
 def test_a_worker_that_had_no_core_makes_room_and_longer_when_it_must_again(clocks):
     own, look = clocks
     assert not look(True)
+    assert not look(False), "a daemon that woke once"
     spans = []
     for _ in range(9):
         assert look(False)
@@ -162,6 +163,8 @@ def test_a_worker_that_had_no_core_makes_room_and_longer_when_it_must_again(cloc
     assert spans == [1, 2, 4, 8, 16, 32, 64, 64, 64]
     own[pool.ENDED] -= 2 * pool.CALM
     assert look(False) and not look(True), "after a calm it begins anew"
+    own[pool.LOSS] -= 2 * pool.CALM
+    assert not look(False) and not look(True)
 
 
 @on_linux
