@@ -61,7 +61,7 @@ JOB, FUNCTION, ARGUMENTS, LEFT, BUSY, STOP, LOOKS, CORE, CROWDED, TAKEN = (
 
 # Words behind that of TAKEN, which the worker alone reads, the caller being the first: its clocks
 # when it last looked at them; when it made room last, or ended a job as the caller; how often it
-# will do so yet, and was to when it began; when it last found that it had lost its core [ns, times].
+# will do so yet, and was to when it began; when it last found that it had lost its core [ns].
 WALL, CPU, ENDED, REST, RESTS, LOSS = range(1, 7)
 
 NAP = 50  # us
