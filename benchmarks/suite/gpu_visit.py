@@ -180,7 +180,9 @@ class Visit:
     def __init__(self, file: Path, steps: dict[str, Step], total_s: float) -> None:
         self.file, self.rows, self.log = file, file.with_suffix(".jsonl"), file.with_suffix(".log")
         self.steps, self.total_s, self.started = steps, total_s, time.monotonic()
-        self.jobs = {n: ([*step.command, *step.every], {}) for n, step in steps.items()}
+        self.jobs: dict[str, tuple[list[str], dict[str, str]]] = {
+            name: ([*step.command, *step.every], {}) for name, step in steps.items()
+        }
         self.results: dict[str, Any] = {}
         hardware = card(*OF_THE_CARD)
         self.about = {
@@ -294,7 +296,7 @@ def eager(*command: str) -> None:
     """Runs a program of Python, `-m MODULE ...` or `PATH ...`, without CUDA graphs."""
     from nanoengine.runner.start import RunnerParts
 
-    RunnerParts._uses_graphs = property(lambda runner: False)  # type: ignore[method-assign]
+    RunnerParts._uses_graphs = property(lambda runner: False)  # type: ignore[assignment]
     as_module = command[0] == "-m"
     sys.argv = list(command[as_module:])
     if as_module:
