@@ -1,11 +1,12 @@
 """nanoengine on the small model that comes with it: no download, a few seconds on a laptop's CPU.
 
 Run it with `python example.py`, or with a checkpoint of your own: `python example.py DIRECTORY`.
+`--device cpu` runs it on the CPU although there is a GPU.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.assets import demo_model_path
@@ -42,9 +43,12 @@ def show(title: str, outputs: list[RequestOutput]) -> None:
 
 def main() -> None:
     """A story, questions on one passage, a chat, two samples of one prompt, and the figures."""
-    model = sys.argv[1] if len(sys.argv) > 1 else demo_model_path()
-    metrics = Metrics()
-    with LLM(model, block_size=16) as llm:  # small blocks: short prompts share more of them
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default=demo_model_path(), help="a checkpoint")
+    parser.add_argument("--device", default="auto", help="cpu or cuda; auto: a GPU if there is one")
+    asked, metrics = parser.parse_args(), Metrics()
+    # Why small blocks: short prompts share more of them.
+    with LLM(asked.model, device=asked.device, block_size=16) as llm:
         llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
         llm.engine.observers.append(metrics)  # After a warm-up: the first steps compile kernels.
 

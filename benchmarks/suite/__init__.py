@@ -8,7 +8,7 @@
 | `hf_baseline.py`, `ladder.py` | `--compare`: beside transformers, beside the small engine |
 | `ablate.py`, `sweep.py` | `--ablate`, `--sweep` and `--rate` |
 | `plot.py`, `figures.py` | `--plot`, and `python -m benchmarks.suite.plot REPORT...` |
-| `gpu_report.py`, `gpu/` | `--gpu-report` |
+| `gpu_visit.py`, `gpu/` | `--gpu-report`, and a first visit to a GPU |
 | `gpu_visit.py` | all that is asked of a machine with a GPU, in three commands |
 | `shapes.py` | `--shape`: models by size, with random weights |
 """

@@ -121,6 +121,8 @@ def switches(config: EngineConfig, info: EngineInfo) -> Iterator[Switch]:
     else:
         yield Switch(name="graphs", to="off", options={"enforce_eager": True})
         yield Switch(name="overlap", to="off", options={"overlap": False})
+        fp8 = {"kv_cache_dtype": "fp8"}
+        yield Switch(name="KV cache", to="fp8", options=fp8, same_tokens=False)
     yield Switch(name="attention backend", to="naive", options={"attention_backend": "naive"})
     for kind in ("int8", "int4"):
         quantized = {"quantization": kind}

@@ -1,195 +1,308 @@
-"""A visit to a machine with an NVIDIA GPU, in three commands of at most ten minutes.
+"""A visit to a machine with an NVIDIA GPU: one command of about nine minutes.
 
     python -m benchmarks.suite.gpu_visit prepare    before, where there is a registry of packages:
                                                     makes .visit, which the checkout takes along
-    OUT=folder python -m benchmarks.suite.gpu_visit 1    is it right, and the headline
-    OUT=folder python -m benchmarks.suite.gpu_visit 2    families, the engine, options on and off
-    OUT=folder python -m benchmarks.suite.gpu_visit 3    larger models, a small batch, counters
-    OUT=folder python -m benchmarks.suite.gpu_visit 3 llama3-8b      a part of it alone
+    OUT=folder python -m benchmarks.suite.gpu_visit                  the visit
+    OUT=folder python -m benchmarks.suite.gpu_visit again VISIT      four minutes: what the visit
+                                                    in the file VISIT did not pass, then counters
+    OUT=folder python -m benchmarks.suite.gpu_visit PART ...         parts by name
 
 Such a machine may have no registry, no make and no pytest, and little time. So each part has a
-process, a limit and a log (`OUT/PART.txt`) of its own, and `OUT/summary.json` is written anew after
-each: a crash or a hang costs that part alone.
+process and a limit of its own, and what it finds is in the files of OUT at once:
+
+    visit.jsonl   a line per case or test, with its numbers or its traceback, as soon as it ends
+    visit.json    all rows by part, and their summary; written anew after each part
+    visit.log     what the processes print
+
+The first failure is looked at a second time, alone: with blocking launches, without CUDA graphs,
+and by compute-sanitizer. Time that is left repeats the standard workload.
+`bench.py --gpu-report` runs parts without tests, looks and repetition.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import signal
+import runpy
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import zipfile
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.suite.gpu.parts import Part, Row, drive
-from benchmarks.suite.gpu.records import ROOT, card, commit, write
+from benchmarks.suite.gpu import processes
+from benchmarks.suite.gpu.parts import Row, drive
+from benchmarks.suite.gpu.records import card, commit, write
 
-FOLDER = ROOT / ".visit"
-TOTAL_S = 575.0
-"""Seconds of a visit: a command there may take ten minutes."""
+FOLDER = processes.SITE.parent
+TOTAL_S, AGAIN_S = 540.0, 200.0
+"""Seconds of a visit, and of a second one. A command there may take ten minutes; both, and two
+starts of the machine, fit into fifteen."""
+LOOK_S = 40.0
+"""Seconds of each second look."""
+REPEATS = 4
+ENOUGH_S = 60.0
+"""The standard workload is repeated only if so much time is left."""
+GRACE_S = 15.0
+"""A part of the report begins no case so many seconds before its process is ended."""
+SECONDS = "SECONDS"
+"""Stands in a command for the seconds in which a part of the report may begin cases."""
 PACKAGES = (
     "pytest", "pytest-xdist", "pytest-timeout", "execnet", "iniconfig", "pluggy", "packaging",
     "pygments", "psutil",
 )  # fmt: skip
 """What runs the tests, and may be missing there."""
 OF_THE_CARD = ("name", "driver_version", "memory.total", "clocks.max.sm", "power.limit")
-STACK = """\
-import sys, torch, transformers, triton
-print(sys.version, torch.__version__, triton.__version__, transformers.__version__)
-print(torch.cuda.get_device_properties(0), torch.zeros(1, device="cuda"), torch.cuda.mem_get_info())
-"""
-"""Fails where torch finds no GPU."""
-SHOWN = 12
-"""Last lines of each log that are printed at the end."""
+WORKLOAD = "standard workload"
+LIMITS_S = {
+    "stack": 120, "tokens": 60, "peaks": 30, "parity": 60, "decode attention": 60, WORKLOAD: 70,
+    "decode steps": 60, f"{WORKLOAD}, fp8 KV": 50, "prefill attention": 40,
+}  # fmt: skip
+"""Parts of the report, in its order, and the seconds that each may take."""
+VISIT = (
+    "stack", "tokens", WORKLOAD, "peaks", "decode attention", "decode steps", "example", "parity",
+    "kernels", "paths", "families",
+)  # fmt: skip
+"""The parts of a visit, in the order of worth."""
+AFTER = ("counters", "prefill attention", "standard workload, fp8 KV", "llama3-8b")
+"""What a second visit has time for if nothing failed."""
+LOOKS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
+    ("blocking", {"CUDA_LAUNCH_BLOCKING": "1"}, ()),
+    ("eager", {}, (sys.executable, "-m", "benchmarks.suite.gpu_visit", "eager")),
+    ("memcheck", {}, ("compute-sanitizer", "--tool=memcheck", sys.executable)),
+)
+"""Name, environment, and what takes the place of the interpreter in the command."""
 
 
 class Step(NamedTuple):
-    """A part of a visit: what it is called, its limit in seconds, and its command."""
+    """A part: its limit in seconds and its command.
 
-    name: str
+    Attributes:
+        every: the end of the command that runs all of it.
+        by_case: a case's name in the place of `every` runs it alone.
+    """
+
     limit_s: float
     command: list[str]
+    every: tuple[str, ...] = ()
+    by_case: bool = False
 
 
-def visits(out: Path) -> dict[str, list[Step]]:
-    """The parts of each visit, in the order of worth; results go to `out`."""
+def steps_of(file: Path) -> dict[str, Step]:
+    """All parts of a visit whose report is `file`."""
+    suite = [sys.executable, "-m", "benchmarks.suite.gpu.suite"]
+    rows = str(file.with_suffix(".jsonl"))
 
-    def tests(name: str, limit_s: float, *files: str) -> Step:
-        paths = [f"tests/gpu/test_{file}_gpu.py" for file in files]
-        options = ["-q", "-n8", "--dist=load", "--durations=8", "--maxfail=25"]
-        return Step(name, limit_s, [sys.executable, "-m", "pytest", *paths, *options])
+    def tests(limit_s: float, *files: str) -> Step:
+        every = "-n8", "--dist=load", *(f"tests/gpu/test_{file}_gpu.py" for file in files)
+        command = [sys.executable, "-m", "pytest", "-q", "--timeout=60", "--durations=8"]
+        return Step(limit_s, command, every, by_case=True)
 
-    def report(name: str, limit_s: float, *parts: str) -> Step:
-        path = str(out / f"{name}.json")
-        command = [sys.executable, "bench.py", "--gpu-report", "--out", path, "--parts", *parts]
-        return Step(name, limit_s, command)
+    def report(name: str, limit_s: float) -> Step:
+        return Step(limit_s, [*suite, name, SECONDS, rows], by_case=True)
 
-    def bench(name: str, limit_s: float, shape: str, *options: str) -> Step:
+    def bench(shape: str, limit_s: float, *options: str) -> Step:
         limits = ["--max-model-len=4096", "--max-num-batched-tokens=16384"]
-        model = ["--shape", shape, "--load-format=dummy", *limits]
-        path = str(out / f"{name}.json")
-        command = [sys.executable, "bench.py", *model, "--json", path, *options]
-        return Step(name, limit_s, command)
+        command = [sys.executable, "bench.py", "--shape", shape, "--load-format=dummy", *limits]
+        return Step(limit_s, [*command, "--json", str(file.with_name(f"{shape}.json")), *options])
 
-    stack = Step("stack", 40, [sys.executable, "-c", STACK])
-    steps = ("plain", "+ graphs", "+ overlap", "+ fused kernels", "+ fp8 KV")
-    counted = [
+    counters = [
         "ncu", "--clock-control=none", "-k", "regex:decode_kernel", "-c", "3",
         "--section=SpeedOfLight", "--section=Occupancy",
     ]  # fmt: skip
-    part = [sys.executable, "-m", "benchmarks.suite.gpu.suite", "decode attention", "40"]
+    one_case = "decode attention", SECONDS, rows, "triton 256 x 1024"
     return {
-        "1": [
-            stack,
-            Step("example", 50, [sys.executable, "example.py"]),
-            tests("kernels", 90, "kernels", "sampling"),
-            tests("paths", 110, "overlap", "fused", "layers"),
-            report(
-                "report", 310,
-                "peaks", "parity", "decode attention", "standard workload", "decode steps",
-            ),
-        ],
-        "2": [
-            stack,
-            tests("families", 200, "models", "engine"),
-            report("ablation", 260, *(f"ablation: {name}" for name in steps)),
-            report("prefill", 60, "peaks", "prefill attention"),
-        ],
-        "3": [
-            stack,
-            bench("llama3-8b", 120, "llama3-8b"),
-            bench("qwen3-30b-a3b", 150, "qwen3-30b-a3b", "--num-requests=64"),
-            bench("small-batch", 70, "qwen3-0.6b", "--num-requests=32", "--rounds=3"),
-            Step("counters", 90, [*counted, *part, str(out / "counted.jsonl")]),
-        ],
-    }  # fmt: skip
+        **{name: report(name, limit_s) for name, limit_s in LIMITS_S.items()},
+        "example": Step(90, [sys.executable, "example.py"]),
+        "kernels": tests(90, "kernels", "sampling"),
+        "paths": tests(110, "overlap", "fused", "layers"),
+        "families": tests(200, "models", "engine"),
+        "counters": Step(90, [*counters, *suite, *one_case]),
+        "llama3-8b": bench("llama3-8b", 120),
+        "qwen3-30b-a3b": bench("qwen3-30b-a3b", 150, "--num-requests=64"),
+    }
 
 
-def main(name: str, *only: str) -> None:
-    """Runs a visit, or parts of it, and prints the ends of their logs; or prepares one.
+def main(*asked: str) -> None:
+    """Runs a visit or parts of it, or prepares one.
 
     Raises:
-        SystemExit: always after a visit: 1 if a part failed or was skipped, else 0.
+        SystemExit: always after parts: 1 if something failed or was skipped, else 0.
     """
-    if name == "prepare":
-        prepare()
-        return
-    out = Path(os.environ.get("OUT", ""))
-    steps = {step.name: step for step in visits(out).get(name, [])}
-    if not os.environ.get("OUT") or not out.is_dir() or not steps or not set(only) <= set(steps):
-        sys.exit(f"{__doc__}\nOUT={out} must be a folder, and {name} {only} one of the above")
-    about = {
-        "visit": name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "python": sys.version,
-        "card": card(*OF_THE_CARD),
-    }
-    parts = [
-        Part(name=step.name, budget_s=step.limit_s, cases=tuple)
-        for step in steps.values()
-        if not only or step.name in only
-    ]
-
-    def save(results: dict[str, Any]) -> None:
-        write(out / "summary.json", about | {"parts": results})
-        done, result = list(results.items())[-1]
-        print(f"{done}: {result.get('skipped') or result.get('failed') or 'done'}", flush=True)
-
-    wrong: dict[str, str | None] = {}
-
-    def launch(part: str, budget_s: float) -> tuple[list[Row], str | None]:
-        if wrong.get("stack"):  # Why: the tests would all be skipped, and pass.
-            return [], "not run: torch finds no GPU, see stack.txt"
-        rows, wrong[part] = run(out, steps[part].command, part, budget_s)
-        return rows, wrong[part]
-
-    results = drive(parts, launch, total_s=TOTAL_S, clock=time.monotonic, save=save)
-    for log in (out / f"{part.name}.txt" for part in parts):
-        if log.exists():
-            lines = log.read_text(errors="replace").splitlines()[-SHOWN:]
-            print(f"--- {log.name}", *lines, sep="\n")
-    sys.exit(any("failed" in result or "skipped" in result for result in results.values()))
+    if asked[:1] == ("prepare",):
+        return prepare()
+    if asked[:1] == ("eager",):
+        return eager(*asked[1:])
+    out, again = Path(os.environ.get("OUT", "")), asked[:1] == ("again",)
+    steps = steps_of(out / "visit.json")
+    names = left_by(Path(asked[1])) if again and len(asked) == 2 else asked or VISIT
+    if not os.environ.get("OUT") or not out.is_dir() or not set(names) <= set(steps):
+        sys.exit(f"{__doc__}\nOUT={out} must be a folder, and {asked} of {[*steps]}")
+    visit = Visit(out / "visit.json", steps, AGAIN_S if again else TOTAL_S)
+    results = visit.run(names, repeat=not asked)
+    sys.exit(any(map(is_wrong, results.values())))
 
 
-def run(out: Path, command: list[str], name: str, budget_s: float) -> tuple[list[Row], str | None]:
-    """Runs a part in a process of its own; its command and exit code, and what went wrong."""
-    path = [str(ROOT), str(FOLDER / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with (out / f"{name}.txt").open("w") as log:
-        code = execute(command, budget_s, log, env)
-    wrong = None
-    if code != 0:
-        wrong = f"ended after {budget_s:.0f} s" if code is None else f"exit code {code}"
-    return [{"case": " ".join(command), "exit_code": code}], wrong
+def report(file: Path, only: list[str] | None = None) -> None:
+    """`bench.py --gpu-report`: measures, prints tables, and writes `file` anew after each part.
 
+    Args:
+        only: names of parts; None: all.
 
-def execute(command: list[str], limit_s: float, log: Any, env: dict[str, str]) -> int | None:
-    """The exit code of a command; None: it and what it started were ended at the limit."""
-    try:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
+    Raises:
+        ConfigError: there is no CUDA GPU, no such part, or the file can't be written.
+    """
+    import torch
+
+    from nanoengine.bench.throughput import require_directory
+    from nanoengine.errors import ConfigError
+
+    require_directory(file, "out")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"the GPU report measures an NVIDIA GPU, and torch {torch.__version__} finds none here"
         )
-    except OSError as error:
-        print(error, file=log)
-        return 127
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    if unknown := sorted(set(only or ()) - set(LIMITS_S)):
+        raise ConfigError(f"--parts are of {[*LIMITS_S]}, got {unknown}")
+    names = [name for name in LIMITS_S if not only or name in only]
+    Visit(file, steps_of(file), TOTAL_S).run(names, look=False)
+
+
+class Visit:
+    """Runs parts, and keeps what they find in `file` and beside it."""
+
+    def __init__(self, file: Path, steps: dict[str, Step], total_s: float) -> None:
+        self.file, self.rows, self.log = file, file.with_suffix(".jsonl"), file.with_suffix(".log")
+        self.steps, self.total_s, self.started = steps, total_s, time.monotonic()
+        self.jobs: dict[str, tuple[list[str], dict[str, str]]] = {
+            name: ([*step.command, *step.every], {}) for name, step in steps.items()
+        }
+        self.results: dict[str, Any] = {}
+        hardware = card(*OF_THE_CARD)
+        self.about = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "python": sys.version,
+            "hardware": {"gpu": hardware.get("name"), "cpu": "", **hardware},
+        }
+
+    def run(
+        self, names: Iterable[str], *, look: bool = True, repeat: bool = False
+    ) -> dict[str, Any]:
+        """The results of all parts by name.
+
+        Args:
+            look: a second time at the first failure.
+            repeat: the standard workload, in the time that is left.
+        """
+        drive(
+            self.in_turn(names, look, repeat), self.launch,
+            total_s=self.total_s, clock=time.monotonic, save=self.save,
+        )  # fmt: skip
+        try:  # Why here: these import torch, and nothing may be lost where that fails.
+            from benchmarks.suite.gpu.summary import format_report, summarize
+            from nanoengine.version import versions
+
+            report = self.about | {"versions": versions()} | summarize(self.results)
+            write(self.file, report)
+            print(format_report(report))
+            print(f"written to {self.file}")
+        except Exception:
+            traceback.print_exc()
+        return self.results
+
+    def in_turn(
+        self, names: Iterable[str], look: bool, repeat: bool
+    ) -> Iterator[tuple[str, float]]:
+        """The parts in order; after the first that has failed, second looks at it."""
+        for name in names:
+            yield name, self.steps[name].limit_s
+            case = wrong_case(self.results[name])
+            if case is not None and name != "stack" and look:
+                look = False
+                yield from self.second_looks(self.steps[name], case)
+        for i in range(1, REPEATS + 1) if repeat else ():
+            if self.started + self.total_s - time.monotonic() < ENOUGH_S:
+                return
+            self.jobs[f"{WORKLOAD}, again {i}"] = self.jobs[WORKLOAD]
+            yield f"{WORKLOAD}, again {i}", self.steps[WORKLOAD].limit_s
+
+    def second_looks(self, step: Step, case: str) -> Iterator[tuple[str, float]]:
+        """The case alone, if it can be run alone, in each of the ways of `LOOKS`."""
+        command = [*step.command, *((case,) if step.by_case and case else step.every)]
+        for name, env, program in LOOKS:
+            job = [*program, *command[1:]] if program else command
+            self.jobs[f"second look: {name}"] = job, env
+            yield f"second look: {name}", LOOK_S
+
+    def launch(self, name: str, budget_s: float) -> tuple[list[Row], str | None]:
+        """Runs a part, unless there is no GPU."""
+        stack = self.results.get("stack", {"rows": []})["rows"]
+        if any(row["case"] == "GPU" and "refused" in row for row in stack):
+            return [], "not run: torch finds no GPU"
+        words, env = self.jobs[name]
+        seconds = str(max(budget_s - GRACE_S, 1.0))
+        command = [seconds if word == SECONDS else word for word in words]
+        part = json.dumps({"part": name})
+        for path, text in ((self.rows, part), (self.log, f"=== {name}: {command}")):
+            with path.open("a") as file:
+                print(text, file=file)
+        env = env | {"GPU_ROWS": str(self.rows)}
+        return processes.run(command, budget_s, self.rows, self.log, env)
+
+    def save(self, results: dict[str, Any]) -> None:
+        """Writes all results so far, and prints how the last part ended."""
+        self.results = results
+        write(self.file, self.about | {"parts": results})
+        name, result = list(results.items())[-1]
+        print(f"{name}: {result.get('skipped') or result.get('failed') or 'done'}", flush=True)
+        for row in filter(is_bad, result["rows"]):
+            print(f"  {row['case']}: {row.get('failed', 'wrong')}", flush=True)
+
+
+def is_bad(row: Row) -> bool:
+    """Whether a case failed, or gave a wrong result."""
+    return "failed" in row or row.get("ok") is False
+
+
+def is_wrong(result: dict[str, Any]) -> bool:
+    """Whether a part did not run, not to its end, or has a bad case."""
+    return "failed" in result or "skipped" in result or any(map(is_bad, result["rows"]))
+
+
+def wrong_case(result: dict[str, Any]) -> str | None:
+    """The first bad case of a part; "" if the part itself crashed, or hung in its first case; None
+    if a second look would show nothing: what is at its limit after some results is only slow."""
+    rows = [row for row in result["rows"] if "log" not in row]
+    bad = next((row["case"] for row in rows if is_bad(row)), None)
+    crashed = "exit code" in result.get("failed", "")
+    return "" if bad is None and (crashed or (not rows and "failed" in result)) else bad
+
+
+def left_by(path: Path) -> list[str]:
+    """The parts of a second visit: those of the first one that have not passed, then others."""
+    parts = json.loads(path.read_text())["parts"]
+    left = [name for name in VISIT[1:] if name not in parts or is_wrong(parts[name])]
+    return ["stack", *left, *AFTER]
+
+
+def eager(*command: str) -> None:
+    """Runs a program of Python, `-m MODULE ...` or `PATH ...`, without CUDA graphs."""
+    from nanoengine.runner.start import RunnerParts
+
+    RunnerParts._uses_graphs = property(lambda runner: False)  # type: ignore[assignment]
+    as_module = command[0] == "-m"
+    sys.argv = list(command[as_module:])
+    if as_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def prepare() -> None:
@@ -209,4 +322,4 @@ def prepare() -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or [""])
+    main(*sys.argv[1:])

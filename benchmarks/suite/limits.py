@@ -32,8 +32,12 @@ SIZES = (
 
 
 def with_limits(measured: Measured, llm: LLM) -> dict[str, Any]:
-    """The report, and what its median round reached."""
-    cost, peaks = limits(llm.config, llm.info)
+    """The report, and what its median round reached; without the latter where the measurement of
+    the device's peaks finds no memory, which the KV cache may have left on a small GPU."""
+    try:
+        cost, peaks = limits(llm.config, llm.info)
+    except torch.OutOfMemoryError:
+        return measured.report
     return measured.report | reached(median_of(measured.rounds), cost, peaks)
 
 
@@ -111,6 +115,8 @@ roofline        {seconds:,.2f} s, {share:.0%} of the round: the least for these 
 
 def format_limits(report: dict[str, Any]) -> str:
     """The lines of the report."""
+    if "peaks" not in report:
+        return "limits          not measured: they need more memory than the engine leaves\n"
     seconds = sorted(report["seconds"])[len(report["seconds"]) // 2]
     share = report["roofline"]["seconds"] / seconds
     return LINES.format(**report["achieved"], **report["peaks"], **report["roofline"], share=share)

@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked, given = options.parse(argv)
     try:
         if asked.gpu_report:
-            from benchmarks.suite import gpu_report
+            from benchmarks.suite import gpu_visit
 
-            gpu_report.main(asked.out, asked.parts)
+            gpu_visit.report(asked.out, asked.parts)
         else:
             run(asked, given)
     except NanoEngineError as error:

@@ -73,13 +73,14 @@ class KernelConfig:
     prefill: TileConfig
     decode: TileConfig
     split_tokens: int = 256
-    max_splits: int = 32  # 8 KV heads then give 256 programs for one long sequence.
+    max_splits: int = 32
 
 
 @functools.cache
 def kernel_config(
-    arch: int, head_dim: int, group_size: int, dtype: torch.dtype, deterministic: bool = False
-) -> KernelConfig:
+    arch: int, head_dim: int, group_size: int, dtype: torch.dtype, deterministic: bool = False,
+    num_kv_heads: int = 8,
+) -> KernelConfig:  # fmt: skip
     """Tile sizes for a GPU of compute capability `arch` (80, 89, 90, ...) and a model's shape.
 
     Why a table and no autotuning: the same model on the same GPU must always add in the same order,
@@ -92,7 +93,7 @@ def kernel_config(
     warpgroups = arch in (90, 100, 103)  # These multiply from shared memory and save registers.
     if dtype == torch.float32:
         # Why small: exact float32 products run on plain cores, from registers.
-        prefill = (32, 16, 8 if dim > 128 else 4, 2)
+        prefill = (32, 16, 8 if dim > 64 else 4, 2)
         decode = (16, 4, 2)
         if dim > 256:
             prefill, decode = (16, 16, 8, 1), (16, 8, 1)
@@ -109,7 +110,10 @@ def kernel_config(
         if deterministic:  # Why small: a decode takes this tile too, and is one token of it.
             prefill = (32, *decode)
     rows, *prefill_rest = prefill
-    return KernelConfig(TileConfig(max(rows, packed), *prefill_rest), TileConfig(packed, *decode))
+    # Why 256: one long sequence has a program for each KV head and split, two an H100's SM.
+    max_splits = min(max(256 // num_kv_heads, 32), 128)
+    tiles = TileConfig(max(rows, packed), *prefill_rest), TileConfig(packed, *decode)
+    return KernelConfig(*tiles, max_splits=max_splits)
 
 
 Strides = tuple[int, ...]
@@ -333,8 +337,7 @@ class TritonBackend(AttentionBackend):
         shape = (num_seqs, spec.num_heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=device)
-        grid = tasks, programs
-        return Splits(grid, max_splits, part_out, part_lse)
+        return Splits((tasks, programs), max_splits, part_out, part_lse)
 
     store = staticmethod(store_kv)
 
@@ -393,4 +396,5 @@ class TritonBackend(AttentionBackend):
 
     def _config(self, spec: AttentionSpec) -> KernelConfig:
         group_size = spec.num_heads // spec.num_kv_heads
-        return kernel_config(self.arch, spec.head_dim, group_size, self.dtype, self.deterministic)
+        of_spec = spec.head_dim, group_size, self.dtype
+        return kernel_config(self.arch, *of_spec, self.deterministic, spec.num_kv_heads)

@@ -67,10 +67,6 @@ def require_ranks(options: RunnerOptions) -> None:
     refused = (
         (config.kv_tiers, "kv_tiers: blocks of one rank alone would be moved"),
         (config.deterministic, "deterministic=True: how ranks are summed may depend on the batch"),
-        (
-            gpu and not config.enforce_eager,
-            "CUDA graphs: none that holds sums over ranks has been tried; set enforce_eager=True",
-        ),
         (gpu and device.index is not None, f"device='{device}': each rank takes a GPU of its own"),
         (found < ranks, f"fewer GPUs than ranks: torch finds {found}"),
         (quantization and _why_not(quantization, model_config, ranks), None),

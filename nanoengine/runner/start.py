@@ -181,9 +181,11 @@ class RunnerParts:
 
     @property
     def _uses_graphs(self) -> bool:
-        """On a GPU, unless eager is asked for or something decides on the host."""
+        """On a GPU, unless eager is asked for, something decides on the host, or ranks share the
+        layers: no graph that holds NCCL's sums has been tried."""
         safe = self.backend.graph_safe and self.model.graph_safe and not self.model_config.headless
-        return self.device.type == "cuda" and safe and not self.config.enforce_eager
+        eager = self.config.enforce_eager or self.config.tensor_parallel_size > 1
+        return self.device.type == "cuda" and safe and not eager
 
     def need_special(self, *, all_rows: bool = False) -> SpecialRows:
         """What rows ask for beyond the most likely token; made at the first call."""

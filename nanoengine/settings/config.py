@@ -119,11 +119,13 @@ class EngineConfig:
             prompts are chunked or found in the cache; slower. On a GPU with the triton backend;
             refused elsewhere.
         attention_backend: naive (plain torch for the whole model), cpu, triton, flash_attn, or a
-            name that was added to `attention.BACKENDS`; auto: cpu on a CPU, triton on a GPU.
+            name that was added to `attention.BACKENDS`; auto: cpu on a CPU, triton on a GPU,
+            naive on one of compute capability below 8.0.
         cpu_isa: The instruction set that the CPU's kernels are written for, as `nanoengine info`
             names it; one of those that this CPU has, for tests and comparisons. None: the best of
             them. All engines of a process share one.
-        enforce_eager: Do without CUDA graphs; has no effect on a CPU, which has none.
+        enforce_eager: Do without CUDA graphs; has no effect on a CPU, which has none, nor with
+            tensor_parallel_size above 1, which does without.
         overlap: Plan and launch a step while the one before runs; None: on a GPU. A CPU gains
             nothing by it, because planning and computing share its cores. The tokens are the same.
 

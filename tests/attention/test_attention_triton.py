@@ -276,6 +276,16 @@ def test_refuses_the_cpu_unless_interpreted(monkeypatch):
         TritonBackend(dtype=torch.bfloat16, **options)
 
 
+@pytest.mark.parametrize(("kv_heads", "splits"), [(1, 128), (2, 128), (4, 64), (8, 32), (16, 32)])
+def test_one_long_sequence_uses_a_whole_card(kv_heads, splits):
+    """Of 132 SMs one long sequence over one KV head kept 32 busy."""
+    case = make_case((1, 2), num_kv_heads=kv_heads)
+    case.batch.max_seq_len = 256 * 200
+    found = backend_for(case)._splits(case.batch, case.spec)
+    assert found.max_splits == splits
+    assert found.part_lse.shape == (1, kv_heads, splits)
+
+
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_tile_sizes_fit_together(arch, dtype):

@@ -13,24 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.suite import gpu_report, peak
-from benchmarks.suite.gpu import engine, kernels, records, suite
-from benchmarks.suite.gpu.engine import ABLATION, Probe, Step, ablation_options, plain_layers
+from benchmarks.suite import gpu_visit, peak
+from benchmarks.suite.gpu import engine, kernels, processes, records, suite
+from benchmarks.suite.gpu.engine import Probe
 from benchmarks.suite.gpu.kernels import Heads, make_inputs
-from benchmarks.suite.gpu.parts import Case, Part, drive, run_cases
-from benchmarks.suite.gpu.summary import format_report, standard_roofline, summarize, why
+from benchmarks.suite.gpu.parts import Case, drive, run_cases
+from benchmarks.suite.gpu.summary import format_report, standard_roofline, summarize
 from benchmarks.suite.gpu.timing import Seam, Seams, kernel_table, kernel_times
-from benchmarks.suite.gpu_report import launch
 from benchmarks.suite.main import main
 from benchmarks.suite.peak import Peaks
 from benchmarks.suite.roofline import H200_MEASURABLE
-from nanoengine.attention.base import AttentionBackend
-from nanoengine.attention.triton import TritonBackend
 from nanoengine.errors import ConfigError, MissingDependencyError
-from nanoengine.layers.kernels import Kernels
-from nanoengine.runner import numerics
-from nanoengine.settings.config import EngineConfig
-from tests.support.model_helpers import DenseAttention
 from tests.support.packages import NEEDED, absent
 
 pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
@@ -52,8 +45,8 @@ class Clock:
 # --- cases and budgets ----------------------------------------------------------------------------
 
 
-def part_of(clock, *costs):
-    """A part whose cases cost so many seconds; an exception in the place of a cost is raised."""
+def cases_of(clock, *costs):
+    """Cases that cost so many seconds; an exception in the place of a cost is raised."""
 
     def measure(cost):
         if isinstance(cost, Exception):
@@ -61,16 +54,13 @@ def part_of(clock, *costs):
         clock.now += cost
         return {"cost": cost}
 
-    def cases():
-        for number, cost in enumerate(costs):
-            yield Case(f"case {number}", lambda cost=cost: measure(cost))
-
-    return Part(name="part", budget_s=10, cases=cases)
+    for number, cost in enumerate(costs):
+        yield Case(f"case {number}", lambda cost=cost: measure(cost))
 
 
 def test_a_spent_budget_names_what_is_left():
     clock = Clock()
-    rows = list(run_cases(part_of(clock, 4, 5, 6, 1, 1), budget_s=10, clock=clock))
+    rows = list(run_cases("part", cases_of(clock, 4, 5, 6, 1, 1), budget_s=10, clock=clock))
     assert rows[:3] == [{"case": f"case {i}", "cost": cost} for i, cost in enumerate((4, 5, 6))]
     reason = "the part's 10 s were spent"
     assert rows[3:] == [{"case": f"case {i}", "skipped": reason} for i in (3, 4)]
@@ -79,12 +69,14 @@ def test_a_spent_budget_names_what_is_left():
 def test_refusals_and_failures_do_not_stop_a_part():
     clock = Clock()
     errors = [ConfigError("block_size must\nbe 256"), RuntimeError("wrong shape"), 1]
-    rows = list(run_cases(part_of(clock, *errors), budget_s=10, clock=clock))
+    rows = list(run_cases("part", cases_of(clock, *errors), budget_s=10, clock=clock))
+    traceback = rows[1].pop("traceback")
     assert rows == [
         {"case": "case 0", "refused": "block_size must"},
         {"case": "case 1", "failed": "RuntimeError: wrong shape"},
         {"case": "case 2", "cost": 1},
     ]
+    assert "raise cost" in "".join(traceback)
 
 
 def test_a_lost_gpu_stops_a_part_and_a_refusal_does_not_ask():
@@ -94,8 +86,8 @@ def test_a_lost_gpu_stops_a_part_and_a_refusal_does_not_ask():
         asked.append(1)
         return "the GPU answers no more"
 
-    part = part_of(clock, MissingDependencyError("no flash_attn"), RuntimeError("illegal"), 1)
-    rows = list(run_cases(part, budget_s=10, clock=clock, still_usable=still_usable))
+    cases = cases_of(clock, MissingDependencyError("no flash_attn"), RuntimeError("illegal"), 1)
+    rows = list(run_cases("part", cases, budget_s=10, clock=clock, still_usable=still_usable))
     assert [list(row)[1] for row in rows] == ["refused", "failed", "skipped"]
     assert rows[2]["skipped"] == "after the failure of case 1: the GPU answers no more"
     assert len(asked) == 1
@@ -106,14 +98,13 @@ def test_a_part_that_cannot_begin_says_why():
         raise ConfigError("unknown option 'overlap'")
         yield
 
-    part = Part(name="ablation: + overlap", budget_s=1, cases=cases)
-    rows = list(run_cases(part, budget_s=10, clock=Clock()))
-    assert rows == [{"case": "ablation: + overlap", "refused": "unknown option 'overlap'"}]
+    rows = list(run_cases("workload", cases(), budget_s=10, clock=Clock()))
+    assert rows == [{"case": "workload", "refused": "unknown option 'overlap'"}]
 
 
 def test_the_drive_keeps_to_the_total_and_saves_after_each_part():
     clock, saved, budgets = Clock(), [], {}
-    parts = [Part(name=name, budget_s=50, cases=tuple) for name in "abcd"]
+    parts = [(name, 50.0) for name in "abcd"]
 
     def run(name, budget_s):
         budgets[name] = budget_s
@@ -128,50 +119,6 @@ def test_the_drive_keeps_to_the_total_and_saves_after_each_part():
     }  # fmt: skip
     assert results["d"] == {"rows": [], "skipped": "the report's 90 s were spent"}
     assert [list(json.loads(text)) for text in saved] == [list("abcd")[: n + 1] for n in range(4)]
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-SCRIPT = """
-import sys, time
-name, budget_s, path = sys.argv[1:]
-import nanoengine  # found without being installed
-file = open(path, "a")
-file.write('{"case": "first", "budget": ' + budget_s + '}\\n')
-file.flush()
-if name == "crash":
-    file.write('{"case": "hal')
-    file.flush()
-    sys.exit("CUDA error: an illegal memory access")
-if name == "hang":
-    time.sleep(60)
-"""
-
-
-@pytest.fixture
-def command(tmp_path):
-    path = tmp_path / "part.py"
-    path.write_text(SCRIPT)
-    return (sys.executable, str(path))
-
-
-def test_the_process_of_a_part_gives_rows(command):
-    assert launch("fine", 7.5, command) == ([{"case": "first", "budget": 7.5}], None)
-
-
-def test_a_crash_keeps_the_rows_before_it(command):
-    rows, broken = launch("crash", 7.5, command)
-    assert rows == [{"case": "first", "budget": 7.5}]
-    assert broken == "its process ended with status 1: CUDA error: an illegal memory access"
-
-
-def test_a_hanging_part_is_ended(command, monkeypatch):
-    monkeypatch.setattr(gpu_report, "GRACE_S", 1.5)
-    started = time.monotonic()
-    rows, broken = launch("hang", 1.0, command)
-    assert time.monotonic() - started < 30
-    assert len(rows) <= 1
-    assert "was ended after 2 s" in broken
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -299,7 +246,7 @@ def test_the_workload_runs_in_rounds_without_a_cache_hit(monkeypatch):
     peaks = Peaks(read_gbs=1.0, gemm_gflops=1.0, dtype="float32", by="torch.mm")
     monkeypatch.setattr(peak, "measure_peaks", lambda *_, **__: peaks)
     scale = {"num_requests": 3, "input_len": (20, 30), "output_len": (2, 4)}
-    cases = engine.workload_cases(SMALL, 2, without=[plain_layers], shape="tiny", **scale)
+    cases = engine.workload_cases(SMALL, 2, shape="tiny", **scale)
     rows = [case.measure() for case in cases]
     assert len(rows) == 2
     for row in rows:
@@ -310,52 +257,19 @@ def test_the_workload_runs_in_rounds_without_a_cache_hit(monkeypatch):
         json.dumps(row)
 
 
+def test_tokens_of_the_demo_model_are_compared():
+    options = engine.ON_CPU | {"dtype": "float32"}
+    expected = engine.demo_tokens(options, 5)
+    row = engine.token_row(options, expected)
+    assert row == {"equal": [5, 5, 5], "of": [5, 5, 5], "ok": True}
+    expected[1][3] += 1
+    row = engine.token_row(options, expected)
+    assert row == {"equal": [5, 3, 5], "of": [5, 5, 5], "ok": False}
+
+
 def test_an_option_that_the_engine_does_not_know_is_refused():
     with pytest.raises(ConfigError, match="unknown option 'warp_drive'"):
         next(engine.workload_cases({"warp_drive": True}, 1))
-
-
-def test_an_ablation_row_keeps_what_came_before_and_turns_off_what_follows():
-    steps = (
-        Step(name="plain"),
-        Step(name="a", on={"a": 1}, off={"a": 0}),
-        Step(name="b", on={"b": 1}, off={"b": 0}),
-        Step(name="c", on={"c": 1}, off={"c": 0}),
-    )
-    known = ["a", "c"]
-    assert ablation_options(0, steps, known) == {"a": 0, "c": 0}
-    assert ablation_options(1, steps, known) == {"a": 1, "c": 0}
-    assert ablation_options(2, steps, known) == {"a": 1, "b": 1, "c": 0}  # b will be refused
-    assert ablation_options(3, steps, known) == {"a": 1, "c": 1}
-
-
-def test_every_ablation_row_is_taken_or_refused_by_its_own_option():
-    for index, step in enumerate(ABLATION):
-        options = ablation_options(index)
-        unknown = set(options) - set(EngineConfig.__dataclass_fields__)
-        assert unknown <= set(step.on)
-        if not unknown:
-            EngineConfig.from_kwargs(model="m", **options)
-
-
-def test_rows_before_the_fused_kernels_do_without_them(monkeypatch):
-    """A row without its own option is turned off by exchange, and comes back afterwards."""
-    fused = next(i for i, step in enumerate(ABLATION) if step.name == "+ fused kernels")
-    without = [engine.ablation_without(index) for index in range(len(ABLATION))]
-    assert without == [[plain_layers]] * fused + [[]] * (len(ABLATION) - fused)
-    before = numerics.make_kernels, TritonBackend.rotate_and_store
-    built = []
-    monkeypatch.setattr(numerics, "make_kernels", lambda *_, **__: built.append(1))
-    monkeypatch.setattr(TritonBackend, "rotate_and_store", len)
-    with plain_layers():
-        made = numerics.make_kernels(DenseAttention(), device=CPU, dtype=torch.float32)
-        assert type(made) is Kernels
-        assert TritonBackend.rotate_and_store is AttentionBackend.rotate_and_store
-    numerics.make_kernels(DenseAttention(), device=CPU, dtype=torch.float32)
-    assert built == [1]
-    assert TritonBackend.rotate_and_store is len
-    monkeypatch.undo()
-    assert (numerics.make_kernels, TritonBackend.rotate_and_store) == before
 
 
 class FakeEvent:
@@ -440,15 +354,6 @@ def test_a_profile_has_what_is_read_from_it():
 
 def results():
     """A report's parts as a run might leave them."""
-    speeds = {"+ graphs": [20_000.0, 22_000.0], "plain": [10_000.0, 11_000.0, 12_000.0]}
-    ablation = {
-        f"ablation: {name}": {
-            "rows": [{"case": f"round {i}", "output_tokens_per_s": s} for i, s in enumerate(found)],
-            "seconds": 30.0,
-        }
-        for name, found in speeds.items()
-    }
-    refused = {"case": "ablation: + overlap", "refused": "unknown option 'overlap'"}
     return {
         "peaks": {
             "rows": [
@@ -489,10 +394,7 @@ def results():
             ],
             "seconds": 9.0,
         },
-        **ablation,
-        "ablation: + overlap": {"rows": [refused], "seconds": 4.0},
-        "ablation: + fused kernels": {"rows": [], "seconds": 60.0, "failed": "it hung"},
-        "ablation: + fp8 KV": {"rows": [], "skipped": "the report's 440 s were spent"},
+        "standard workload, fp8 KV": {"rows": [], "skipped": "the report's 440 s were spent"},
     }  # fmt: skip
 
 
@@ -512,21 +414,6 @@ def test_shares_of_the_card_and_of_the_roofline():
     assert step["share"] == pytest.approx(step["ideal_ms"] / 10)
 
 
-def test_the_ablation_compares_with_the_last_row_that_ran():
-    rows = summarize(results())["summary"]["ablation"]
-    assert [row["name"] for row in rows] == [step.name for step in ABLATION]
-    plain, graphs, overlap, fused, fp8 = rows
-    assert plain["output_tokens_per_s"] == 11_000
-    assert graphs["times_before"] == pytest.approx(21 / 11)
-    assert overlap["reason"] == "unknown option 'overlap'"
-    assert fused["reason"] == "it hung"
-    assert fp8["reason"] == "the report's 440 s were spent"
-    gap = results()
-    gap["ablation: + overlap"] = {"rows": [], "failed": "x"}
-    gap["ablation: + fused kernels"] = {"rows": [{"case": "r", "output_tokens_per_s": 42_000.0}]}
-    assert summarize(gap)["summary"]["ablation"][3]["times_before"] == pytest.approx(2.0)
-
-
 def test_without_peaks_there_are_no_shares_but_a_report():
     found = results()
     found["peaks"] = {"rows": [], "failed": "it hung"}
@@ -537,11 +424,6 @@ def test_without_peaks_there_are_no_shares_but_a_report():
     standard = report["summary"]["standard_workload"]
     ideal = standard["ideal on an H200 of 4.3 TB/s, 790 TFLOP/s, bf16 KV"]
     assert ideal == pytest.approx(standard_roofline(H200_MEASURABLE, 2))
-
-
-def test_a_part_that_ran_no_case_has_a_reason():
-    assert why({"rows": []}) == "no case ran"
-    assert why({"rows": [{"case": "a", "refused": "no"}]}) == "no"
 
 
 def test_the_tables_name_everything_that_was_left_out():
@@ -556,45 +438,41 @@ def test_the_tables_name_everything_that_was_left_out():
         "NVIDIA H200, driver 580.1, torch 2.11.0",
         "copy 4,300 GB/s, GEMM 790 TFLOP/s",
         "wrong: ['b']",
-        "+ overlap          not measured: unknown option 'overlap'",
         "2,150   50%",
         "gemm 2 failed: RuntimeError: out of memory",
         "flash_attn 64 x 512 refused: needs the package flash-attn",
-        "ablation: + fp8 KV: skipped: the report's 440 s were spent",
+        "standard workload, fp8 KV: skipped: the report's 440 s were spent",
     ):
         assert piece in text, text
 
 
 def test_the_command_writes_after_each_part(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    head = {"hardware": {"cpu": "x"}, "versions": {}, "date": "now"}
-    monkeypatch.setattr(gpu_report, "heading", lambda device: head)
     path, seen = tmp_path / "report.json", []
 
-    def launch(name, budget_s):
+    def run(command, budget_s, rows, log, env):
+        name = command[command.index("benchmarks.suite.gpu.suite") + 1]
         seen.append((name, json.loads(path.read_text())["parts"] if path.exists() else {}))
         return results().get(name, {"rows": []})["rows"], None
 
-    monkeypatch.setattr(gpu_report, "launch", launch)
+    monkeypatch.setattr(processes, "run", run)
     assert main(["--gpu-report", "--out", str(path)]) == 0
-    names = [part.name for part in suite.make_parts(CPU, FakeTimer())]
+    names = [*gpu_visit.LIMITS_S]
+    assert names == [*suite.make_parts(CPU, FakeTimer())]
     assert [name for name, _ in seen] == names
     assert [list(written) for _, written in seen] == [names[:n] for n in range(len(names))]
     report = json.loads(path.read_text())
     assert list(report["parts"]) == names
-    assert report["parts_planned"] == len(names)
     assert report["summary"]["copy_gbs"] == 4300.0
-    assert list(tmp_path.iterdir()) == [path]
     out = capsys.readouterr().out
     assert f"written to {path}" in out
-    assert "peaks: 0 s" in out
-
-
-def test_the_parts_fit_into_eight_minutes():
-    parts = suite.make_parts(CPU, FakeTimer())
-    assert suite.TOTAL_S + gpu_report.GRACE_S < 480
-    assert len({part.name for part in parts}) == len(parts)
-    assert all(part.budget_s >= 30 for part in parts)
+    assert "peaks: done" in out
+    seen.clear()
+    asked = ["--parts", "prefill attention", "peaks"]
+    assert main(["--gpu-report", "--out", str(path), *asked]) == 0
+    assert [name for name, _ in seen] == ["peaks", "prefill attention"]
+    assert main(["--gpu-report", "--out", str(path), "--parts", "peaks", "peeks"]) == 2
+    assert "--parts are of ['stack', 'tokens', 'peaks'," in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -607,7 +485,7 @@ def test_without_a_gpu_the_command_says_so(capsys):
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
-        gpu_report.main(tmp_path / "missing" / "report.json")
+        gpu_visit.report(tmp_path / "missing" / "report.json")
 
 
 def test_a_machine_without_nvidia_smi(monkeypatch):
@@ -631,28 +509,19 @@ def test_a_report_names_its_commit_with_and_without_a_repository(tmp_path):
     assert records.commit(tmp_path).endswith("-dirty")
 
 
-def test_parts_of_a_report(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_report, "heading", lambda _: {"hardware": {"cpu": ""}, "versions": {},
-                                                          "date": "now"})  # fmt: skip
-    monkeypatch.setattr(gpu_report, "launch", lambda name, _: ([], None))
-    path = tmp_path / "report.json"
-    asked = ["--parts", "prefill attention", "peaks"]
-    assert main(["--gpu-report", "--out", str(path), *asked]) == 0
-    assert list(json.loads(path.read_text())["parts"]) == ["peaks", "prefill attention"]
-    assert main(["--gpu-report", "--out", str(path), "--parts", "peaks", "peeks"]) == 2
-    assert "--parts are of ['peaks', 'parity'" in capsys.readouterr().err
-
-
-def test_the_process_of_a_part_writes_a_line_a_case(monkeypatch, tmp_path):
-    case = Case("one", lambda: {"gbs": 1.5})
-    part = Part(name="p", budget_s=1, cases=lambda: [case, case])
-    monkeypatch.setattr(suite, "make_parts", lambda device, timer: [part])
+def test_the_process_of_a_part_writes_a_line_per_case(monkeypatch, tmp_path, capsys):
+    cases = [Case("one", lambda: {"gbs": 1.5}), Case("two", lambda: {"gbs": 1 / 0})]
+    monkeypatch.setattr(suite, "make_parts", lambda device, timer: {"p": lambda: cases})
+    monkeypatch.setattr(suite, "gpu_trouble", lambda: None)
     path = tmp_path / "rows"
     suite.main("p", "30", str(path))
-    *rows, card = map(json.loads, path.read_text().splitlines())
-    assert rows == [{"case": "one", "gbs": 1.5}] * 2
-    assert card["case"] == "the card after it"
+    suite.main("p", "30", str(path), "two")
+    rows = list(map(json.loads, path.read_text().splitlines()))
+    ends = ["the card after it"]
+    assert [row["case"] for row in rows] == ["one", "two", *ends, "two", *ends]
+    assert rows[0] == {"case": "one", "gbs": 1.5}
+    assert rows[1]["failed"] == "ZeroDivisionError: division by zero"
+    assert capsys.readouterr().err.count("ZeroDivisionError: division by zero") == 2
 
 
 # --- a machine with a GPU and little else ---------------------------------------------------------

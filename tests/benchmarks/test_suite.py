@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from benchmarks.suite.hf_baseline import Beside, HFBaseline
 from benchmarks.suite.peak import Peaks
 from benchmarks.suite.shapes import SHAPES, write_shape
 from nanoengine import EngineConfig
-from nanoengine.bench.throughput import measure
+from nanoengine.bench.throughput import Measured, measure
 from nanoengine.bench.workload import Scale, WorkItem, WorkOptions, random_workload
 from tests.support.bench_llm import BenchLLM
 
@@ -136,6 +137,21 @@ def test_the_report_says_what_the_hardware_could_do(tmp_path: Path) -> None:
     assert "of 10.0 measured now\n" in text
     assert f"{least['seconds'] / seconds:.0%} of the round: the least for these steps" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_card_without_memory_for_limits_keeps_its_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(peak, "measure_peaks", full)
+    measured = Measured(report={"seconds": [1.0]}, items=[], rounds=[])
+    info = SimpleNamespace(device="cpu", dtype="float32", quantization=None)
+    llm: Any = SimpleNamespace(config=None, info=info)
+    report = limits.with_limits(measured, llm)
+    assert report == {"seconds": [1.0]}
+    assert limits.format_limits(report).startswith("limits          not measured")
 
 
 def test_experts_and_windows_are_those_of_the_model(tmp_path: Path) -> None:

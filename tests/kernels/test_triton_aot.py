@@ -35,6 +35,8 @@ MAIN = [f"{arch},bfloat16,128,64,8,2,all" for arch in (80, 89, 90)]
 EVERY = [MAIN[0], MAIN[2]]  # of these each kernel is compiled
 FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
 OTHERS = ["80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention"]
+OTHERS += ["86,bfloat16,128,64,8,2,attention"]
+OTHERS += [f"{arch},float32,128,64,8,2,heads" for arch in (86, 89, 120)]
 EXPERTS = ["100,bfloat16,128,64,8,2,experts"]
 STORES = ("store_kernel", "rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
@@ -92,7 +94,8 @@ SPILLED_BYTES = 16
 """A few values may make room for a loop that does not use them: Triton 3.6 puts away 8 bytes of the
 decode kernel so, 3.9 none."""
 SHARED_BYTES = {arch: kib * 1024 for arch, kib in
-                (("80", 163), ("89", 99), ("90", 227), ("100", 227), ("120", 99))}  # fmt: skip
+                (("80", 163), ("86", 99), ("89", 99), ("90", 227), ("100", 227),
+                 ("120", 99))}  # fmt: skip
 
 
 def sources() -> str:

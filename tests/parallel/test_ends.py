@@ -295,22 +295,19 @@ def test_what_does_not_go_with_ranks_is_refused_before_any_starts(
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "found", "why"),
+    ("device", "found", "why"),
     [
-        ("cuda", {}, 2, "CUDA graphs.*set enforce_eager=True"),
-        ("cuda", {"enforce_eager": True}, 1, "fewer GPUs than ranks: torch finds 1"),
-        ("cuda:1", {"enforce_eager": True}, 2, "device='cuda:1': each rank takes a GPU of its own"),
+        ("cuda", 1, "fewer GPUs than ranks: torch finds 1"),
+        ("cuda:1", 2, "device='cuda:1': each rank takes a GPU of its own"),
     ],
 )
 def test_what_ranks_on_gpus_need(
-    device: str, options: dict[str, object], found: int, why: str, monkeypatch: pytest.MonkeyPatch
+    device: str, found: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    config = EngineConfig(
-        model=checkpoint("llama"), tensor_parallel_size=2, device=device, **options
-    )
+    config = EngineConfig(model=checkpoint("llama"), tensor_parallel_size=2, device=device)
     with pytest.raises(ConfigError, match=why):
         build_engine(config)
 

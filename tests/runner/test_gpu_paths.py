@@ -4,6 +4,7 @@ Tokens are those of the CPU, no launch waits, no stream is out of order, and all
 """
 
 import subprocess
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -79,6 +80,16 @@ def test_a_machine_that_can_t_build_kernels_is_told_before_weights_are_read(erro
     unread = mock.patch.object(start, "load_model", side_effect=AssertionError)
     with EmulatedGPU(), broken, unread, pytest.raises(ConfigError, match="gcc and python3-dev"):
         on_gpu()
+
+
+def test_ranks_do_without_graphs():
+    """No graph that holds sums by NCCL has been tried."""
+    with EmulatedGPU() as gpu:
+        engine = on_gpu_by_torch()
+        assert engine.executor._uses_graphs
+        engine.executor.config = replace(engine.executor.config, tensor_parallel_size=2)
+        assert not engine.executor._uses_graphs
+        close(gpu, engine)
 
 
 def close(gpu, engine):

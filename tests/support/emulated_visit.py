@@ -1,10 +1,11 @@
 """A visit to a GPU (`benchmarks/suite/gpu_visit.py`) on one that is not there, at tiny sizes.
 
-    OUT=folder python -m tests.support.emulated_visit 3
+    OUT=folder python -m tests.support.emulated_visit
 
 Its parts run by their commands, in one process on the GPU of `compiling_gpu.py`: what a name or an
-argument breaks, breaks here, and what can't be compiled. Values are zeros. Tests for GPUs are
-collected, not run; the program that counts on hardware is left out, and what it would watch runs.
+argument breaks, breaks here, and what can't be compiled. Values are zeros, so no result counts as
+wrong. Tests for GPUs are collected, not run; the program that counts on hardware is left out, and
+what it would watch runs.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import shlex
 import subprocess
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks.suite import gpu_report, gpu_visit, peak, shapes
-from benchmarks.suite.gpu import engine, kernels, suite, timing
+from benchmarks.suite import gpu_visit, peak, shapes
+from benchmarks.suite.gpu import engine, kernels, processes, suite, timing
 from nanoengine.bench import workload
 from tests.support.compiling_gpu import CompilingGPU
 
@@ -45,6 +45,7 @@ def make_small() -> None:
     probe = engine.Probe(synchronize=torch.cuda.synchronize, activity=cpu)
     steps = {"batches": (2,), "prompt_len": 8, "num_steps": 6, "probe": probe}
     engine.step_cases.__kwdefaults__ |= steps
+    engine.token_cases.__kwdefaults__ |= {"max_tokens": 3}
     kernels.peak_cases.__kwdefaults__ |= {"copy_mib": (1,), "gemm_sizes": (16,)}
     heads = {"heads": kernels.Heads(num_heads=4, num_kv_heads=2, head_dim=32)}
     kernels.decode_cases.__kwdefaults__ |= heads | {"batches": (2,), "contexts": (40,)}
@@ -59,7 +60,7 @@ def make_small() -> None:
 
 
 def execute(command: list[str], limit_s: float, log: Any, env: dict[str, str]) -> int:
-    """In the place of `gpu_visit.execute`: the same command, in this process."""
+    """In the place of `processes.execute`: the same command, in this process."""
     start, *arguments = command[command.index(sys.executable) + 1 :]
     if arguments[:1] == ["pytest"]:
         done = subprocess.run([*command, "--collect-only"], stdout=log, stderr=log, env=env)
@@ -80,27 +81,19 @@ def execute(command: list[str], limit_s: float, log: Any, env: dict[str, str]) -
 
 def run(start: str, arguments: list[str]) -> None:
     """A program of Python, as its interpreter would start it."""
-    if start == "-c":
-        exec(arguments[0], {})
-    elif start == "-m":
+    if start == "-m":
         suite.main(*arguments[1:])
         assert arguments[0] == suite.__name__
     else:
         with mock.patch.object(sys, "argv", [start, *arguments]):
-            runpy.run_path(str(gpu_visit.ROOT / start), run_name="__main__")
-
-
-def launch(name: str, budget_s: float) -> tuple[list[Any], str | None]:
-    """In the place of `gpu_report.launch`: a part of the report, in this process."""
-    path = Path(gpu_report.tempfile.mkdtemp()) / "rows"
-    suite.main(name, str(budget_s), str(path))
-    return gpu_report._rows(path.read_text(encoding="utf-8")), None
+            runpy.run_path(str(processes.ROOT / start), run_name="__main__")
 
 
 def main(*arguments: str) -> None:
     """Goes on a visit."""
     torch.set_num_threads(1)
-    gpu_visit.execute, gpu_report.launch = execute, launch
+    processes.execute = execute
+    gpu_visit.is_bad = lambda row: "failed" in row
     with CompilingGPU():
         make_small()
         gpu_visit.main(*arguments)

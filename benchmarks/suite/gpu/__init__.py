@@ -1,1 +1,1 @@
-"""What `bench.py --gpu-report` measures, part by part; `gpu_report.py` drives it."""
+"""What `bench.py --gpu-report` measures, part by part; `gpu_visit.py` runs it."""

@@ -1,4 +1,4 @@
-"""The whole engine: the standard workload, with options on and off, and a step taken apart.
+"""The whole engine: its tokens, the standard workload, and a step taken apart.
 
 Cases of the GPU report. The model is a shape with random weights, its config.json written here, so
 nothing is downloaded. Everything runs on the CPU too, with a tiny shape; the tests do so.
@@ -12,8 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,14 +33,11 @@ from benchmarks.suite.gpu.timing import (
 )
 from benchmarks.suite.limits import with_limits
 from benchmarks.suite.shapes import write_shape
-from nanoengine.attention.base import AttentionBackend
-from nanoengine.attention.triton import TritonBackend
+from nanoengine.assets import demo_model_path
 from nanoengine.bench.throughput import measure
 from nanoengine.bench.workload import WorkOptions
 from nanoengine.core.plan import StepTimes
-from nanoengine.layers.kernels import Kernels
 from nanoengine.observe.metrics import Metrics
-from nanoengine.runner import numerics
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 
@@ -57,73 +54,6 @@ OPTIONS: dict[str, Any] = {
 """As the field's benchmark sets them."""
 
 
-# --- options on and off ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A row of the ablation: what it turns on, and what turns that off in the rows before it.
-
-    Attributes:
-        on, off: options of the engine.
-        without: entered where an engine must do without it and there is no option for that.
-    """
-
-    name: str
-    on: dict[str, Any] = field(default_factory=dict)
-    off: dict[str, Any] = field(default_factory=dict)
-    without: Callable[[], AbstractContextManager[None]] | None = None
-
-
-@contextmanager
-def plain_layers() -> Iterator[None]:
-    """Engines that are built inside use plain torch for norms, gates, rotation and store, and
-    cuBLAS for all products.
-
-    Why by exchange: an option would be of use to this report alone.
-    """
-    fused_kernels, fused_rotation = numerics.make_kernels, TritonBackend.rotate_and_store
-    numerics.make_kernels = lambda backend, **options: Kernels(backend)  # type: ignore[assignment]
-    TritonBackend.rotate_and_store = AttentionBackend.rotate_and_store  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        numerics.make_kernels = fused_kernels
-        TritonBackend.rotate_and_store = fused_rotation  # type: ignore[method-assign]
-
-
-ABLATION = (
-    Step(name="plain"),
-    Step(name="+ graphs", on={"enforce_eager": False}, off={"enforce_eager": True}),
-    Step(name="+ overlap", on={"overlap": True}, off={"overlap": False}),
-    Step(name="+ fused kernels", without=plain_layers),
-    Step(name="+ fp8 KV", on={"kv_cache_dtype": "fp8"}, off={"kv_cache_dtype": "auto"}),
-)
-"""Each row keeps what the rows above it turned on."""
-
-
-def ablation_options(
-    index: int, steps: SequenceOf[Step] = ABLATION, known: SequenceOf[str] | None = None
-) -> dict[str, Any]:
-    """The engine's options in row `index`: its own, those of the rows above on, of those below off.
-
-    An option of another row that this engine does not know is left out: it is off by nature. The
-    row's own stays in, so that the engine refuses it and the report says so.
-    """
-    if known is None:
-        known = [f.name for f in fields(EngineConfig)]
-    others: dict[str, Any] = {}
-    for i, step in enumerate(steps):
-        if i != index:
-            others |= step.on if i < index else step.off
-    return {name: value for name, value in others.items() if name in known} | steps[index].on
-
-
-def ablation_without(index: int) -> list[Callable[[], AbstractContextManager[None]]]:
-    """What row `index` must be entered into, to do without what rows below it add."""
-    return [step.without for step in ABLATION[index + 1 :] if step.without is not None]
-
-
 # --- the standard workload ------------------------------------------------------------------------
 
 
@@ -131,7 +61,6 @@ def workload_cases(
     options: dict[str, Any],
     rounds: int,
     *,
-    without: SequenceOf[Callable[[], AbstractContextManager[None]]] = (),
     shape: str = SHAPE,
     **scale: Any,
 ) -> Iterator[Case]:
@@ -139,16 +68,12 @@ def workload_cases(
 
     Args:
         options: of the engine, beside `OPTIONS`.
-        without: entered while the engine is built and runs.
         scale: options of the benchmark that make the workload smaller.
 
     Raises:
         ConfigError: the engine does not know an option, or refuses it.
     """
-    with ExitStack() as stack:
-        for enter in without:
-            stack.enter_context(enter())
-        llm = stack.enter_context(shaped(shape, options))
+    with shaped(shape, options) as llm:
         work = WorkOptions(**scale)
         for number in range(1, rounds + 1):
             yield Case(f"round {number}", partial(round_row, llm, shape, work))
@@ -181,11 +106,52 @@ def round_row(llm: LLM, shape: str, work: WorkOptions) -> Row:
     engine = ("attention_backend", "dtype", "num_kv_blocks", "block_size", "load_s", "start_s")
     return {
         "seconds": report["seconds"][0],
-        **{name: report[name] for name in numbers},
+        **{name: report[name] for name in numbers if name in report},
         "workload": report["workload"],
         "preemptions": report["counters"]["preemptions"],
         "engine": {name: report["engine"][name] for name in engine},
     }
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+PROMPTS = (
+    "Once upon a time, there was a little fox",
+    "The secret word of Mia: lantern. The home town of Tom: Dover. The pet of Ben: turtle.\n\n"
+    "Question: What is the home town of Tom?\nAnswer:",
+    "Long ago, a kind bear named",
+)
+ON_CPU = {"device": "cpu", "attention_backend": "naive", "dtype": "float32"}
+
+
+def token_cases(*, device: str = "cuda", max_tokens: int = 64) -> Iterator[Case]:
+    """Greedy tokens of the demo model on the GPU, beside those of plain torch on the CPU: in
+    float32, with CUDA graphs and without, all must be equal. In bfloat16 they are counted."""
+    expected = demo_tokens(ON_CPU, max_tokens)
+    for dtype in ("float32", "bfloat16"):
+        for eager in (False, True):
+            options = {"device": device, "dtype": dtype, "enforce_eager": eager}
+            name = f"{dtype}, {'eager' if eager else 'graphs'}"
+            yield Case(name, partial(token_row, options, expected))
+
+
+def demo_tokens(options: dict[str, Any], max_tokens: int) -> list[list[int]]:
+    """Greedy tokens after each prompt."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    with open_llm(EngineConfig(model=str(demo_model_path()), max_num_seqs=4, **options)) as llm:
+        outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def token_row(options: dict[str, Any], expected: list[list[int]]) -> Row:
+    """How many tokens of each prompt are equal before the first that differs."""
+    found = demo_tokens(options, len(expected[0]))
+    equal = [
+        next((i for i, ids in enumerate(zip(*pair, strict=True)) if ids[0] != ids[1]), len(pair[0]))
+        for pair in zip(found, expected, strict=True)
+    ]
+    row: Row = {"equal": equal, "of": [len(ids) for ids in expected]}
+    return row | ({"ok": found == expected} if options["dtype"] == "float32" else {})
 
 
 # --- a step taken apart ---------------------------------------------------------------------------

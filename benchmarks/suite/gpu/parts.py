@@ -6,23 +6,25 @@
       case  "triton 256 x 4096"   ──▶ {"case": ..., "skipped": "the part's 60 s were spent"}
 
 Nothing is left out silently: each case gives one row, with numbers or with a reason. Called by
-`gpu_report.py` (`drive`) and by the process of a part (`run_cases`). Knows neither torch nor a
+`gpu_visit.py` (`drive`) and by the process of a part (`run_cases`). Knows neither torch nor a
 GPU: the clock and what launches a part are arguments.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nanoengine.errors import NanoEngineError
 
 Row = dict[str, Any]
-"""One case's name, and its numbers or one of `refused`, `failed`, `skipped` with the reason."""
+"""One case's name, and its numbers or one of `refused`, `failed`, `skipped` with the reason; what
+failed has its `traceback` as well."""
 
 REASONS = ("refused", "failed", "skipped")
+TRACEBACK_LINES = 25
+"""Last lines of a traceback that are kept."""
 
 
 class Case(NamedTuple):
@@ -32,23 +34,9 @@ class Case(NamedTuple):
     measure: Callable[[], Row]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A group of measurements that share a process and a time budget.
-
-    Attributes:
-        budget_s: wall seconds, the start of the process included.
-        cases: makes the part's cases, one after the other; what stands between two of them in a
-            generator is set-up, and is done only when it is the next case's turn.
-    """
-
-    name: str
-    budget_s: float
-    cases: Callable[[], Iterable[Case]]
-
-
 def run_cases(
-    part: Part,
+    name: str,
+    cases: Iterable[Case],
     *,
     budget_s: float,
     clock: Callable[[], float],
@@ -57,17 +45,20 @@ def run_cases(
     """Measures a part's cases in turn until its time is spent; then only names those that are left.
 
     Args:
+        name: of the part.
+        cases: one after the other; what a generator does between two of them is set-up, and is done
+            only when it is the next case's turn.
         budget_s: seconds from now.
         still_usable: asked after a failure; a text says why nothing more can be measured here. A
             GPU that has met an illegal access fails in all that follows.
     """
     started, stop = clock(), None
-    cases = iter(part.cases())
+    coming = iter(cases)
     while True:
         try:
-            case = next(cases, None)
+            case = next(coming, None)
         except Exception as error:
-            yield {"case": part.name, **_why(error)}
+            yield {"case": name, **_why(error)}
             return
         if case is None:
             return
@@ -87,10 +78,11 @@ def run_cases(
 
 def _why(error: Exception) -> Row:
     """A refusal is one of nanoengine's own errors; anything else is a failure."""
-    kind = "refused" if isinstance(error, NanoEngineError) else "failed"
-    lines = str(error).splitlines() or [""]
-    text = lines[0] if kind == "refused" else f"{type(error).__name__}: {lines[0]}"
-    return {kind: text}
+    first = (str(error).splitlines() or [""])[0]
+    if isinstance(error, NanoEngineError):
+        return {"refused": first}
+    lines = "".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:]
+    return {"failed": f"{type(error).__name__}: {first}", "traceback": lines}
 
 
 LEAST_S = 10.0
@@ -101,7 +93,7 @@ Launch = Callable[[str, float], tuple[list[Row], str | None]]
 
 
 def drive(
-    parts: SequenceOf[Part],
+    parts: Iterable[tuple[str, float]],
     launch: Launch,
     *,
     total_s: float,
@@ -110,23 +102,26 @@ def drive(
 ) -> dict[str, Any]:
     """Runs the parts in order and hands the results so far to `save` after each.
 
+    Args:
+        parts: their names and budgets; the next one is asked for when the last one has ended.
+
     Returns:
         For each part its `rows`, the `seconds` it took and its `budget_s`; `skipped` or `failed`
         with the reason if it did not run, or not to its end.
     """
     started, results = clock(), {}
-    for part in parts:
+    for name, most_s in parts:
         begun = clock()
-        budget_s = min(part.budget_s, total_s - (begun - started))
+        budget_s = min(most_s, total_s - (begun - started))
         if budget_s < LEAST_S:
             reason = f"the report's {total_s:.0f} s were spent"
-            results[part.name] = {"rows": [], "skipped": reason}
+            results[name] = {"rows": [], "skipped": reason}
         else:
-            rows, broken = launch(part.name, budget_s)
+            rows, broken = launch(name, budget_s)
             result: dict[str, Any] = {"rows": rows, "budget_s": budget_s}
             result["seconds"] = round(clock() - begun, 1)
             if broken is not None:
                 result["failed"] = broken
-            results[part.name] = result
+            results[name] = result
         save(results)
     return results

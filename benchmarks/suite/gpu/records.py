@@ -1,6 +1,6 @@
 """What a result stands on, and how it is kept: the card, the commit, a file that is always whole.
 
-Called by `gpu_report.py`, by its parts and by `gpu_visit.py`; it needs the standard library alone.
+Called by `gpu_visit.py` and by its parts; it needs the standard library alone.
 """
 
 from __future__ import annotations

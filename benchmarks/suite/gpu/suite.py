@@ -1,63 +1,85 @@
-"""The parts of the GPU report, in order; run as a module, one part in a process of its own.
+"""The parts of the GPU report; run as a module, one part in a process of its own.
 
-    python -m benchmarks.suite.gpu.suite PART SECONDS FILE        appends a JSON line a case to FILE
+    python -m benchmarks.suite.gpu.suite PART SECONDS FILE        appends a line per case to FILE
+    python -m benchmarks.suite.gpu.suite PART SECONDS FILE CASE   runs this case alone
 
-Started by `gpu_report.py`. The order is that of worth: what the numbers stand on first, then
-the headline, then what explains it.
+Started by `gpu_visit.py`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
+import triton
 
 from benchmarks.suite.gpu import engine, kernels
-from benchmarks.suite.gpu.parts import Case, Part, run_cases
+from benchmarks.suite.gpu.parts import Case, Row, run_cases
 from benchmarks.suite.gpu.records import card
 from benchmarks.suite.gpu.timing import graph_seconds
-
-TOTAL_S = 440.0
-"""Seconds of a whole report; less than the sum of budgets, which few parts use up."""
+from nanoengine.errors import ConfigError
+from nanoengine.kernels.launch import require_compiler
 
 AT_WORK = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 SLOWED_BY = "clocks_event_reasons.active"
 """Asked alone: a driver that does not know it answers nothing at all."""
 
 
-def make_parts(device: torch.device, timer: kernels.Timer) -> list[Part]:
-    """All parts."""
+def make_parts(
+    device: torch.device, timer: kernels.Timer
+) -> dict[str, Callable[[], Iterable[Case]]]:
+    """What makes the cases of each part."""
+    return {
+        "stack": stack_cases,
+        "tokens": engine.token_cases,
+        "peaks": partial(kernels.peak_cases, device, timer),
+        "parity": partial(kernels.parity_cases, device),
+        "decode attention": partial(kernels.decode_cases, device, timer),
+        "standard workload": partial(engine.workload_cases, {}, 3),
+        "decode steps": partial(engine.step_cases, {}),
+        "standard workload, fp8 KV": partial(engine.workload_cases, {"kv_cache_dtype": "fp8"}, 2),
+        "prefill attention": partial(kernels.prefill_cases, device, timer),
+    }
 
-    def part(name: str, budget_s: float, cases: Callable[[], Iterable[Case]]) -> Part:
-        return Part(name=name, budget_s=budget_s, cases=cases)
 
-    ablation = [
-        part(
-            f"ablation: {step.name}",
-            45,
-            partial(
-                engine.workload_cases,
-                engine.ablation_options(index),
-                2,
-                without=engine.ablation_without(index),
-            ),
-        )
-        for index, step in enumerate(engine.ABLATION)
-    ]
-    return [
-        part("peaks", 30, partial(kernels.peak_cases, device, timer)),
-        part("parity", 60, partial(kernels.parity_cases, device)),
-        part("decode attention", 60, partial(kernels.decode_cases, device, timer)),
-        part("standard workload", 70, partial(engine.workload_cases, {}, 3)),
-        part("decode steps", 60, partial(engine.step_cases, {})),
-        *ablation,
-        part("prefill attention", 40, partial(kernels.prefill_cases, device, timer)),
-    ]
+def stack_cases() -> Iterator[Case]:
+    """What all other parts need: a GPU that torch finds, Triton's compiler, transformers.
+
+    `gpu_visit.py` runs nothing else if the first case is refused, and goes on after all else.
+    """
+    yield Case("GPU", gpu_row)
+    yield Case("Triton", triton_row)
+    yield Case(
+        "transformers", lambda: {"version": importlib.import_module("transformers").__version__}
+    )
+
+
+def gpu_row() -> Row:
+    """The card as torch sees it.
+
+    Raises:
+        ConfigError: torch finds no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError(f"torch {torch.__version__} finds no GPU")
+    torch.zeros(1, device="cuda").item()
+    return {
+        "python": sys.version, "torch": torch.__version__, "cuda": torch.version.cuda,
+        "card": str(torch.cuda.get_device_properties(0)), "memory": torch.cuda.mem_get_info(),
+    }  # fmt: skip
+
+
+def triton_row() -> Row:
+    """Compiles and launches a kernel."""
+    require_compiler()
+    torch.cuda.synchronize()
+    return {"version": triton.__version__}
 
 
 def gpu_trouble() -> str | None:
@@ -69,16 +91,20 @@ def gpu_trouble() -> str | None:
     return None
 
 
-def main(name: str, budget_s: str, path: str) -> None:
-    """Runs one part and appends its rows as they come; last the card, still warm."""
-    parts = {p.name: p for p in make_parts(torch.device("cuda"), graph_seconds)}
+def main(name: str, budget_s: str, path: str, only: str | None = None) -> None:
+    """Runs one part, or one case of it, and appends its rows as they come; tracebacks go to stderr
+    too. The last row has the card, still warm."""
+    cases: Iterable[Case] = make_parts(torch.device("cuda"), graph_seconds)[name]()
+    if only is not None:
+        cases = (case for case in cases if case.name == only)
     rows = run_cases(
-        parts[name], budget_s=float(budget_s), clock=time.monotonic, still_usable=gpu_trouble
+        name, cases, budget_s=float(budget_s), clock=time.monotonic, still_usable=gpu_trouble
     )
     with Path(path).open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
             file.flush()
+            print(*row.get("traceback", ()), sep="\n", file=sys.stderr, flush=True)
         warm = {"case": "the card after it"} | card(*AT_WORK) | card(SLOWED_BY)
         file.write(json.dumps(warm) + "\n")
 

@@ -1,6 +1,6 @@
 """What the measured rows say together: shares of the card and of the roofline, and tables.
 
-Called by `gpu_report.py` after each part, with whatever is there by then. Pure: rows in, rows
+Called by `gpu_visit.py` at the end, with whatever is there by then. Pure: rows in, rows
 and text out.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.suite.cost import ModelCost
-from benchmarks.suite.gpu.engine import ABLATION, SHAPE
+from benchmarks.suite.gpu.engine import SHAPE
 from benchmarks.suite.gpu.parts import REASONS, Row
 from benchmarks.suite.roofline import H200_MEASURABLE, Card, decode_step, roofline
 from benchmarks.suite.shapes import SHAPES
@@ -27,6 +27,7 @@ METHOD = {
     " with 256 MiB of KV or more are read in turn, so that the L2 cache does not serve them",
     "GB/s of decode": "keys and values of all contexts, each byte once",
     "TFLOP/s of prefill": "4 FLOPs a visible (query, key) pair, head and element of the head dim",
+    "tokens": "greedy, of the demo model, beside plain torch in float32 on the CPU",
     "parity": "against plain torch in float64 on the same inputs; the tolerance is a few roundings"
     " of the dtype for outputs of size 1",
     "standard workload": "256 requests, seed 0, 142,827 prompt and 133,966 output tokens,"
@@ -55,14 +56,13 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
         name: result | {"rows": [row | add.get(name, _nothing)(row) for row in result["rows"]]}
         for name, result in results.items()
     }
-    parity = _rows(results, "parity")
+    parity = _rows(results, "tokens") + _rows(results, "parity")
     summary = {
         "copy_gbs": copy_gbs,
         "gemm_tflops": gemm_tflops,
         "parity_checked": sum("ok" in row for row in parity),
         "parity_wrong": [row["case"] for row in parity if not row.get("ok", True)],
         "standard_workload": _standard(results, card),
-        "ablation": _ablation(results),
     }
     return {"summary": summary, "parts": parts, "method": METHOD}
 
@@ -118,32 +118,6 @@ def standard_roofline(card: Card, kv_element_bytes: int) -> float:
     return roofline(cost, lengths, card, kv_element_bytes=kv_element_bytes).output_tokens_per_s
 
 
-def _ablation(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a step: median tok/s and its ratio to the last row that has one, or why it has none."""
-    rows, before = [], None
-    for step in ABLATION:
-        name = f"ablation: {step.name}"
-        if name not in results:
-            continue
-        row: dict[str, Any] = {"name": step.name, "on": step.on}
-        speeds = _speeds(results, name)
-        if speeds:
-            row |= {"rounds": speeds, "output_tokens_per_s": statistics.median(speeds)}
-            if before:
-                row["times_before"] = row["output_tokens_per_s"] / before
-            before = row["output_tokens_per_s"]
-        else:
-            row["reason"] = why(results[name])
-        rows.append(row)
-    return rows
-
-
-def why(result: dict[str, Any]) -> str:
-    """The reason that a part without numbers gives."""
-    places = [result, *result["rows"]]
-    return next((p[kind] for p in places for kind in REASONS if kind in p), "no case ran")
-
-
 # --- text -----------------------------------------------------------------------------------------
 
 
@@ -159,15 +133,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"standard workload: {_number(standard.get('output_tokens_per_s'))} output tok/s",
         *(f"  {name}: {_value(standard[name])}" for name in standard if name.startswith("share")),
         *(f"  {name}: {_value(standard[name])}" for name in standard if name.startswith("ideal")),
-        "",
-        "ablation                 output tok/s   times the row above",
     ]
-    for row in summary["ablation"]:
-        if "reason" in row:
-            lines.append(f"  {row['name']:<18} not measured: {row['reason']}"[:100])
-        else:
-            ratio = f"{row['times_before']:18.2f}" if "times_before" in row else ""
-            lines.append(f"  {row['name']:<18}{row['output_tokens_per_s']:17,.0f}{ratio}")
     lines += _attention("decode attention", parts, "batch", "context", "gbs", "GB/s")
     lines += _attention("prefill attention", parts, "prompts", "length", "tflops", "TFLOP/s")
     names = ("forward", "head", "sampler")
