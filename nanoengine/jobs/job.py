@@ -122,22 +122,21 @@ class Job:
         self.created = int(time.time())
         self.journal: Journal | None = None
         self.is_complete = False
-        self._logs: list[Log | PipeLog] = []
-        try:
-            self._open_logs()
+        with contextlib.ExitStack() as stack:
+            self._open_logs(stack)
             self._inputs_at_start = manifests.describe_inputs(self.inputs)
             self.num_rows = count_rows(self.inputs, options)
             self.done = bytearray(self.num_rows or 0)
             if isinstance(self.log, Log):
-                self._resume(facts)
+                self.journal = self._resume(facts)
+                close = self.journal.close
+                stack.callback(lambda: close(is_complete=self.is_complete))
             elif any(log.num_bytes for log in self._files()):
                 raise ConfigError(
                     f"--errors {options.errors!r} exists, and beside an output that can't be read"
                     " again nobody can tell what job it is of: name another file"
                 )
-        except BaseException:
-            self._close_logs(drop_empty=True)
-            raise
+            self._closing = stack.pop_all()
         self.num_done = self.done.count(1)
 
     def _check(self) -> None:
@@ -166,19 +165,19 @@ class Job:
 
     # --- the output -----------------------------------------------------------------------------
 
-    def _open_logs(self) -> None:
-        """Opens the output, and the file of errors if that is another one."""
-        self.log = self._error_log = self._open_log(self.options.output)
+    def _open_logs(self, stack: contextlib.ExitStack) -> None:
+        """Opens the output, and the file of errors if that is another one, as long as a stack."""
+        self.log = self._error_log = self._open_log(self.options.output, stack)
         name, path = self.options.errors, self._paths.errors_manifest
         if name is None or path is None:
             return
-        self._error_log = self._open_log(name)
+        self._error_log = self._open_log(name, stack)
         owner = manifests.load(path, errors_of=str) if isinstance(self._error_log, Log) else None
         # Why: of two jobs that shared one, each took the other's rows for its own.
         if owner is not None and owner["errors_of"] != self._paths.errors_of:
             raise ConfigError(f"--errors {name!r} is of another job, see {path}: name another file")
 
-    def _open_log(self, name: str) -> Log | PipeLog:
+    def _open_log(self, name: str, stack: contextlib.ExitStack) -> Log | PipeLog:
         log: Log | PipeLog
         path = Path(name)
         if name == STDOUT:
@@ -192,14 +191,15 @@ class Job:
             is_table = self._paths.table and name == self.options.output
             path = self._paths.table_log if is_table else real_path(name)
             log = Log(path, lambda: last_process(self._paths.runs))
-        self._logs.append(log)
+        stack.push(lambda error, *_: log.close(drop_empty=error is not None))
         return log
 
     def _files(self) -> list[Log]:
         """The logs that can be read again."""
-        return [log for log in self._logs if isinstance(log, Log)]
+        both = dict.fromkeys((self.log, self._error_log))
+        return [log for log in both if isinstance(log, Log)]
 
-    def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> None:
+    def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> Journal:
         """Compares with the earlier job, if there is one, and reads back what it has done."""
         paths, options = self._paths, self.options
         now = {
@@ -246,7 +246,7 @@ class Job:
             manifests.save(paths.errors_manifest, owner)
         if before != now:
             manifests.save(paths.manifest, now)
-        self.journal = Journal(paths.runs, self.done.count(1), self.is_done)
+        return Journal(paths.runs, self.done.count(1), self.is_done)
 
     def _read_back(self) -> None:
         """Rows with a record are done; with `retry_errors` those that failed are not."""
@@ -353,16 +353,7 @@ class Job:
 
     def close(self) -> None:
         """Gives the output free for other processes."""
-        with contextlib.ExitStack() as stack:  # Why: one that fails must not keep the others open.
-            stack.callback(self._close_logs)
-            if self.journal is not None:
-                journal, self.journal = self.journal, None
-                journal.close(is_complete=self.is_complete)
-
-    def _close_logs(self, *, drop_empty: bool = False) -> None:
-        with contextlib.ExitStack() as stack:
-            while self._logs:
-                stack.callback(self._logs.pop().close, drop_empty=drop_empty)
+        self._closing.close()
 
 
 def count_rows(inputs: list[Input], options: JobOptions) -> int | None:
@@ -419,7 +410,7 @@ def _is_writable(fd: int) -> bool:
     return True
 
 
-def _in_order(log: Log) -> Iterator[int]:
+def _in_order(log: Log) -> array[int]:
     """Where a log's records begin, by their rows: 8 bytes a row are in memory."""
     offsets = array("q")
     for record in log.records():
@@ -427,4 +418,4 @@ def _in_order(log: Log) -> Iterator[int]:
             missing = record.row + 1 - len(offsets)
             offsets.extend([-1] * missing)
             offsets[record.row] = record.offset
-    return (offset for offset in offsets if offset >= 0)
+    return array("q", (offset for offset in offsets if offset >= 0))

@@ -16,7 +16,8 @@ What holds whenever the process is killed:
 - The settings are on the disk before the first record is written.
 - The line of a row is written before the row goes to the engine. It is not synced: a power cut is
   no crash of a row.
-- Only whole lines count. A torn last line is ended by the line break before the next `run`.
+- Only whole lines count: `run` is written with a line break of its own before it, which does not
+  make a whole line of a torn one.
 - A process that ends by itself cuts its rows off again, which needs no space on the disk.
 
 A process that crashed did so under one of the rows that it had not finished, so each of them is
@@ -36,7 +37,7 @@ from pathlib import Path
 
 from nanoengine.jobs.log import O_BINARY, writing
 
-RUN = re.compile(rb"^run (\d{1,18}) (\d{1,18})\n", re.MULTILINE)
+RUN = re.compile(rb"(?:^|\n)run (\d{1,18}) (\d{1,18})\n")
 ROW = re.compile(rb"^(\d{1,18})\n", re.MULTILINE)
 CRASH = re.compile(rb"^Fatal Python error", re.MULTILINE)
 
@@ -103,5 +104,6 @@ def _crashes(text: bytes, num_done: int, is_done: Callable[[int], bool]) -> Coun
     counts: Counter[int] = Counter()
     for before, after, lines in zip(done, done[1:], runs[2::3], strict=False):
         if after <= before or CRASH.search(lines):
-            counts.update(row for row in map(int, ROW.findall(lines)) if not is_done(row))
+            begun = {*map(int, ROW.findall(lines))}  # once, also a row of several turns
+            counts.update(row for row in begun if not is_done(row))
     return counts
