@@ -18,7 +18,7 @@ from tyro.conf import Positional, arg
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields, shared
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import InputChangedError, Job, JobOptions
-from nanoengine.jobs.log import OutputLostError, lost
+from nanoengine.jobs.log import OutputLostError, writing
 from nanoengine.jobs.manifest import describe_engine, sampling_line
 from nanoengine.jobs.progress import Progress, summary, table
 from nanoengine.jobs.rows import read_by
@@ -203,10 +203,8 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
     if code >= TOO_MANY_ERRORS:
         print("the same command goes on from here", file=sys.stderr)
     if args.summary_json is not None:
-        try:
+        with writing(args.summary_json):
             args.summary_json.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise lost(args.summary_json, error) from error
     return code
 
 

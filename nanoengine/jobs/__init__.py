@@ -8,7 +8,7 @@
     records    an output or an error to a line of JSON
     log        the output file: appended whole records, read back after a death
     job        all that is decided before a model loads: the manifest, what is done already
-    deaths     rows under which processes die
+    journal    which rows went to the engine, and crashes per row
     progress   a live line, log lines, the summary
     datasets   the same for frames, tables and iterables in Python
     pooled     rows that ask for vectors and scores

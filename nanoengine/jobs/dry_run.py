@@ -20,7 +20,7 @@ from nanoengine.features.stages import Stages
 from nanoengine.jobs.job import JobOptions, count_rows, tasks_of
 from nanoengine.jobs.paths import Paths
 from nanoengine.jobs.rows import RowReader, read_by
-from nanoengine.jobs.source import find_inputs
+from nanoengine.jobs.source import RowError, find_inputs
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.load_tokenizer import with_ends
@@ -55,20 +55,18 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         if task is PAUSE:
             continue
         num_rows += 1
-        code, why = "", ""
-        if task.error is not None:
-            code, why = task.error.code, str(task.error)
-        for prompt in (task.parts or [task.prompt]) if not code else ():
+        error = task.error
+        for prompt in (task.parts or [task.prompt]) if error is None else ():
             read = prompts.read(0, prompt, task.params, None, "record")
             if isinstance(read, RefusedPrompt):
-                code, why = "invalid_request", read.message
+                error = RowError("invalid_request", read.message)
                 break
             count = len(read.request.prompt_token_ids)
             num_prompt, longest = num_prompt + count, max(longest, count)
             num_output += task.params.n * (read.request.max_num_tokens - count)
-        if code:
+        if error is not None:
             num_failed += 1
-            print(f"{task.input.name}:{task.number}: {code}: {why}")
+            print(f"{task.input.name}:{task.number}: {error.code}: {error}")
     print(
         f"{num_rows:,} rows, of which {num_failed:,} would fail; {num_prompt:,} prompt tokens,"
         f" {longest:,} in the longest; at most {num_output:,} tokens to generate",

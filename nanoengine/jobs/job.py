@@ -20,9 +20,9 @@ from typing import Any
 
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs import manifest as manifests
-from nanoengine.jobs.deaths import Deaths, last_process
 from nanoengine.jobs.feed import Ahead
-from nanoengine.jobs.log import Bitmap, Log, PipeLog
+from nanoengine.jobs.journal import Journal, last_process
+from nanoengine.jobs.log import Log, PipeLog
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.paths import STDOUT, Paths, real_path
 from nanoengine.jobs.records import Recorder
@@ -102,7 +102,8 @@ class Job:
 
     Attributes:
         num_rows: of all inputs, as far as they can be counted; None with stdin.
-        num_done, num_failed: rows that have a record, and those among them that failed.
+        num_done, num_failed: rows that had a record, and those among them that failed.
+        done: a byte per row of files: 1 where it has a record. Rows of stdin have none.
         log: the records.
         is_complete: no row is left.
 
@@ -117,27 +118,26 @@ class Job:
         self._has_stdin = any(one.name == STDIN for one in self.inputs)
         self._check()
         self._paths.check(self.inputs)
-        self.done = Bitmap()
         self.num_failed = 0
         self.created = int(time.time())
-        self.deaths: Deaths | None = None
+        self.journal: Journal | None = None
         self.is_complete = False
-        self._logs: list[Log | PipeLog] = []
-        try:
-            self._open_logs()
+        with contextlib.ExitStack() as stack:
+            self._open_logs(stack)
             self._inputs_at_start = manifests.describe_inputs(self.inputs)
             self.num_rows = count_rows(self.inputs, options)
+            self.done = bytearray(self.num_rows or 0)
             if isinstance(self.log, Log):
-                self._resume(facts)
+                self.journal = self._resume(facts)
+                close = self.journal.close
+                stack.callback(lambda: close(is_complete=self.is_complete))
             elif any(log.num_bytes for log in self._files()):
                 raise ConfigError(
                     f"--errors {options.errors!r} exists, and beside an output that can't be read"
                     " again nobody can tell what job it is of: name another file"
                 )
-        except BaseException:
-            self._close_logs(drop_empty=True)
-            raise
-        self.num_done = self.done.count
+            self._closing = stack.pop_all()
+        self.num_done = self.done.count(1)
 
     def _check(self) -> None:
         options = self.options
@@ -165,19 +165,19 @@ class Job:
 
     # --- the output -----------------------------------------------------------------------------
 
-    def _open_logs(self) -> None:
-        """Opens the output, and the file of errors if that is another one."""
-        self.log = self._error_log = self._open_log(self.options.output)
+    def _open_logs(self, stack: contextlib.ExitStack) -> None:
+        """Opens the output, and the file of errors if that is another one, as long as a stack."""
+        self.log = self._error_log = self._open_log(self.options.output, stack)
         name, path = self.options.errors, self._paths.errors_manifest
         if name is None or path is None:
             return
-        self._error_log = self._open_log(name)
+        self._error_log = self._open_log(name, stack)
         owner = manifests.load(path, errors_of=str) if isinstance(self._error_log, Log) else None
         # Why: of two jobs that shared one, each took the other's rows for its own.
         if owner is not None and owner["errors_of"] != self._paths.errors_of:
             raise ConfigError(f"--errors {name!r} is of another job, see {path}: name another file")
 
-    def _open_log(self, name: str) -> Log | PipeLog:
+    def _open_log(self, name: str, stack: contextlib.ExitStack) -> Log | PipeLog:
         log: Log | PipeLog
         path = Path(name)
         if name == STDOUT:
@@ -191,14 +191,15 @@ class Job:
             is_table = self._paths.table and name == self.options.output
             path = self._paths.table_log if is_table else real_path(name)
             log = Log(path, lambda: last_process(self._paths.runs))
-        self._logs.append(log)
+        stack.push(lambda error, *_: log.close(drop_empty=error is not None))
         return log
 
     def _files(self) -> list[Log]:
         """The logs that can be read again."""
-        return [log for log in self._logs if isinstance(log, Log)]
+        both = dict.fromkeys((self.log, self._error_log))
+        return [log for log in both if isinstance(log, Log)]
 
-    def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> None:
+    def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> Journal:
         """Compares with the earlier job, if there is one, and reads back what it has done."""
         paths, options = self._paths, self.options
         now = {
@@ -234,32 +235,31 @@ class Job:
                 )
             manifests.require_same(before, now, self.inputs)
             self._read_back()
-        same = before is not None and {**before, "created": 0} == {**now, "created": 0}
-        if before is not None and (has_records or same):
+        elif before is not None and {**before, "created": 0} != {**now, "created": 0}:
+            before = None  # another job, which has answered nothing
+        if before is None or options.retry_errors:
+            paths.runs.unlink(missing_ok=True)
+        if before is not None:
             now["created"] = self.created = before["created"]
-        else:
-            paths.runs.unlink(missing_ok=True)  # of another job
         if len(self._files()) > 1 and not paths.errors_manifest.exists():
             owner = {"format": manifests.FORMAT, "errors_of": paths.errors_of}
             manifests.save(paths.errors_manifest, owner)
         if before != now:
             manifests.save(paths.manifest, now)
-        if options.retry_errors:
-            paths.runs.unlink(missing_ok=True)
-        self.deaths = Deaths(paths.runs, self.done)
+        return Journal(paths.runs, self.done.count(1), self.is_done)
 
     def _read_back(self) -> None:
         """Rows with a record are done; with `retry_errors` those that failed are not."""
         for log in self._files():
             kept, num_bad, num_dropped = array("q"), 0, 0
             for record in log.records(self.num_rows):
-                if record is None or record.row in self.done:
+                if record is None or self.done[record.row]:
                     num_bad += 1
                 elif record.failed and self.options.retry_errors:
                     num_dropped += 1
                 else:
                     kept.append(record.offset)
-                    self.done.add(record.row)
+                    self.done[record.row] = 1
                     self.num_failed += record.failed
             if num_bad > len(kept) + num_dropped:
                 raise ConfigError(
@@ -279,26 +279,29 @@ class Job:
 
     def work(self, model: str, *facts: Any) -> Work:
         """What is left to do, by a model: its name and `facts` as `RowReader` takes them."""
-        options, deaths = self.options, self.deaths
+        options, journal = self.options, self.journal
         reader, recorder = self.reader(model, *facts)
-        counts = deaths.counts if deaths is not None else {}
+        counts = {} if journal is None else journal.counts
 
         def finish(task: Task, result: Result) -> None:
-            self.done.add(task.row)
+            if task.row < len(self.done):
+                self.done[task.row] = 1
             log = self._error_log if isinstance(result, RowError) else self.log
             log.append(recorder.record(task, result))
 
-        done = self.done
-        tasks = self.tasks(reader, lambda row: row not in done and row not in counts)
-        suspected = self.tasks(reader, lambda row: row not in done and row in counts)
-        suspects = suspected if counts else ()
+        tasks = self.tasks(reader, lambda row: not self.is_done(row) and row not in counts)
+        suspects = self.tasks(reader, counts.__contains__) if counts else ()
         return Work(
             tasks if options.keep_input_order else ordered(tasks),
             finish,
             suspects=[(task, counts[task.row]) for task in suspects],
-            note=lambda task: deaths.note(task.row) if deaths is not None else None,
+            note=lambda task: None if journal is None else journal.note(task.row),
             max_errors=options.max_errors,
         )
+
+    def is_done(self, row: int) -> bool:
+        """Whether a row has a record."""
+        return row < len(self.done) and self.done[row] == 1
 
     def reader(self, model: str, *facts: Any) -> tuple[RowReader, Recorder]:
         """What makes tasks of lines, and records of answers; `work` says of what."""
@@ -341,24 +344,16 @@ class Job:
             )
         # Why not with tables: one that is damaged has fewer rows than it says, and an error record.
         is_counted = self.num_rows is not None and all(one.form != "parquet" for one in self.inputs)
-        if is_counted and self.done.count < self.num_rows:
+        num_done = self.done.count(1)
+        if is_counted and num_done < self.num_rows:
             raise InputChangedError(
-                f"{self.num_rows - self.done.count:,} of {self.num_rows:,} rows have no record: an"
+                f"{self.num_rows - num_done:,} of {self.num_rows:,} rows have no record: an"
                 " input was not whole while it was read; the same command runs them"
             )
 
     def close(self) -> None:
         """Gives the output free for other processes."""
-        with contextlib.ExitStack() as stack:  # Why: one that fails must not keep the others open.
-            stack.callback(self._close_logs)
-            if self.deaths is not None:
-                deaths, self.deaths = self.deaths, None
-                deaths.close(is_complete=self.is_complete)
-
-    def _close_logs(self, *, drop_empty: bool = False) -> None:
-        with contextlib.ExitStack() as stack:
-            while self._logs:
-                stack.callback(self._logs.pop().close, drop_empty=drop_empty)
+        self._closing.close()
 
 
 def count_rows(inputs: list[Input], options: JobOptions) -> int | None:
@@ -415,7 +410,7 @@ def _is_writable(fd: int) -> bool:
     return True
 
 
-def _in_order(log: Log) -> Iterator[int]:
+def _in_order(log: Log) -> array[int]:
     """Where a log's records begin, by their rows: 8 bytes a row are in memory."""
     offsets = array("q")
     for record in log.records():
@@ -423,4 +418,4 @@ def _in_order(log: Log) -> Iterator[int]:
             missing = record.row + 1 - len(offsets)
             offsets.extend([-1] * missing)
             offsets[record.row] = record.offset
-    return (offset for offset in offsets if offset >= 0)
+    return array("q", (offset for offset in offsets if offset >= 0))

@@ -44,13 +44,17 @@ class OutputLostError(OSError):
     """A file of the job can't be written, or another program has; the job can be resumed."""
 
 
-def lost(path: Path, error: OSError) -> OutputLostError:
-    """What to raise where a file can't be written."""
-    return OutputLostError(
-        error.errno,
-        f"{path} can't be written: {error.strerror or error}; every record before is kept, and the"
-        " same command goes on from there",
-    )
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises OutputLostError, which names the file, where it can't be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputLostError(
+            error.errno,
+            f"{path} can't be written: {error.strerror or error}; every record before is kept, and"
+            " the same command goes on from there",
+        ) from error
 
 
 class Record(NamedTuple):
@@ -91,24 +95,12 @@ def record_of(line: bytes, offset: int, num_rows: int) -> Record | None:
     return Record(row, found["error"] is not None, offset)
 
 
-class Bitmap:
-    """A set of rows, a bit each: 1.25 MB for ten million."""
+def _is_torn(line: bytes) -> bool:
+    """Whether a last line is what a process that died has left of a record.
 
-    def __init__(self) -> None:
-        self._bits = bytearray()
-        self.count = 0
-
-    def add(self, row: int) -> None:
-        """Adds a row, which may be there already."""
-        place, bit = row >> 3, 1 << (row & 7)
-        if place >= len(self._bits):
-            self._bits += bytes(place + 1 - len(self._bits) + len(self._bits) // 4)
-        self.count += not self._bits[place] & bit
-        self._bits[place] |= bit
-
-    def __contains__(self, row: int) -> bool:
-        place = row >> 3
-        return place < len(self._bits) and bool(self._bits[place] >> (row & 7) & 1)
+    Why JSON that is no record is not, nor what begins otherwise: other programs wrote it.
+    """
+    return not line.endswith(b"\n") and line[:1] in (b"{", b"\0") and _value(line) is None
 
 
 class Log:
@@ -146,7 +138,7 @@ class Log:
     def _open(self) -> None:
         self._is_new = not self.path.exists()
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | O_BINARY, 0o666)
-        self._end = self._find_end()  # size of the file, once it is mended, if nobody else writes
+        self._end = self.num_bytes  # as long as no other program writes
 
     def _unlock(self) -> None:
         if self._lock.is_locked:
@@ -175,21 +167,21 @@ class Log:
         Raises:
             OutputLostError: no room; the log ends with the record before. Or see `sync`.
         """
-        before, whole = self._end, self._end + len(line)
+        whole = self._end + len(line)
         self._is_dirty = True
         try:
-            written = os.write(self._fd, line)
-            if written < len(line):  # A disk that is almost full takes a part; this says why.
-                written += os.write(self._fd, line[written:])
-            if written < len(line):
-                raise OSError("it took a part of a record")
+            with writing(self.path):
+                written = os.write(self._fd, line)
+                if written < len(line):  # A disk that is almost full takes a part; this says why.
+                    written += os.write(self._fd, line[written:])
+                if written < len(line):
+                    raise OSError("it took a part of a record")
             self._end = whole
-        except BaseException as error:  # Why all: what a signal raises may come behind the write.
-            self._end = whole if self.num_bytes >= whole else before
-            if before < self.num_bytes < whole:
-                os.ftruncate(self._fd, before)
-            if isinstance(error, OSError):
-                raise lost(self.path, error) from error
+        except BaseException:  # Why all: what a signal raises may come after the write.
+            if self._end < self.num_bytes < whole:
+                os.ftruncate(self._fd, self._end)
+            elif self.num_bytes >= whole:
+                self._end = whole
             raise
         if time.monotonic() - self._synced > SYNC_S:
             self.sync()
@@ -204,10 +196,8 @@ class Log:
         self._synced = time.monotonic()
         if self._is_dirty:
             self._is_dirty = False
-            try:
+            with writing(self.path):
                 getattr(os, "fdatasync", os.fsync)(self._fd)
-            except OSError as error:
-                raise lost(self.path, error) from error
         how = None
         if not self._is_at_its_path():
             how = "was moved, removed or replaced by another program while the job ran: put it back"
@@ -229,33 +219,17 @@ class Log:
         """Length of the file."""
         return os.fstat(self._fd).st_size
 
-    def _find_end(self) -> int:
-        """Where the records end: behind them is, at most, what a process that died has left of one.
-
-        Why JSON that is no record counts, and whatever begins otherwise: it was written by others.
-        """
-        end = size = self.num_bytes
-        while end:
-            start = max(0, end - BUFFER_BYTES)
-            newline = self._read(start, end).rfind(b"\n")
-            end = start + newline + 1
-            if newline >= 0:
-                break
-        last = self._read(end, size)
-        return end if last[:1] in (b"{", b"\0") and _value(last) is None else size
-
-    def _read(self, start: int, end: int) -> bytes:
-        os.lseek(self._fd, start, os.SEEK_SET)
-        return os.read(self._fd, end - start)
-
     def mend_end(self) -> None:
-        """Has the file end with a line."""
+        """Cuts a torn last line, which `records` has found, and ends a whole one."""
         os.ftruncate(self._fd, self._end)
-        if self._end and self._read(self._end - 1, self._end) != b"\n":
-            self._end += os.write(self._fd, b"\n")
+        with open(self.path, "rb") as file:
+            file.seek(max(self._end - 1, 0))
+            if file.read() not in (b"", b"\n"):
+                self._end += os.write(self._fd, b"\n")
 
     def records(self, num_rows: int | None = None) -> Iterator[Record | None]:
-        """All records in the order of the file; None for a line that is none.
+        """All records in the order of the file; None for a line that is none. A torn end is left
+        out, and `mend_end` cuts it.
 
         Args:
             num_rows: of the job; None: any number.
@@ -263,8 +237,11 @@ class Log:
         offset, most = 0, sys.maxsize if num_rows is None else num_rows
         with open(self.path, "rb", buffering=BUFFER_BYTES) as file:
             for line in file:
-                if offset < self._end:
-                    yield record_of(line, offset, most)
+                record = record_of(line, offset, most)
+                if record is None and _is_torn(line):
+                    self._end = offset
+                    return
+                yield record
                 offset += len(line)
 
     def rewrite(self, offsets: Iterable[int]) -> None:
@@ -325,23 +302,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         OutputLostError: it can't be written.
     """
     beside = path.with_name(path.name + ".tmp")
-    try:
+    with writing(path):
         beside.unlink(missing_ok=True)
-        # Why x: a link that lies there is not followed.
-        with open(beside, "xb", BUFFER_BYTES) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        try:
+            # Why x: a link that lies there is not followed.
+            with open(beside, "xb", BUFFER_BYTES) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
         if os.name != "nt":  # Windows opens no directory.
             directory = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(directory)  # the names in it
             finally:
                 os.close(directory)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise lost(path, error) from error
-        raise

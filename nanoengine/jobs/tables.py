@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,7 @@ MISFITS = (ValueError, TypeError, OverflowError, NotImplementedError)
 """What Arrow raises for values that a type can't hold; its own errors are among these."""
 
 
-def write_parquet(log: Log, offsets: Iterable[int], path: Path) -> None:
+def write_parquet(log: Log, offsets: array[int], path: Path) -> None:
     """Writes the records at these offsets of a log, in their order, as a table.
 
     Raises:
@@ -36,14 +36,13 @@ def write_parquet(log: Log, offsets: Iterable[int], path: Path) -> None:
     arrow = require_pyarrow("Parquet files")
     import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401  # `_write` takes it
 
-    kept = array("q", offsets)
     types: dict[str, Any] = {}  # None: no common type
-    for rows in _batches(log, kept):
+    for rows in _batches(log, offsets):
         for name in dict.fromkeys(name for row in rows for name in row):
             known = types.setdefault(name, arrow.null())
             types[name] = _common(arrow, known, [row.get(name) for row in rows])
     with replacing(path) as file:
-        while (misfit := _write(arrow, file, types, _batches(log, kept))) is not None:
+        while (misfit := _write(arrow, file, types, _batches(log, offsets))) is not None:
             types[misfit] = None
             file.seek(0)
             file.truncate()
@@ -105,7 +104,7 @@ def _column(arrow: Any, values: list[Any], kind: Any) -> Any:
     return arrow.array(values, kind)
 
 
-def write_csv(log: Log, offsets: Iterable[int], path: Path, delimiter: str, encoding: str) -> None:
+def write_csv(log: Log, offsets: array[int], path: Path, delimiter: str, encoding: str) -> None:
     """Writes the records at these offsets of a log, in their order, as a CSV with a header.
 
     The columns of the rows come first. A new one is called output_NAME where a row has NAME.
@@ -114,11 +113,10 @@ def write_csv(log: Log, offsets: Iterable[int], path: Path, delimiter: str, enco
         OutputLostError: there is no room.
     """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else delimiter
-    kept = array("q", offsets)
     columns: dict[str, None] = {}
     new: dict[str, None] = {}
     most = 1
-    for rows in _batches(log, kept):
+    for rows in _batches(log, offsets):
         for own, answers, _ in map(_cells, rows):
             columns |= dict.fromkeys(own)
             new |= dict.fromkeys(name for one in answers for name in one)
@@ -128,7 +126,7 @@ def write_csv(log: Log, offsets: Iterable[int], path: Path, delimiter: str, enco
         text = io.TextIOWrapper(file, encoding, "backslashreplace", newline="")
         writer = csv.writer(text, delimiter=delimiter)  # \r\n: a lone \r is quoted
         writer.writerow([*columns, *(_free(name, columns) for name in (*names, "error"))])
-        for rows in _batches(log, kept):
+        for rows in _batches(log, offsets):
             for own, answers, error in map(_cells, rows):
                 answers += [{}] * (most - len(answers))
                 cells = [own.get(name) for name in columns]

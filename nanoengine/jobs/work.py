@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from nanoengine.errors import EngineDeadError, EngineHungError, NanoEngineError
-from nanoengine.jobs.deaths import GROUPS, MOST_DEATHS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
 from nanoengine.outputs import RequestOutput
@@ -30,6 +29,13 @@ Stream = Callable[[Iterator[Row | Pause]], Generator[RequestOutput, None, None]]
 Result = RequestOutput | RowError
 """What becomes of a row: its last output, or why it has none."""
 
+
+MOST_DEATHS = 3
+"""With so many a row is poison."""
+
+GROUPS = {2: 1, 1: 16}
+"""Deaths of a row -> how many of such rows run at once, so that the third death names one row.
+Rows with the most deaths run first."""
 
 IDLE_S = 0.02
 """How often tasks are asked for while there is none and nothing runs."""

@@ -30,8 +30,7 @@ from typing import Any, NoReturn, Protocol
 from nanoengine.core.doors import Observer
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
 from nanoengine.errors import ConfigError, EngineDeadError, EngineHungError, NanoEngineError
-from nanoengine.jobs.deaths import MOST_DEATHS
-from nanoengine.jobs.work import Work
+from nanoengine.jobs.work import MOST_DEATHS, Work
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.outputs import RequestOutput
 from nanoengine.ranks.worker import Worker

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanoengine.cli.main import main
-from tests.support.batch_jobs import Batch, batch_fixture, chat, completion  # noqa: F401
+from tests.support.batch_jobs import Batch, batch_fixture, completion  # noqa: F401
 from tests.support.fake_llm import ANSWERS, MakeLLM, make_llm_fixture  # noqa: F401
 from tests.support.text_fixtures import byte_level
 
@@ -116,22 +116,16 @@ def test_a_dry_run_says_what_a_run_would_and_writes_nothing(tmp_path: Path, caps
     assert "at most 274 tokens to generate" in shown.err
 
 
-def test_a_dry_run_without_a_fault_exits_with_0(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "in.jsonl"
+def test_a_dry_run_without_a_fault_exits_with_0_and_leaves_an_earlier_output_alone(
+    tmp_path: Path, capsys: Any
+) -> None:
+    path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in GOOD))
-    command = ["batch", "demo", str(path), "--output", str(tmp_path / "out.jsonl"), "--dry-run"]
-    assert main(command) == 0
+    output.write_text("mine\n")
+    assert main(["batch", "demo", str(path), "--output", str(output), "--dry-run"]) == 0
     assert capsys.readouterr().out == ""
-
-
-def test_a_dry_run_leaves_an_earlier_output_alone(batch: Batch) -> None:
-    batch.output.write_text("mine\n")
-    names = sorted(one.name for one in batch.directory.iterdir())
-    path = batch.write([chat("a"), completion("b")])
-    command = ["batch", "demo", str(path), "--output", str(batch.output), "--dry-run"]
-    assert main(command) == 0
-    assert batch.output.read_text() == "mine\n"
-    assert sorted(one.name for one in batch.directory.iterdir()) == sorted([*names, path.name])
+    assert output.read_text() == "mine\n"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_a_dry_run_looks_for_equal_ids(batch: Batch, capsys: Any) -> None:

@@ -1,12 +1,14 @@
-"""The loop between tasks and engines, by itself."""
+"""The loop between tasks and engines, and the journal of what runs, by themselves."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from nanoengine.jobs.journal import Journal
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import Input
 from nanoengine.jobs.work import Work
@@ -46,3 +48,27 @@ def test_the_collector_passes_over_what_was_there_while_rows_run(
     assert seen[0] > 0
     # Why not a count: one that is frozen can still be freed.
     assert (gc.get_freeze_count() > 0) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "num_done", "counts"),
+    [
+        (b"\nrun 1 0\n3\n4\n", 0, {4: 1}),
+        (b"\nrun 1 0\n4\n", 1, {}),
+        (b"\nrun 1 0\n4\nFatal Python error: Aborted\n", 1, {4: 1}),
+        (b"\nrun 1 1\n4\n5\n\nrun 2 1\n5\n6", 1, {4: 1, 5: 2}),
+        (b"\nrun 1 1\n4\n4\n4\n", 1, {4: 1}),
+    ],
+    ids=["killed", "killed after a record", "crashed", "twice, and torn", "a row of three turns"],
+)
+def test_a_crash_counts_once_for_each_row_that_ran(
+    tmp_path: Path, text: bytes, num_done: int, counts: dict[int, int]
+) -> None:
+    path = tmp_path / "runs"
+    path.write_bytes(text)
+    for _ in range(2):  # the first one ends by itself, so the second one finds the same
+        journal = Journal(path, num_done, lambda row: row == 3)
+        journal.note(7)
+        journal.close(is_complete=False)
+        assert journal.counts == counts
+    assert path.read_bytes().startswith(text + b"\nrun ")
