@@ -22,7 +22,7 @@ import torch
 
 from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import triton_experts, triton_routing
-from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.triton_linear import (
@@ -109,7 +109,7 @@ class TritonExperts:
         width = min(ADDED_WIDTH, next_power_of_2(size))
         launch(
             triton_experts.add_experts_kernel, (len(x), cdiv(size, width)),
-            constants(SIZE=size, WIDTH=width, TAKEN=taken, num_warps=4),
+            Constants(SIZE=size, WIDTH=width, TAKEN=taken, num_warps=4),
             out, results, weights,
         )  # fmt: skip
         return self.all_reduce(out)
@@ -131,7 +131,7 @@ class TritonExperts:
         tiles = min(pairs, pairs // config.rows + experts)
         launch(
             triton_experts.expert_gemm_kernel, (tiles * cdiv(outputs, config.columns),),
-            constants(
+            Constants(
                 X_ROW=x.stride(0), IN=in_features, OUT=outputs,
                 EXPERTS=experts, WIDTH=next_power_of_2(experts),
                 TAKEN=pairs // len(x), SORTED=stack is self.down,
@@ -165,7 +165,7 @@ def route(
     }  # fmt: skip
     launch(
         triton_routing.route_kernel, (blocks,),
-        constants(
+        Constants(
             CHOICES=next_power_of_2(taken),
             SIGMOID=moe.score == "sigmoid", CORRECTED=correction is not None,
             GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
@@ -177,7 +177,7 @@ def route(
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,
     )  # fmt: skip
     launch(
-        triton_routing.align_kernel, (blocks,), constants(M=rows, **sizes),
+        triton_routing.align_kernel, (blocks,), Constants(M=rows, **sizes),
         order, starts, tiles, ids, counts, tokens, steps, blocks,
     )  # fmt: skip
     return weights, ids, (order, starts, tiles)

@@ -25,7 +25,7 @@ from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import triton_quantized
 from nanoengine.kernels.code_tables import E2M1
-from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.kernels import Kernels, LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, of_groups
@@ -171,7 +171,7 @@ class TritonQuantizedLinear(QuantizedLinear):
         grid = cdiv(num_rows, rows), cdiv(num_outputs, columns)
         launch(
             triton_quantized.quantized_gemm_kernel, grid,
-            constants(
+            Constants(
                 X_ROW=x.stride(0), IN=num_inputs, OUT=num_outputs, GROUP=self.group_size,
                 M=rows, N=columns, K=self.tile,
                 FORM=self.form, ZEROS=self.zeros is not None, BIAS=bias is not None,
@@ -225,7 +225,7 @@ def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     width = next_power_of_2(size)
     launch(
         triton_quantized.e4m3_rows_kernel, (num_rows,),
-        constants(
+        Constants(
             X_ROW=x.stride(0), SIZE=size, WIDTH=width, num_warps=min(max(width // 512, 1), 16)
         ),
         codes, scales, x,

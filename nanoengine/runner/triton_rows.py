@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from nanoengine.kernels import triton_rows as kernels
-from nanoengine.kernels.launch import cdiv, constants, launch
+from nanoengine.kernels.launch import Constants, cdiv, launch
 from nanoengine.layers.embedding import Embedding
 from nanoengine.layers.kernels import UnquantizedLinear
 from nanoengine.models.decoder import CausalLM
@@ -61,7 +61,7 @@ class TritonRows(DeviceRows):
             found, sizes = [x, rotation, *tables], kernels.RowSizes(x.shape[1], rotation.shape[1])
         launch(
             kernels.gather_kernel, (size, num_groups),
-            constants(
+            Constants(
                 LINES=with_padding, NUM_BLOCKS=num_blocks, BLOCK_SIZE=self.block_size,
                 WIDTH=WIDTH, SIZES=sizes, num_warps=4,
             ),
@@ -75,6 +75,6 @@ class TritonRows(DeviceRows):
     def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         launch(
             kernels.advance_kernel, (cdiv(len(rows), ADVANCED),),
-            constants(PADDING=len(self.pool) - 1, SIZE=ADVANCED, num_warps=4),
+            Constants(PADDING=len(self.pool) - 1, SIZE=ADVANCED, num_warps=4),
             self.pool, self.lengths, rows, token_ids, len(rows),
         )  # fmt: skip

@@ -75,10 +75,12 @@ def test_auto_takes_plain_torch_on_an_old_gpu(caplog):
     ids=["no compiler", "no Python.h"],
 )
 def test_a_machine_that_can_t_build_kernels_is_told_before_weights_are_read(error):
-    broken = mock.patch.object(launch, "launch", side_effect=error)
+    broken = mock.patch.object(launch, "empty_kernel")
     unread = mock.patch.object(start, "load_model", side_effect=AssertionError)
-    with EmulatedGPU(), broken, unread, pytest.raises(ConfigError, match="gcc and python3-dev"):
-        on_gpu()
+    with EmulatedGPU(), broken as kernel, unread:
+        kernel.__getitem__.side_effect = error
+        with pytest.raises(ConfigError, match="gcc and python3-dev"):
+            on_gpu()
 
 
 def close(gpu, engine):
