@@ -50,7 +50,6 @@ ROUTING = tuple(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
                 for experts in (16, 128, 256, 512))  # fmt: skip
 DRAWN = "drawn_sample_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
-ROWS = ("gather_kernel", "advance_kernel")
 PIECES = ("delta_chunks_kernel", "delta_scan_kernel", "mamba_scan_kernel")
 STATES = ("conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel")
 STATES += ("delta_chunks_kernel", "delta_scan_kernel")
@@ -77,7 +76,6 @@ KERNELS = {
     + PRODUCTS
     + ROUTING
     + (FILTERED,)
-    + ROWS
     + STATES
     + OF_LATENTS,
     "latents": OF_LATENTS,
@@ -173,7 +171,7 @@ def test_registers_leave_room_for_enough_programs(reports, target):
     assert reports[target, "decode_kernel"]["registers"] <= (168 if target in FP8 else 128)
     assert reports[target, "varlen_kernel"]["registers"] <= 224
     assert reports[target, DETERMINISTIC]["registers"] <= 248
-    for kernel in (*STORES, *LAYERS, *PRODUCTS, *ROWS):
+    for kernel in (*STORES, *LAYERS, *PRODUCTS):
         if (target, kernel) in reports:
             product = kernel in PRODUCTS
             assert reports[target, kernel]["registers"] <= (168 if product else 64)

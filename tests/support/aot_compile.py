@@ -41,7 +41,6 @@ from nanoengine.kernels import (
     triton_gemm,
     triton_mamba,
     triton_routing,
-    triton_rows,
     triton_sampling,
     triton_states,
 )
@@ -53,7 +52,6 @@ from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
 from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
-from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.aot_loops import tile_loop
 from tests.support.aot_targets import NO_PRODUCTS, is_compiled
@@ -78,7 +76,7 @@ def caught_launches():
     caught, originals = [], []
     for module in (
         store_kernels, kernels, layer_kernels, triton_gemm, expert_kernels,
-        triton_routing, triton_rows, triton_sampling, triton_states,
+        triton_routing, triton_sampling, triton_states,
         triton_mamba, quantized_kernels, latent_kernels,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
@@ -135,7 +133,6 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
                 run_quantized(dtype, arch)
             run_experts(dtype)
             run_sampling(dtype)
-            run_rows(dtype, block_size)
             run_states(dtype)
             run_latents(dtype, arch)
             run_mamba(dtype)
@@ -277,16 +274,6 @@ def run_sampling(dtype, size=151936):
     sample_lines(logits, params, draws=True, filters=True)
     if dtype != torch.float32:
         sample_lines(logits, params, draws=True, filters=False)
-
-
-def run_rows(dtype, block_size, max_num_seqs=256, num_groups=2):
-    """What is around a decode's forward."""
-    pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
-    held = TritonRows(pool, num_groups=num_groups, num_blocks=64, block_size=block_size)
-    held.embedding, held.angles = (torch.zeros(64, size, dtype=dtype) for size in (4096, 128))
-    rows = torch.zeros(100, dtype=torch.int64)
-    held.gather(rows)
-    held.advance(rows, rows)
 
 
 def run_states(dtype):
