@@ -8,8 +8,7 @@ between, so do these.
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
 
-Source: fusing the residual sum into the norm, and the activation into the product, is what vLLM and
-TensorRT-LLM do; the code is our own.
+Source: fusing the residual sum into the norm is what vLLM and TensorRT-LLM do; the code is our own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TritonKernels: the kernel set of a GPU, in Triton; products without a gate are cuBLAS.
+"""TritonKernels: the kernel set of a GPU, in Triton; products are cuBLAS.
 
 Plain torch reads and writes a row once for each operation, and launches a kernel for it; one kernel
 for the operations of a norm or a gate saves that memory traffic. This file chooses grids, widths
@@ -25,13 +25,12 @@ from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_layers as kernels
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.kernels import GATES, Kernels, LinearMethod, UnquantizedLinear
-from nanoengine.layers.triton_linear import DTYPES, GatedLinear, TritonLinear
+from nanoengine.layers.triton_linear import DTYPES, TritonLinear
 from nanoengine.models.decoder import CausalLM
 
 
 class TritonKernels(Kernels):
-    """Norms and gates that read a row once and write it once; in 16 bits the products of a gated
-    MLP and the gate are one kernel.
+    """Norms and gates that read a row once and write it once.
 
     Results differ from those of `Kernels` by the order of a row's sum and by the exponential's last
     bit. With a deterministic backend all linear layers have one multiplication with a fixed tile.
@@ -46,9 +45,8 @@ class TritonKernels(Kernels):
                 f"fused layers compute float16, bfloat16 and float32, got {dtype}: set dtype, or"
                 " attention_backend='naive'"
             )
-        gated = UnquantizedLinear if dtype == torch.float32 else GatedLinear
         self.deterministic = getattr(attention, "deterministic", False)
-        super().__init__(attention, TritonLinear if self.deterministic else gated)
+        super().__init__(attention, TritonLinear if self.deterministic else UnquantizedLinear)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(x, None, weight, eps)
@@ -89,8 +87,8 @@ class TritonKernels(Kernels):
             self.linear = held_linears(quantization, self.linear)
 
     def fuse(self, model: CausalLM) -> None:
-        """Replaces a mixture of experts by three launches, and computes layers that keep states by
-        kernels of their own."""
+        """Replaces a mixture of experts by grouped launches, and computes layers that keep states
+        by kernels of their own."""
         if model.config.moe is not None:
             from nanoengine.layers.triton_experts import TritonExperts
             from nanoengine.models.moe import mixtures

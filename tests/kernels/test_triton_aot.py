@@ -42,10 +42,10 @@ LATENTS = tuple(f"latent_{form}_{heads}" for form in ("decode", "prompt") for he
 OF_LATENTS = (*LATENTS, "turn_latents_kernel", "merge_latents_kernel")
 LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
 DETERMINISTIC = "masked_varlen_kernel"
-OF_EXPERTS = ("expert_gemm_kernel", "gated_expert_gemm_kernel")
-WIDE = ("wide_expert_gemm_kernel", "wide_gated_expert_gemm_kernel")
-NARROW = ("narrow_expert_gemm_kernel", "narrow_gated_expert_gemm_kernel")
-PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", *OF_EXPERTS)
+OF_EXPERTS = ("expert_gemm_kernel",)
+WIDE = ("wide_expert_gemm_kernel",)
+NARROW = ("narrow_expert_gemm_kernel",)
+PRODUCTS = ("gemm_kernel", *OF_EXPERTS)
 ROUTING = tuple(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
                 for experts in (16, 128, 256, 512))  # fmt: skip
 DRAWN = "drawn_sample_kernel"  # not in float32
@@ -62,9 +62,8 @@ LARGE_HEADS += ["89,float32,512,64,2,4,heads"]
 BLACKWELL = ["100,bfloat16,128,64,8,2,states"]
 STORED = tuple(f"{form}_gemm_{m}" for form in ("int4", "int4_in_32s", "int8", "e4m3")
                for m in (16, 64, 128))  # fmt: skip
-STORED += tuple(f"gated_{form}_gemm_16" for form in ("int4", "int8", "e4m3"))
-STORED += tuple(f"{form}_{gated}expert_gemm_kernel" for gated in ("gated_", "")
-                for form in ("e4m3", "int4", "e2m1", "wide_e4m3", "wide_int4"))  # fmt: skip
+STORED += tuple(f"{form}_expert_gemm_kernel" for form in
+                ("e4m3", "int4", "e2m1", "wide_e4m3", "wide_int4"))  # fmt: skip
 LATENT = [f"{arch},bfloat16,128,64,8,2,latents" for arch in (100, 120)]
 OF_STORED = ["100,bfloat16,128,64,8,2,quantized"]
 ROUNDED = "e4m3_rows_kernel"  # not on sm_80
@@ -262,8 +261,7 @@ def test_stored_weights_are_multiplied_on_tensor_cores_while_others_arrive(repor
     in_32s = kernel.startswith(("int4_in_32s", "e2m1"))
     assert figures["wide_copies"] > 0 or (is_decode and in_32s)
     assert figures["in_flight"] >= (7 if is_decode else 2)
-    of_decodes = 96 if "gated" in kernel else 56  # two weights, of sm_80 in halves
-    assert figures["registers"] <= (of_decodes if is_decode else 255)
+    assert figures["registers"] <= (56 if is_decode else 255)
 
 
 @pytest.mark.parametrize("target", MAIN[1:] + OF_STORED)

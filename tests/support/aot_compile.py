@@ -178,15 +178,11 @@ def run_layers(dtype, hidden=4096, inner=12288):
 
 
 def run_linear(dtype, hidden=4096, inner=12288):
-    """The deterministic products, one with gates: that of the default's small decodes too."""
+    """The deterministic product."""
     x = torch.zeros(64, hidden, dtype=dtype)
     method = triton_linear.TritonLinear("layer")
     method.weight = torch.zeros(2 * inner, hidden, dtype=dtype)
     method.apply(x, None)
-    method.apply_gated(x, "silu", None)
-    if dtype != torch.float32:
-        gates = triton_linear.gate_config(90, len(x), inner, dtype)
-        assert gates == triton_linear.gemm_config(90, inner, True, dtype)
 
 
 def run_quantized(dtype, arch, hidden=4096, outputs=6144):
@@ -208,8 +204,6 @@ def run_quantized(dtype, arch, hidden=4096, outputs=6144):
         method.zeros = torch.zeros(hidden // 128, outputs) if is_int4 and group == 128 else None
         for num_rows in (1, 64, 512):
             method.multiply(torch.zeros(num_rows, hidden, dtype=dtype), None)
-        if group == 128:  # of the narrowest rows, as a gate of experts
-            method.apply_gated(torch.zeros(1, hidden, dtype=dtype), "silu", None)
     run_quantized_experts(dtype)
 
 
@@ -235,7 +229,8 @@ def mixture_of(gate_up, down, dtype):
     """Experts with biases, of so many inputs and inner outputs."""
     experts, both, hidden = gate_up.shape
     mixture = TritonExperts.__new__(TritonExperts)
-    mixture.activation, mixture.all_reduce = "silu", lambda tensor: tensor
+    mixture.activate = lambda gate_up: gate_up.new_empty(len(gate_up), both // 2)
+    mixture.all_reduce = lambda tensor: tensor
     mixture.deterministic, mixture.gate_up, mixture.down = False, gate_up, down
     moe = MoEConfig(
         num_experts=experts, num_experts_per_tok=8, intermediate_size=both // 2, layers=()
@@ -402,8 +397,6 @@ def name_of(kernel, options):
     name = kernel.__name__
     if name == "varlen_kernel" and options["A"].all_masked:
         return "masked_varlen_kernel"
-    if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
-        name = f"gated_{name}"
     if "expert_gemm" in name and options["FORM"]:
         return f"{'wide_' * (options['M'] == 128)}{options['FORM']}_{name}"
     if "expert_gemm" in name:
@@ -414,8 +407,7 @@ def name_of(kernel, options):
         return name + {256: "_256", 4096: "_256"}.get(options.get("KEY", options.get("SIZE")), "")
     if name == "quantized_gemm_kernel":
         groups = "_in_32s" if options["GROUP"] == 32 else ""
-        gated = "gated_" if options["ACTIVATION"] else ""
-        return f"{gated}{options['FORM']}{groups}_gemm_{options['M']}"
+        return f"{options['FORM']}{groups}_gemm_{options['M']}"
     if name == "latent_kernel":
         return f"latent_{'decode' if options['A'].split else 'prompt'}_{options['HEADS']}"
     if name == "sample_kernel":

@@ -22,7 +22,7 @@ NO_PRODUCTS = {
 they differ between sm_80, 89, 100 and 120 in instructions for one number or for two. Compiled for
 sm_80 and sm_90, in one of their sizes; over fp8 for all."""
 
-AS_SM_80 = re.compile("(wide_)?(gated_)?(int4|int8|e2m1)_|delta_|mamba_scan")
+AS_SM_80 = re.compile("(wide_)?(int4|int8|e2m1)_|delta_|mamba_scan")
 """Products in which no fp8 instruction has a part, and whose tiles no target chooses: sm_89 has the
 copies and products of sm_80."""
 
