@@ -73,21 +73,3 @@ def expert_gemm_kernel(
             )  # fmt: skip
         place = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
         tl.store(place, result, mask=inside & (columns < OUT)[None, :])
-
-
-@triton.jit
-def add_experts_kernel(
-    out, results, weights, SIZE: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
-):  # fmt: skip
-    """out [T, SIZE] = sum of results [T, k, SIZE] times weights [T, k]. Grid: [T, SIZE / WIDTH
-    rounded up]. Added in float32 in the order of choices, each rounded before as by itself."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    mask = columns < SIZE
-    total = tl.full([WIDTH], 0, tl.float32)
-    for choice in range(TAKEN):
-        pair = token * TAKEN + choice
-        result = tl.load(results + pair * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(weights + pair).to(tl.float32)
-        total += (result * weight).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + token * SIZE + columns, total.to(out.dtype.element_ty), mask=mask)

@@ -40,7 +40,7 @@ STORES = ("store_kernel", "rotate_store_kernel")
 ATTENTION = ("varlen_kernel", "decode_kernel")
 LATENTS = tuple(f"latent_{form}_{heads}" for form in ("decode", "prompt") for heads in (16, 128))
 OF_LATENTS = (*LATENTS, "turn_latents_kernel", "merge_latents_kernel")
-LAYERS = ("rms_norm_kernel", "gate_kernel", "add_experts_kernel")
+LAYERS = ("rms_norm_kernel", "gate_kernel")
 DETERMINISTIC = "masked_varlen_kernel"
 OF_EXPERTS = ("expert_gemm_kernel",)
 WIDE = ("wide_expert_gemm_kernel",)
@@ -78,12 +78,12 @@ KERNELS = {
     + STATES
     + OF_LATENTS,
     "latents": OF_LATENTS,
-    "experts": OF_EXPERTS + WIDE + NARROW + ROUTING + ("add_experts_kernel",),
+    "experts": OF_EXPERTS + WIDE + NARROW + ROUTING,
     "fp8": (*STORES, *ATTENTION, DETERMINISTIC),
     "attention": STORES + ATTENTION,
     "heads": (*STORES, *ATTENTION, DETERMINISTIC),
     "states": STATES,
-    "quantized": (*STORED, ROUNDED, "add_experts_kernel", "route_kernel_128", "align_kernel_128"),
+    "quantized": (*STORED, ROUNDED, "route_kernel_128", "align_kernel_128"),
 }
 SPILLED_BYTES = 16
 """A few values may make room for a loop that does not use them: Triton 3.6 puts away 8 bytes of the
