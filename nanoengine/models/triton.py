@@ -64,19 +64,29 @@ class TritonKernels(Kernels):
         out, added, add = x, residual, True
         if added is None:
             out, added, add = x.new_empty(num_tokens, size), x, False
-        strides = x.stride(), added.stride(), out.stride()
+        assert x.stride(1) == added.stride(1) == 1, "rows must be contiguous"
         launch(
-            kernels.rms_norm_kernel, (num_tokens,), norm_constants(size, *strides, eps, add),
+            kernels.rms_norm_kernel, (num_tokens,),
+            Constants(
+                X_ROW=x.stride(0), RESIDUAL_ROW=added.stride(0), OUT_ROW=out.stride(0), SIZE=size,
+                WIDTH=next_power_of_2(size), EPS=eps, ADD=add, num_warps=norm_warps(size),
+            ),
             out, x, added, weight,
         )  # fmt: skip
         return out
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         assert activation in GATES, activation
-        num_tokens, both = gate_up.shape
-        programs, constants = gate_constants(both // 2, gate_up.stride(), activation)
-        out = gate_up.new_empty(num_tokens, both // 2)
-        launch(kernels.gate_kernel, (num_tokens, programs), constants, out, gate_up)
+        assert gate_up.stride(1) == 1, "rows must be contiguous"
+        num_tokens, size = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_tokens, size)
+        width = min(GATE_WIDTH, next_power_of_2(size))
+        row = gate_up.stride(0)
+        launch(
+            kernels.gate_kernel, (num_tokens, cdiv(size, width)),
+            Constants(ROW=row, SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4),
+            out, gate_up,
+        )  # fmt: skip
         return out
 
     def hold(self, quantization: Quantization) -> None:
@@ -122,31 +132,6 @@ class TritonKernels(Kernels):
 
 GATE_WIDTH = 1024
 """Elements per program of `gate_kernel`: 8 per thread, 16 bytes of a 16-bit dtype."""
-
-Strides = tuple[int, ...]
-
-
-@functools.cache
-def norm_constants(
-    size: int, x: Strides, residual: Strides, out: Strides, eps: float, add: bool
-) -> Constants:
-    """Of `rms_norm_kernel`, by the strides of its rows."""
-    assert x[1] == residual[1] == out[1] == 1, "rows must be contiguous"
-    return Constants(
-        X_ROW=x[0], RESIDUAL_ROW=residual[0], OUT_ROW=out[0], SIZE=size,
-        WIDTH=next_power_of_2(size), EPS=eps, ADD=add, num_warps=norm_warps(size),
-    )  # fmt: skip
-
-
-@functools.cache
-def gate_constants(size: int, gate_up: Strides, activation: str) -> tuple[int, Constants]:
-    """Programs per row of `gate_kernel`, and its constants."""
-    assert gate_up[1] == 1, "rows must be contiguous"
-    width = min(GATE_WIDTH, next_power_of_2(size))
-    constants = Constants(
-        ROW=gate_up[0], SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4
-    )
-    return cdiv(size, width), constants
 
 
 def norm_warps(size: int) -> int:
