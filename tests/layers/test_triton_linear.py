@@ -8,7 +8,6 @@ from nanoengine.attention import triton as attention
 from nanoengine.attention.triton import KernelConfig
 from nanoengine.attention.triton_kernels import TileConfig
 from nanoengine.errors import ConfigError
-from nanoengine.kernels import triton_gemm, triton_layers
 from nanoengine.layers import triton_linear
 from nanoengine.layers.triton_linear import GemmConfig, TritonLinear, gemm_config
 from nanoengine.settings.params import SamplingParams
@@ -145,71 +144,6 @@ def test_overlap_changes_no_bit_of_deterministic_outputs_over_an_fp8_cache(deter
         found.append((tokens(requests), [r.sequences[0].extras.logprobs for r in requests]))
     assert found[1] == found[0]
     assert len(found[0][0][1][0]) < 5, "it was to stop"
-
-
-@pytest.fixture
-def launches_of_a_decode(monkeypatch):
-    """Counts what one decode of three sequences launches: kernels of our own, and "library"."""
-    launched = []
-
-    class Count:
-        def __init__(self, name, kernel):
-            self.name, self.kernel = name, kernel
-
-        def __getitem__(self, grid):
-            launched.append(self.name)
-            return self.kernel[grid]
-
-    for module in (
-        triton_gemm, triton_layers, attention.kernels, attention.store_kernels
-    ):  # fmt: skip
-        for name in [n for n in vars(module) if n.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Count(name, getattr(module, name)))
-    product = F.linear
-    monkeypatch.setattr(F, "linear", lambda *rest: launched.append("library") or product(*rest))
-
-    def launches(engine):
-        for i, prompt in enumerate(random_prompts(3, [2], vocab_size=64)):
-            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-            engine.add_request(f"{i}", prompt, params)
-        engine.step()  # the prompts
-        launched.clear()
-        engine.step()
-        engine.close()
-        return launched
-
-    return launches
-
-
-# Around the layer: the last norm and the head. The embedding and its rotation are one lookup a step
-# each, plain torch.
-LAYER = ["norm", "qkv", "rotate and store", "attend", "o", "norm", "gate and up", "gate", "down"]
-AROUND = ["norm", "head"]
-
-
-def test_a_dense_layer_takes_nine_kernels(launches_of_a_decode):
-    engine = make_engine(
-        checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64), dtype="float16",
-        attention_backend="triton", block_size=16, num_kv_blocks=24, max_num_seqs=8,
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    launched = launches_of_a_decode(engine)
-    assert launched == [
-        "rms_norm_kernel", "library", "rotate_store_kernel", "decode_kernel",
-        "library", "rms_norm_kernel", "library", "gate_kernel", "library",
-        "rms_norm_kernel", "library",
-    ]  # fmt: skip
-    assert len(launched) == len(LAYER + AROUND)
-
-
-def test_a_deterministic_layer_takes_nine_kernels(deterministic_engine, launches_of_a_decode):
-    launched = launches_of_a_decode(deterministic_engine(enable_prefix_caching=False))
-    assert launched == [
-        "rms_norm_kernel", "gemm_kernel", "rotate_store_kernel", "varlen_kernel",
-        "gemm_kernel", "rms_norm_kernel", "gemm_kernel", "gate_kernel", "gemm_kernel",
-        "rms_norm_kernel", "gemm_kernel",
-    ]  # fmt: skip
-    assert len(launched) == len(LAYER + AROUND)
 
 
 @pytest.mark.parametrize(

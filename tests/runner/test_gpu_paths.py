@@ -120,10 +120,15 @@ def test_the_memory_plan_counts_what_graphs_take():
         close(gpu, engine)
 
 
-def test_launches_of_a_decode_and_of_what_is_around_its_layers():
-    """A sampling kernel, however rows sample; 40 small operators for inputs and the advance."""
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_launches_of_a_decode_and_of_what_is_around_its_layers(deterministic):
+    """Nine a layer; a sampling kernel, however rows sample; 40 small operators for inputs and the
+    advance."""
+    product, attention = (
+        ("gemm_kernel", "varlen_kernel") if deterministic else ("mm", "decode_kernel")
+    )
     with EmulatedGPU() as gpu, torch.inference_mode():
-        engine = on_gpu()
+        engine = on_gpu(deterministic=deterministic)
         decode = engine.executor.graphed.step
         for kind in SamplingKind:
             gpu.kernels.clear()
@@ -136,11 +141,10 @@ def test_launches_of_a_decode_and_of_what_is_around_its_layers():
         assert before.total() == 34
         gpu.kernels.clear()
         decode.forward(1)
-        of_layers = {"mm": 9, "rotate_store_kernel": 2, "decode_kernel": 2, "gate_kernel": 2}
-        looked_up = {"embedding": 1, "index_select": 1}
-        logits = {"copy_": 1}
-        rest = Counter(of_layers | {"rms_norm_kernel": 5}) + Counter(looked_up) + Counter(logits)
-        assert gpu.kernels == before + rest
+        of_layers = {product: 2 * 4, "rotate_store_kernel": 2, attention: 2, "gate_kernel": 2}
+        of_layers |= {"rms_norm_kernel": 2 * 2}
+        around = {"embedding": 1, "index_select": 1, "rms_norm_kernel": 1, product: 1, "copy_": 1}
+        assert gpu.kernels == before + Counter(of_layers) + Counter(around)
         del decode
         close(gpu, engine)
 
