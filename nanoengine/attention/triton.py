@@ -148,18 +148,6 @@ def cache_constants(k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheConsta
 
 
 @functools.cache
-def store_constants(
-    num_kv_heads: int, head_dim: int, k: Strides, v: Strides, cache: CacheConstants
-) -> Constants:
-    """Of `store_kernel`, by the strides of keys and values."""
-    return Constants(
-        K_TOKEN=k[0], K_HEAD=k[1], V_TOKEN=v[0], V_HEAD=v[1], CACHE=cache,
-        NUM_KV_HEADS=num_kv_heads, HEADS=next_power_of_2(num_kv_heads),
-        HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim),
-    )  # fmt: skip
-
-
-@functools.cache
 def rotate_constants(
     num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float | None,
     heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants,
@@ -216,19 +204,6 @@ def padded(size: int) -> int:
 def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
     """The heads' sinks [H]; any tensor where there are none, since nothing reads it then."""
     return q if spec.sinks is None else spec.sinks
-
-
-def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-    """Writes k, v [T, K, D] to the step's slots of a cache [B, P, K, D], in one launch."""
-    k_cache, v_cache, spec = cache
-    num_tokens, num_kv_heads, head_dim = k.shape
-    of_cache = cache_constants(k_cache, v_cache)
-    launch(
-        store_kernels.store_kernel, (num_tokens,),
-        store_constants(num_kv_heads, head_dim, k.stride(), v.stride(), of_cache),
-        k, v, k_cache, v_cache, batch.slot_mapping[spec.group],
-        1.0 / spec.k_scale, 1.0 / spec.v_scale,
-    )  # fmt: skip
 
 
 def rotate_rows(num_heads: int, head_dim: int) -> int:
@@ -335,8 +310,6 @@ class TritonBackend(AttentionBackend):
         part_lse = torch.empty(shape, dtype=torch.float32, device=device)
         grid = tasks, programs
         return Splits(grid, max_splits, part_out, part_lse)
-
-    store = staticmethod(store_kv)
 
     def rotate_and_store(
         self,

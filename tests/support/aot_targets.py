@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 NO_PRODUCTS = {
-    "store_kernel", "rotate_store_kernel", "rms_norm_kernel", "gate_kernel",
+    "rotate_store_kernel", "rms_norm_kernel", "gate_kernel",
     "filtered_sample_kernel", "drawn_sample_kernel", "turn_latents_kernel", "merge_latents_kernel",
     "conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel",
     "gates_kernel", "gate_norm_kernel", "mamba_gates_kernel", "mamba_step_kernel",
