@@ -103,7 +103,7 @@ class TritonExperts:
         gate_up = self._multiply(x, self.gate_up, self.gate_up_bias, places, first)
         activated = self.activate(gate_up)
         results = self._multiply(activated, self.down, self.down_bias, places, second)
-        weighed = results.view(*weights.shape, -1) * weights.unsqueeze(-1)
+        weighed = results.view(*weights.shape, -1).mul_(weights.unsqueeze(-1))
         return self.all_reduce(weighed.sum(1))
 
     def _multiply(
