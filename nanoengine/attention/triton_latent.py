@@ -252,20 +252,6 @@ def latent_constants(
     return constants, Constants(A=attention, num_warps=4)
 
 
-@functools.cache
-def turn_constants(
-    heads: int, still: int, rank: int, rope: int, eps: float, cos: Strides, sin: Strides,
-    cache: CacheConstants,
-) -> Constants:  # fmt: skip
-    """Of `turn_latents_kernel`, for contiguous heads and vectors."""
-    return Constants(
-        Q_HEAD=rank + rope, HEAD=still + rope, STILL=still, VECTOR=rank + rope,
-        COS_TOKEN=cos[0], SIN_TOKEN=sin[0], CACHE=cache, NUM_HEADS=heads, RANK=rank,
-        WIDTH=next_power_of_2(rank), ROPE=rope, HALF=next_power_of_2(rope // 2), ROWS=TURNED_ROWS,
-        EPS=eps, num_warps=2,
-    )  # fmt: skip
-
-
 class TritonLatentBackend(TritonBackend):
     """Attention whose values are parts of their keys, for one KV head and any number of heads.
 
@@ -295,9 +281,12 @@ class TritonLatentBackend(TritonBackend):
         q = heads.new_empty(num_tokens, num_heads, spec.head_dim)
         launch(
             turn_latents_kernel, (num_tokens, 1 + cdiv(num_heads, TURNED_ROWS)),
-            turn_constants(
-                num_heads, size - rope, rank, rope, eps, cos.stride(), sin.stride(),
-                cache_constants(k_cache, k_cache),
+            Constants(
+                Q_HEAD=spec.head_dim, HEAD=size, STILL=size - rope, VECTOR=spec.head_dim,
+                COS_TOKEN=cos.stride(0), SIN_TOKEN=sin.stride(0),
+                CACHE=cache_constants(k_cache, k_cache), NUM_HEADS=num_heads, RANK=rank,
+                WIDTH=next_power_of_2(rank), ROPE=rope, HALF=next_power_of_2(rope // 2),
+                ROWS=TURNED_ROWS, EPS=eps, num_warps=2,
             ),
             q, heads, vectors, cos, sin, weight, k_cache, batch.slot_mapping[spec.group],
         )  # fmt: skip
