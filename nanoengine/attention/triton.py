@@ -11,7 +11,7 @@ decodes may be captured in a CUDA graph. A graph captured with a greater `max_se
 shorter sequences too: the programs beyond their end find nothing to do.
 
 A row's result does not depend on the sequences beside it, because the sequence alone lays out its
-key tiles and splits, and splits are added up in their order, whichever program comes last. A token
+key tiles and splits, and splits are added up in their order by a second kernel. A token
 takes the decode kernel when it is computed alone and the varlen kernel in a chunk. The two agree to
 rounding, not to the bit, so with `deterministic` all tokens take the varlen kernel, in tiles that
 are all masked: a tile that holds no key which a row may see leaves that row's sums as they were, so
@@ -54,7 +54,6 @@ except ImportError as error:
 from nanoengine.attention import triton_kernels as kernels
 from nanoengine.attention import triton_store as store_kernels
 from nanoengine.attention.triton_kernels import AttentionConstants, CacheConstants, TileConfig
-from nanoengine.attention.triton_splits import NUM_COUNTERS, make_counters
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
@@ -249,7 +248,6 @@ class TritonBackend(AttentionBackend):
             "computes bfloat16 wrongly in Triton's interpreter",
         )
         self.deterministic = deterministic
-        self.counters = make_counters(device)
         self.num_sms = 1
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -301,8 +299,6 @@ class TritonBackend(AttentionBackend):
         # may come, and programs that only exit take time too. So many an SM are several full waves.
         tasks = num_seqs * spec.num_kv_heads
         programs = min(max_splits, max(4, cdiv(self.programs_an_sm * self.num_sms, tasks)))
-        if tasks > NUM_COUNTERS:
-            programs = 1
         if self.has_splits_by_batch:
             max_splits = programs
         shape = (num_seqs, spec.num_heads, max_splits)
@@ -348,10 +344,17 @@ class TritonBackend(AttentionBackend):
             constants = attention_constants(q, out, cache, config.decode, *of_splits)
             launch(
                 kernels.decode_kernel, splits.grid, constants,
-                out, splits.part_out, splits.part_lse, self.counters, q, k_cache, v_cache, sinks,
+                out, splits.part_out, splits.part_lse, q, k_cache, v_cache, sinks,
                 table, batch.seq_lens, shared.table_stride, splits.max_splits,
                 spec.k_scale, spec.v_scale,
             )  # fmt: skip
+            if splits.max_splits > 1:
+                launch(
+                    kernels.merge_kernel, (shared.num_decodes, spec.num_heads),
+                    Constants(A=constants["A"], num_warps=4),
+                    out, splits.part_out, splits.part_lse, sinks, batch.seq_lens,
+                    config.max_splits, splits.max_splits,
+                )  # fmt: skip
         num_prefills = batch.num_seqs - shared.num_decodes
         if num_prefills:
             launch(
