@@ -170,9 +170,17 @@ class AttentionBackend(ABC):
     def prepare(self, batch: Batch) -> object:
         """Computes once what all layers of a step share, for `batch.attention`."""
 
-    @abstractmethod
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        """Writes k, v [T, K, D], contiguous in the last dimension, to the step's slots."""
+        """Writes k, v [T, K, D] to the step's slots of a cache [B, P, K, D]."""
+        k_cache, v_cache, spec = cache
+        slots = batch.slot_mapping[spec.group]
+        place = slots // self.block_size, slots % self.block_size
+        if (kind := k_cache.dtype).itemsize == 1:
+            from nanoengine.attention.stored import to_bytes
+
+            k, v = to_bytes(k, kind, spec.k_scale), to_bytes(v, kind, spec.v_scale)
+        k_cache[place] = k.to(k_cache.dtype)
+        v_cache[place] = v.to(v_cache.dtype)
 
     @abstractmethod
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """FlashAttnBackend: an adapter from nanoengine's batches to the flash-attn package.
 
-`attention.make_backend` makes it for `attention_backend="flash_attn"`. Its only kernel is the KV
-store, which it shares with the Triton backend. Two packages serve it, both by the same authors:
+`attention.make_backend` makes it for `attention_backend="flash_attn"`. It has no kernel of its own:
+torch stores keys and values. Two packages serve it, both by the same authors:
 
 | package | GPUs | blocks |
 |---|---|---|
@@ -27,7 +27,6 @@ import torch
 
 from nanoengine.attention.base import AttentionBackend, KVLayoutName, LayerCache
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.triton import store_kv
 from nanoengine.errors import MissingDependencyError
 
 FA2_BLOCK_MULTIPLE = 256
@@ -73,8 +72,6 @@ class FlashAttnBackend(AttentionBackend):
         starts = torch.zeros_like(batch.query_start_loc)
         torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=starts[1:])
         return starts
-
-    store = staticmethod(store_kv)
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache

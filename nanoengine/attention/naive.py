@@ -48,16 +48,6 @@ class NaiveBackend(AttentionBackend):
         starts = batch.query_start_loc.tolist()
         return list(zip(starts[:-1], starts[1:], batch.seq_lens.tolist(), strict=True))
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        k_cache, v_cache, spec = cache
-        slots = batch.slot_mapping[spec.group]
-        if (kind := k_cache.dtype).itemsize == 1:
-            from nanoengine.attention.stored import to_bytes
-
-            k, v = to_bytes(k, kind, spec.k_scale), to_bytes(v, kind, spec.v_scale)
-        k_cache[slots // self.block_size, slots % self.block_size] = k.to(k_cache.dtype)
-        v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
-
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache
         out = q.new_empty(*q.shape[:2], spec.value_dim or q.shape[-1])

@@ -11,7 +11,7 @@ decodes may be captured in a CUDA graph. A graph captured with a greater `max_se
 shorter sequences too: the programs beyond their end find nothing to do.
 
 A row's result does not depend on the sequences beside it, because the sequence alone lays out its
-key tiles and splits, and splits are added up in their order, whichever program comes last. A token
+key tiles and splits, and splits are added up in their order by a second kernel. A token
 takes the decode kernel when it is computed alone and the varlen kernel in a chunk. The two agree to
 rounding, not to the bit, so with `deterministic` all tokens take the varlen kernel, in tiles that
 are all masked: a tile that holds no key which a row may see leaves that row's sums as they were, so
@@ -54,7 +54,6 @@ except ImportError as error:
 from nanoengine.attention import triton_kernels as kernels
 from nanoengine.attention import triton_store as store_kernels
 from nanoengine.attention.triton_kernels import AttentionConstants, CacheConstants, TileConfig
-from nanoengine.attention.triton_splits import NUM_COUNTERS, make_counters
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
@@ -152,18 +151,6 @@ def cache_constants(k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheConsta
 
 
 @functools.cache
-def store_constants(
-    num_kv_heads: int, head_dim: int, k: Strides, v: Strides, cache: CacheConstants
-) -> Constants:
-    """Of `store_kernel`, by the strides of keys and values."""
-    return Constants(
-        K_TOKEN=k[0], K_HEAD=k[1], V_TOKEN=v[0], V_HEAD=v[1], CACHE=cache,
-        NUM_KV_HEADS=num_kv_heads, HEADS=next_power_of_2(num_kv_heads),
-        HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim),
-    )  # fmt: skip
-
-
-@functools.cache
 def rotate_constants(
     num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float | None,
     heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants,
@@ -222,19 +209,6 @@ def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
     return q if spec.sinks is None else spec.sinks
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-    """Writes k, v [T, K, D] to the step's slots of a cache [B, P, K, D], in one launch."""
-    k_cache, v_cache, spec = cache
-    num_tokens, num_kv_heads, head_dim = k.shape
-    of_cache = cache_constants(k_cache, v_cache)
-    launch(
-        store_kernels.store_kernel, (num_tokens,),
-        store_constants(num_kv_heads, head_dim, k.stride(), v.stride(), of_cache),
-        k, v, k_cache, v_cache, batch.slot_mapping[spec.group],
-        1.0 / spec.k_scale, 1.0 / spec.v_scale,
-    )  # fmt: skip
-
-
 def rotate_rows(num_heads: int, head_dim: int) -> int:
     """Heads that one program of `rotate_store_kernel` norms and turns.
 
@@ -278,7 +252,6 @@ class TritonBackend(AttentionBackend):
             "computes bfloat16 wrongly in Triton's interpreter",
         )
         self.deterministic = deterministic
-        self.counters = make_counters(device)
         self.num_sms = 1
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -330,16 +303,12 @@ class TritonBackend(AttentionBackend):
         # may come, and programs that only exit take time too. So many an SM are several full waves.
         tasks = num_seqs * spec.num_kv_heads
         programs = min(max_splits, max(4, cdiv(self.programs_an_sm * self.num_sms, tasks)))
-        if tasks > NUM_COUNTERS:
-            programs = 1
         if self.has_splits_by_batch:
             max_splits = programs
         shape = (num_seqs, spec.num_heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=device)
         return Splits((tasks, programs), max_splits, part_out, part_lse)
-
-    store = staticmethod(store_kv)
 
     def rotate_and_store(
         self,
@@ -378,10 +347,17 @@ class TritonBackend(AttentionBackend):
             constants = attention_constants(q, out, cache, config.decode, *of_splits)
             launch(
                 kernels.decode_kernel, splits.grid, constants,
-                out, splits.part_out, splits.part_lse, self.counters, q, k_cache, v_cache, sinks,
+                out, splits.part_out, splits.part_lse, q, k_cache, v_cache, sinks,
                 table, batch.seq_lens, shared.table_stride, splits.max_splits,
                 spec.k_scale, spec.v_scale,
             )  # fmt: skip
+            if splits.max_splits > 1:
+                launch(
+                    kernels.merge_kernel, (shared.num_decodes, spec.num_heads),
+                    Constants(A=constants["A"], num_warps=4),
+                    out, splits.part_out, splits.part_lse, sinks, batch.seq_lens,
+                    config.max_splits, splits.max_splits,
+                )  # fmt: skip
         num_prefills = batch.num_seqs - shared.num_decodes
         if num_prefills:
             launch(

@@ -39,8 +39,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nanoengine.attention.triton_splits import counted_last
-
 MIN_SCORE = tl.constexpr(-1.0e30)
 """First running maximum. Finite, so that a row that sees nothing yet gives 0 and not NaN."""
 
@@ -344,7 +342,7 @@ def combine(
     """Adds up the splits of one query head, from row `part` on, weighted by their sums.
 
     Splits are taken 16 at a time, counted from the sequence's first: the order of the sums depends
-    on this sequence alone. None at all give zeros. `sink` is the place of the head's.
+    on this sequence alone. `sink` is the place of the head's.
     """
     STEP: tl.constexpr = 16
     dims = tl.arange(0, A.dim)
@@ -365,8 +363,7 @@ def combine(
         high = new_high
     if A.sinks:
         total += sink_share(sink, True, high)
-    result = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_row + dims, result.to(out_row.dtype.element_ty), mask=dims < A.head_dim)
+    tl.store(out_row + dims, (acc / total).to(out_row.dtype.element_ty), mask=dims < A.head_dim)
 
 
 @triton.jit(
@@ -374,7 +371,7 @@ def combine(
     do_not_specialize_on_alignment=["sinks", "block_tables", "seq_lens"],
 )
 def decode_kernel(
-    out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, block_tables, seq_lens,
+    out, part_out, part_lse, q, k_cache, v_cache, sinks, block_tables, seq_lens,
     table_stride, max_splits, k_scale, v_scale,
     CACHE: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
@@ -385,14 +382,15 @@ def decode_kernel(
 
     The only split of a sequence is its result. Of more, program p takes the splits p, p + programs,
     ... and writes each one's normalized result to `part_out` [S, H, max_splits, D] and its base-2
-    log-sum-exp to `part_lse` [S, H, max_splits], both float32 and contiguous; the program that
-    comes last adds them up. The number of programs is a matter of speed, never of the result.
+    log-sum-exp to `part_lse` [S, H, max_splits], both float32 and contiguous; `merge_kernel` adds
+    them up. The number of programs is a matter of speed, never of the result.
     """
     kv_head, seq = tl.program_id(0) % A.kv_heads, tl.program_id(0) // A.kv_heads
     seq_len = tl.load(seq_lens + seq)
     low, size, first_split, num_splits = split_keys(seq_len, A.max_splits, A)
+    num_splits = tl.maximum(num_splits, 1)  # Why: a row of no tokens gives zeros.
     # Why: launches are sized for the longest sequence that may come; the others exit at once.
-    programs = tl.minimum(tl.num_programs(1), tl.maximum(num_splits, 1))
+    programs = tl.minimum(tl.num_programs(1), num_splits)
     if tl.program_id(1) < programs:
         rows = tl.arange(0, A.m)
         dims = tl.arange(0, A.dim)[None, :]
@@ -420,7 +418,7 @@ def decode_kernel(
             if A.sinks:  # noqa: SIM102
                 if num_splits == 1:
                     whole += sink_share(sinks + heads, rows < A.group, high)
-            result = acc / whole[:, None]
+            result = acc / tl.where(whole > 0.0, whole, 1.0)[:, None]
             if v_cache.dtype.element_ty != q.dtype.element_ty:
                 result = result * v_scale
             if num_splits == 1:
@@ -430,12 +428,22 @@ def decode_kernel(
                 part = (part_row + heads) * max_splits + split
                 tl.store(part_lse + part, high + tl.log2(total), mask=rows < A.group)
                 tl.store(part_out + part[:, None] * A.head_dim + dims, result, mask=mask)
-        if num_splits != 1:  # noqa: SIM102
-            # Why not `and`: in a kernel both of its sides are computed.
-            if counted_last(counters + tl.program_id(0), programs):
-                for head in range(kv_head * A.group, kv_head * A.group + A.group):
-                    part = (part_row + head) * max_splits
-                    combine(
-                        out_row + head * A.o_head, part_out, part_lse, part, num_splits,
-                        sinks + head, A,
-                    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["most_splits", "max_splits"],
+    do_not_specialize_on_alignment=["sinks", "seq_lens"],
+)
+def merge_kernel(
+    out, part_out, part_lse, sinks, seq_lens, most_splits, max_splits, A: tl.constexpr
+):  # fmt: skip
+    """Adds up the splits of one head of one decode, where there are several. Grid: [S, H].
+
+    most_splits: by which the sizes of splits were chosen; max_splits: for which there is room.
+    """
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), most_splits, A)
+    if num_splits > 1:
+        part = (seq * tl.num_programs(1) + head) * max_splits
+        row = out + seq * A.o_token + head * A.o_head
+        combine(row, part_out, part_lse, part, num_splits, sinks + head, A)

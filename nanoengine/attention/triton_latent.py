@@ -21,10 +21,6 @@ is a result of all heads' latents, of 256 sequences of 128 heads 67 MB. So the l
 may depend on the number of sequences. With `deterministic` all tokens take the form of prompts,
 without splits, which is slow where contexts are long and sequences are few.
 
-A second kernel merges splits. Why not the program that comes last, as in `triton_kernels.py`: the
-16 heads of a tile have 32 KiB of results a split, and one program would add them up for longer than
-all of them together read the context.
-
 The kernels have been run in Triton's interpreter and compiled ahead of time; they have not run on a
 GPU yet.
 
@@ -57,8 +53,8 @@ from nanoengine.attention.triton_kernels import (
     AttentionConstants,
     CacheConstants,
     TileConfig,
-    combine,
     load_keys,
+    merge_kernel,
     queries_of_tile,
     split_keys,
     tile_blocks,
@@ -204,19 +200,6 @@ def latent_kernel(
                 tl.store(part_out + part[:, None] * A.head_dim + dims, result, mask=mask)
 
 
-@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens"])
-def merge_latents_kernel(
-    out, part_out, part_lse, seq_lens, max_splits, A: tl.constexpr
-):  # fmt: skip
-    """Adds up the splits of one head of one decode, where there are several. Grid: [S, H]."""
-    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), max_splits, A)
-    if num_splits > 1:
-        part = (seq * tl.num_programs(1) + head) * max_splits
-        row = out + seq * A.o_token + head * A.o_head
-        combine(row, part_out, part_lse, part, num_splits, out, A)
-
-
 @functools.cache
 def latent_config(arch: int, num_heads: int, dtype: torch.dtype) -> KernelConfig:
     """Tile sizes for a GPU of compute capability `arch`; see `triton.kernel_config`.
@@ -239,7 +222,7 @@ def latent_constants(
     heads: int, rank: int, rope: int, scale: float, q: Strides, out: Strides,
     cache: CacheConstants, tile: TileConfig, splits: tuple[int, ...],
 ) -> tuple[Constants, Constants]:  # fmt: skip
-    """Of `latent_kernel` and of `merge_latents_kernel`; `splits`: the tokens of one, or ()."""
+    """Of `latent_kernel` and of `merge_kernel`; `splits`: the tokens of one, or ()."""
     attention = AttentionConstants(
         *q[:2], *out[:2], scale, 0.0, 0, min(heads, tile.rows), False, rank, padded(rank),
         tile.rows, tile.keys, *splits,
@@ -250,20 +233,6 @@ def latent_constants(
         num_stages=tile.stages,
     )  # fmt: skip
     return constants, Constants(A=attention, num_warps=4)
-
-
-@functools.cache
-def turn_constants(
-    heads: int, still: int, rank: int, rope: int, eps: float, cos: Strides, sin: Strides,
-    cache: CacheConstants,
-) -> Constants:  # fmt: skip
-    """Of `turn_latents_kernel`, for contiguous heads and vectors."""
-    return Constants(
-        Q_HEAD=rank + rope, HEAD=still + rope, STILL=still, VECTOR=rank + rope,
-        COS_TOKEN=cos[0], SIN_TOKEN=sin[0], CACHE=cache, NUM_HEADS=heads, RANK=rank,
-        WIDTH=next_power_of_2(rank), ROPE=rope, HALF=next_power_of_2(rope // 2), ROWS=TURNED_ROWS,
-        EPS=eps, num_warps=2,
-    )  # fmt: skip
 
 
 class TritonLatentBackend(TritonBackend):
@@ -295,9 +264,12 @@ class TritonLatentBackend(TritonBackend):
         q = heads.new_empty(num_tokens, num_heads, spec.head_dim)
         launch(
             turn_latents_kernel, (num_tokens, 1 + cdiv(num_heads, TURNED_ROWS)),
-            turn_constants(
-                num_heads, size - rope, rank, rope, eps, cos.stride(), sin.stride(),
-                cache_constants(k_cache, k_cache),
+            Constants(
+                Q_HEAD=spec.head_dim, HEAD=size, STILL=size - rope, VECTOR=spec.head_dim,
+                COS_TOKEN=cos.stride(0), SIN_TOKEN=sin.stride(0),
+                CACHE=cache_constants(k_cache, k_cache), NUM_HEADS=num_heads, RANK=rank,
+                WIDTH=next_power_of_2(rank), ROPE=rope, HALF=next_power_of_2(rope // 2),
+                ROWS=TURNED_ROWS, EPS=eps, num_warps=2,
             ),
             q, heads, vectors, cos, sin, weight, k_cache, batch.slot_mapping[spec.group],
         )  # fmt: skip
@@ -332,8 +304,9 @@ class TritonLatentBackend(TritonBackend):
             )  # fmt: skip
             if splits.max_splits > 1:
                 launch(
-                    merge_latents_kernel, (num_decodes, spec.num_heads), merging,
-                    out, splits.part_out, splits.part_lse, lens, splits.max_splits,
+                    merge_kernel, (num_decodes, spec.num_heads), merging,
+                    out, splits.part_out, splits.part_lse, out, lens, splits.max_splits,
+                    splits.max_splits,
                 )  # fmt: skip
         if num_prefills:
             group = min(spec.num_heads, config.prefill.rows)

@@ -1,12 +1,12 @@
-"""The Triton kernels that write the paged KV cache.
+"""The Triton kernel that writes the paged KV cache.
 
-`store_kernel` writes keys and values as they are. `rotate_store_kernel` takes them out of the fused
-projection, and norms and rotates heads on the way. Only `attention/triton.py` calls the two. An fp8
-cache holds number * factor, rounded to nearest, where the factor is one over the layer's scale;
-`attention/stored.py` is the readable form in plain torch.
+`rotate_store_kernel` takes keys and values out of the fused projection, and norms and rotates heads
+on the way. Only `attention/triton.py` calls it. An fp8 cache holds number * factor, rounded to
+nearest, where the factor is one over the layer's scale; `attention/stored.py` is the readable form
+in plain torch.
 
-They have been run in Triton's interpreter and compiled to machine code ahead of time; they have not
-run on a GPU yet.
+It has been run in Triton's interpreter and compiled to machine code ahead of time; it has not run
+on a GPU yet.
 """
 
 from __future__ import annotations
@@ -25,34 +25,6 @@ def to_cache(x, cache, factor):
         scaled = x.to(tl.float32) * factor
         x = tl.clamp(scaled, -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
     return x.to(cache.dtype.element_ty)
-
-
-@triton.jit(
-    do_not_specialize=["k_factor", "v_factor"], do_not_specialize_on_alignment=["slot_mapping"]
-)
-def store_kernel(
-    k, v, k_cache, v_cache, slot_mapping, k_factor, v_factor,
-    K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
-    V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
-    CACHE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """Copies one token's keys and values to its slot. Grid: [T].
-
-    HEADS and DIM are NUM_KV_HEADS and HEAD_DIM rounded up to powers of two; the rest is masked.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    block, offset = slot // CACHE.block_size, slot % CACHE.block_size
-    heads = tl.arange(0, HEADS)[:, None]
-    dims = tl.arange(0, DIM)[None, :]
-    mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
-    key = tl.load(k + token * K_TOKEN + (heads * K_HEAD + dims), mask=mask)
-    value = tl.load(v + token * V_TOKEN + (heads * V_HEAD + dims), mask=mask)
-    k_row = k_cache + block * CACHE.k_block + offset * CACHE.k_token
-    v_row = v_cache + block * CACHE.v_block + offset * CACHE.v_token
-    tl.store(k_row + (heads * CACHE.k_head + dims), to_cache(key, k_cache, k_factor), mask=mask)
-    tl.store(v_row + (heads * CACHE.v_head + dims), to_cache(value, v_cache, v_factor), mask=mask)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def expert_gemm_kernel(
     X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, SORTED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
     GROUP: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """out [R, OUT] = each row of x times weight [E, OUT, IN] of its expert, + bias [E, OUT]. Grid:
@@ -37,8 +37,7 @@ def expert_gemm_kernel(
 
     order [R], starts [E + 1], tiles [E]: see `align_kernel`. SORTED: x has the sorted rows, and
     results go to their pairs' places. Else x has the tokens' rows, and results stay sorted.
-    ACTIVATION, if not "": weight is [E, 2 OUT, IN], gate first, bias [E, 2 OUT], and out is that
-    gate. WIDTH: E rounded up to a power of two. FORM, if not "": weight, scales and zeros are as in
+    WIDTH: E rounded up to a power of two. FORM, if not "": weight, scales and zeros are as in
     `quantized_products`, those of an expert after another.
     """
     across: tl.constexpr = (OUT + N - 1) // N
@@ -56,40 +55,21 @@ def expert_gemm_kernel(
         else:
             sources, places = pairs // TAKEN, rows
         inside = (rows < last)[:, None]
-        parts = 1 if ACTIVATION == "" else 2
         x_rows = x + sources.to(tl.int64)[:, None] * X_ROW
         number = expert.to(tl.int64)
-        own_bias = bias + number * (parts * OUT)
+        own_bias = bias + number * OUT
         if FORM == "":
             result = products(
-                out, x_rows, inside, weight + number * (parts * OUT * IN), own_bias, columns,
-                IN, OUT, M, N, K, BIAS, ACTIVATION,
+                out, x_rows, inside, weight + number * (OUT * IN), own_bias, columns,
+                IN, OUT, M, N, K, BIAS,
             )  # fmt: skip
         else:
             stored: tl.constexpr = IN // 2 if FORM == "int4" or FORM == "e2m1" else IN
-            groups = number * (parts * OUT * (IN // GROUP))
+            groups = number * (OUT * (IN // GROUP))
             result = quantized_products(
-                out, x_rows, inside, weight + number * (parts * OUT * stored), scales + groups,
+                out, x_rows, inside, weight + number * (OUT * stored), scales + groups,
                 zeros + groups, own_bias, columns,
-                IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS, ACTIVATION,
+                IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS,
             )  # fmt: skip
         place = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
         tl.store(place, result, mask=inside & (columns < OUT)[None, :])
-
-
-@triton.jit
-def add_experts_kernel(
-    out, results, weights, SIZE: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
-):  # fmt: skip
-    """out [T, SIZE] = sum of results [T, k, SIZE] times weights [T, k]. Grid: [T, SIZE / WIDTH
-    rounded up]. Added in float32 in the order of choices, each rounded before as by itself."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    mask = columns < SIZE
-    total = tl.full([WIDTH], 0, tl.float32)
-    for choice in range(TAKEN):
-        pair = token * TAKEN + choice
-        result = tl.load(results + pair * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(weights + pair).to(tl.float32)
-        total += (result * weight).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + token * SIZE + columns, total.to(out.dtype.element_ty), mask=mask)

@@ -1,9 +1,9 @@
-"""A matrix multiplication in Triton whose rows don't depend on each other, with or without gates.
+"""A matrix multiplication in Triton whose rows don't depend on each other.
 
-Called by `layers/triton_linear.py` alone. Each output is one sum over the inputs, from the first to
-the last, in tiles of a fixed size: no split of the sum, no choice by the number of rows. So a row
-has the same bits alone and among thousands, which a library that picks its algorithm by shape does
-not promise.
+Called by `layers/triton_linear.py`; products of experts share its parts. Each output is one sum
+over the inputs, from the first to the last, in tiles of a fixed size: no split of the sum, no
+choice by the number of rows. So a row has the same bits alone and among thousands, which a library
+that picks its algorithm by shape does not promise.
 
 The kernel has run in Triton's interpreter and been compiled to machine code ahead of time; it has
 not run on a GPU yet.
@@ -14,64 +14,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_layers import gated
-
-
-@triton.jit
-def load_weight(weight, outputs, inputs, IN: tl.constexpr, OUT: tl.constexpr, EVEN: tl.constexpr):
-    """[outputs, inputs] of a row-major weight; zeros past its end."""
-    mask = (outputs < OUT)[:, None]
-    if not EVEN:
-        mask = mask & (inputs < IN)[None, :]
-    place = weight + outputs.to(tl.int64)[:, None] * IN + inputs[None, :]
-    return tl.load(place, mask=mask, other=0.0)
-
 
 @triton.jit
 def products(
     out, x_rows, inside, weight, bias, columns,
     IN: tl.constexpr, OUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     """Rows of x times the `columns` [N] of weight [OUT, IN].T, + bias: [M, N] of out's dtype.
 
-    x_rows [M, 1] says where the rows begin, inside [M, 1] which there are. ACTIVATION, if not "":
-    weight is [2 OUT, IN], gate first, bias [2 OUT], and the result is act(gate) * up, rounded at
-    each step as separate layers would.
+    x_rows [M, 1] says where the rows begin, inside [M, 1] which there are.
     """
     acc = tl.full([M, N], 0, tl.float32)
-    up_acc = tl.full([M, N], 0, tl.float32)
+    there = (columns < OUT)[:, None]
+    weight_rows = weight + columns.to(tl.int64)[:, None] * IN
     for start in range(0, IN, K):
         inputs = start + tl.arange(0, K)
-        mask = inside
+        mask, known = inside, there
         if IN % K != 0:
-            mask = inside & (inputs < IN)[None, :]
+            mask, known = inside & (inputs < IN)[None, :], there & (inputs < IN)[None, :]
         left = tl.load(x_rows + inputs[None, :], mask=mask, other=0.0)
-        right = load_weight(weight, columns, inputs, IN, OUT, IN % K == 0)
+        right = tl.load(weight_rows + inputs[None, :], mask=known, other=0.0)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-        if ACTIVATION != "":
-            up = load_weight(weight + OUT * IN, columns, inputs, IN, OUT, IN % K == 0)
-            up_acc = tl.dot(left, tl.trans(up), up_acc, input_precision="ieee")
-    return ended(acc, up_acc, out, bias, columns, OUT, BIAS, ACTIVATION)
+    return with_bias(acc, out, bias, columns, OUT, BIAS)
 
 
 @triton.jit
-def ended(
-    acc, up_acc, out, bias, columns, OUT: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """What `products` gives, of sums [M, N]."""
+def with_bias(acc, out, bias, columns, OUT: tl.constexpr, BIAS: tl.constexpr):
+    """Sums [M, N] + bias, rounded to out's dtype."""
     if BIAS:
         added = tl.load(bias + columns, mask=columns < OUT, other=0.0)
         acc += added.to(tl.float32)[None, :]
-        if ACTIVATION != "":
-            added = tl.load(bias + OUT + columns, mask=columns < OUT, other=0.0)
-            up_acc += added.to(tl.float32)[None, :]
-    result = acc.to(out.dtype.element_ty)
-    if ACTIVATION != "":
-        up_result = up_acc.to(out.dtype.element_ty).to(tl.float32)
-        result = gated(result.to(tl.float32), up_result, ACTIVATION, out.dtype.element_ty)
-    return result
+    return acc.to(out.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -79,12 +53,13 @@ def gemm_kernel(
     out, x, weight, bias, num_rows,
     X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr = None,
+    BIAS: tl.constexpr, HEADS: tl.constexpr = None,
 ):  # fmt: skip
-    """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias, or gates: see `products`. Grid:
-    [T / M, OUT / N, 1], rounded up. Its first axis goes over rows: programs that run together then
-    share their weights. HEADS, if not None: its third axis goes over products, which begin so far
-    apart in out, x and weight."""
+    """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias. Grid: [T / M, OUT / N, 1], rounded up.
+
+    Its first axis goes over rows: programs that run together then share their weights. HEADS, if
+    not None: its third axis goes over products, which begin so far apart in out, x and weight.
+    """
     if HEADS is not None:
         head = tl.program_id(2)
         out, x, weight = out + head * HEADS[0], x + head * HEADS[1], weight + head * HEADS[2]
@@ -92,8 +67,6 @@ def gemm_kernel(
     columns = tl.program_id(1) * N + tl.arange(0, N)
     inside = (rows < num_rows)[:, None]
     x_rows = x + rows.to(tl.int64)[:, None] * X_ROW
-    result = products(
-        out, x_rows, inside, weight, bias, columns, IN, OUT, M, N, K, BIAS, ACTIVATION
-    )
+    result = products(out, x_rows, inside, weight, bias, columns, IN, OUT, M, N, K, BIAS)
     place = out + rows.to(tl.int64)[:, None] * OUT_ROW + columns[None, :]
     tl.store(place, result, mask=inside & (columns < OUT)[None, :])

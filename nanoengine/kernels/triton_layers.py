@@ -8,8 +8,7 @@ between, so do these.
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
 
-Source: fusing the residual sum into the norm, and the activation into the product, is what vLLM and
-TensorRT-LLM do; the code is our own.
+Source: fusing the residual sum into the norm is what vLLM and TensorRT-LLM do; the code is our own.
 """
 
 from __future__ import annotations
@@ -47,18 +46,6 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def activate(gate, ACTIVATION: tl.constexpr):
-    """SiLU, or GELU by its tanh formula, of float32 numbers.
-
-    Both are gate * sigmoid(z): 1 + tanh(y) is 2 * sigmoid(2 y), so one exponential serves both.
-    """
-    z = gate
-    if ACTIVATION == "gelu_pytorch_tanh":
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
-    return gate / (1.0 + tl.exp(-z))
-
-
-@triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """act(gate) * up of float32 numbers, rounded to DTYPE at each step as separate layers would;
     the clamped form of gpt-oss is one layer, so it is rounded once."""
@@ -66,7 +53,11 @@ def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
         gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
         return (gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)).to(DTYPE)
-    return (activate(gate, ACTIVATION).to(DTYPE).to(tl.float32) * up).to(DTYPE)
+    # Both are gate * sigmoid(z): 1 + tanh(y) is 2 * sigmoid(2 y), so one exponential serves both.
+    z = gate
+    if ACTIVATION == "gelu_pytorch_tanh":
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    return ((gate / (1.0 + tl.exp(-z))).to(DTYPE).to(tl.float32) * up).to(DTYPE)
 
 
 @triton.jit

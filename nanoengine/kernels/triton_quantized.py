@@ -15,18 +15,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_gemm import ended
+from nanoengine.kernels.triton_gemm import with_bias
 
 
 @triton.jit
 def widened(
     stored, scales, zeros, columns, start,
-    OUT: tl.constexpr, ALL: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
+    OUT: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
     HIGH: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Stored bytes [N, K] as floats, whose inputs begin at `start` and share one group: [N, K].
 
-    HIGH: of forms of 4 bits the high halves. ALL: outputs that a row of scales has.
+    HIGH: of forms of 4 bits the high halves.
     """
     codes = stored
     if FORM == "int4" or FORM == "e2m1":
@@ -45,7 +45,7 @@ def widened(
         numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256
     else:
         numbers = codes.to(tl.float32)
-    place = start // GROUP * ALL + columns
+    place = start // GROUP * OUT + columns
     if ZEROS:
         numbers -= tl.load(zeros + place, mask=columns < OUT, other=0.0)[:, None]
     scale = tl.load(scales + place, mask=columns < OUT, other=0.0)
@@ -56,8 +56,7 @@ def widened(
 def quantized_products(
     out, x_rows, inside, weight, scales, zeros, bias, columns,
     IN: tl.constexpr, OUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    GROUP: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """`products` of triton_gemm.py by a weight in one of these forms, whose rows are bytes.
 
@@ -65,36 +64,25 @@ def quantized_products(
     and whose high halves the second: plus 8, or the bits of floats of which a weight has twice the
     number. Why: a load then gives two tiles of inputs, and no value moves between threads. "int8":
     [OUT, IN] int8. "e4m3": [OUT, IN] int8, the bits of floats. scales, zeros: [IN / GROUP, OUT]
-    float32. K divides GROUP, and IN (of 4 bits its half). With an ACTIVATION all have 2 OUT.
+    float32. K divides GROUP, and IN (of 4 bits its half).
     """
     HALVES: tl.constexpr = 2 if FORM == "int4" or FORM == "e2m1" else 1
-    ALL: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
     WIDTH: tl.constexpr = IN // HALVES
     dtype: tl.constexpr = x_rows.dtype.element_ty
     there = (columns < OUT)[:, None]
     acc = tl.full([M, N], 0, tl.float32)
-    up_acc = tl.full([M, N], 0, tl.float32)
     for start in range(0, WIDTH, K):
         inputs = start + tl.arange(0, K)
         place = weight + columns.to(tl.int64)[:, None] * WIDTH + inputs[None, :]
         stored = tl.load(place, mask=there, other=0)
-        up = stored
-        if ACTIVATION != "":
-            up = tl.load(place + OUT * WIDTH, mask=there, other=0)
         for half in tl.static_range(HALVES):
             first = start + half * WIDTH
             left = tl.load(x_rows + half * WIDTH + inputs[None, :], mask=inside, other=0.0)
             right = widened(
-                stored, scales, zeros, columns, first, OUT, ALL, GROUP, FORM, half, ZEROS, dtype
+                stored, scales, zeros, columns, first, OUT, GROUP, FORM, half, ZEROS, dtype
             )
             acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-            if ACTIVATION != "":
-                right = widened(
-                    up, scales + OUT, zeros + OUT, columns, first,
-                    OUT, ALL, GROUP, FORM, half, ZEROS, dtype,
-                )  # fmt: skip
-                up_acc = tl.dot(left, tl.trans(right), up_acc, input_precision="ieee")
-    return ended(acc, up_acc, out, bias, columns, OUT, BIAS, ACTIVATION)
+    return with_bias(acc, out, bias, columns, OUT, BIAS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -102,17 +90,17 @@ def quantized_gemm_kernel(
     out, x, weight, scales, zeros, bias, num_rows,
     X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    FORM: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    FORM: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, OUT] = x [T, IN] @ weight.T + bias, or gates: see `quantized_products`. Grid:
-    [T / M, OUT / N], rounded up."""
+    """out [T, OUT] = x [T, IN] @ weight.T + bias, see `quantized_products`. Grid: [T / M, OUT / N],
+    rounded up."""
     rows = tl.program_id(0) * M + tl.arange(0, M)
     columns = tl.program_id(1) * N + tl.arange(0, N)
     inside = (rows < num_rows)[:, None]
     x_rows = x + rows.to(tl.int64)[:, None] * X_ROW
     result = quantized_products(
         out, x_rows, inside, weight, scales, zeros, bias, columns,
-        IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS, ACTIVATION,
+        IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS,
     )  # fmt: skip
     target = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, result, mask=inside & (columns < OUT)[None, :])

@@ -1,6 +1,6 @@
-"""TritonExperts: a mixture of experts in six launches, without waiting for the host.
+"""TritonExperts: a mixture of experts in eight launches, without waiting for the host.
 
-    the router's product | routing | its order by expert | gate and up | down | their sum
+    the router's product | routing | its order by expert | gate and up | gate | down | their sum
 
 The readable form is `Router` and `Experts`, which waits for the number of rows of each expert and
 calls them one by one. Put in its place by `TritonKernels.fuse` once the weights are loaded. This
@@ -16,13 +16,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.kernels import triton_experts, triton_routing
-from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.triton_linear import (
@@ -34,8 +34,6 @@ from nanoengine.layers.triton_linear import (
 )
 from nanoengine.layers.triton_quantized import tile_of
 
-ADDED_WIDTH = 1024
-"""Elements of a token that one program adds up: 8 a thread, 16 bytes of a 16-bit dtype."""
 ROUTED_TOKENS = 8
 """A tile of the routing: two rows of scores a warp, so that a warp has whole rows."""
 MOST_BLOCKS = 256
@@ -61,10 +59,10 @@ class TritonExperts:
 
     Attributes:
         graph_safe: nothing here waits for the host.
-        plain: the activation of experts that are not gated, in plain torch; else None.
+        activate: what is between an expert's two products.
     """
 
-    graph_safe, plain = True, None
+    graph_safe = True
 
     @staticmethod
     def takes(experts: Experts) -> bool:
@@ -75,10 +73,10 @@ class TritonExperts:
         return all(len(found) == 1 and None not in found for found in forms)
 
     def __init__(self, router: Router, experts: Experts) -> None:
-        all_of_them = list(experts.experts)
+        all_of_them: Sequence[Any] = list(experts.experts)
         self.router, self.all_reduce = router, experts.all_reduce
-        self.plain = all_of_them[0].plain
-        self.activation = "" if self.plain else all_of_them[0].activation
+        gate, activation = all_of_them[0].ops.gate, all_of_them[0].activation
+        self.activate = all_of_them[0].plain or functools.partial(gate, activation=activation)
         self.deterministic = isinstance(all_of_them[0].down, TritonLinear)
         self.gate_up = stacked([each.gate_up for each in all_of_them])
         self.down = stacked([each.down for each in all_of_them])
@@ -89,30 +87,24 @@ class TritonExperts:
         """`seen`: what the router takes in the place of x."""
         if not len(x):  # the last layer, in a step that is only a chunk of a prompt
             return torch.empty_like(x)
-        moe, arch, inner = self.router.moe, arch_of(x.device), self.down.shape[2]
+        moe, arch = self.router.moe, arch_of(x.device)
         rows = 64
         if not self.deterministic:
             rows = tile_rows(len(x) * moe.num_experts_per_tok / moe.num_experts)
-        first = expert_config(arch, inner, self.plain is None, x.dtype, rows, self.gate_up.form)
-        second = expert_config(arch, x.shape[1], False, x.dtype, rows, self.down.form)
+        stacks = self.gate_up, self.down
+        first, second = (
+            expert_config(arch, stack.shape[1], x.dtype, rows, stack.form) for stack in stacks
+        )
         assert first.rows == second.rows, "both products have the same tiles of rows"
         router, seen = self.router, x if seen is None else seen
         correction = router.e_score_correction_bias
         weights, ids, places = route(router.logits(seen), correction, moe, first.rows)
         weights = router.weighed(weights, ids)
-        gated = self._multiply(x, self.gate_up, self.gate_up_bias, places, self.activation, first)
-        if self.plain is not None:
-            gated = self.plain(gated)
-        results = self._multiply(gated, self.down, self.down_bias, places, "", second)
-        out = torch.empty_like(x)
-        size, taken = x.shape[1], weights.shape[1]
-        width = min(ADDED_WIDTH, next_power_of_2(size))
-        launch(
-            triton_experts.add_experts_kernel, (len(x), cdiv(size, width)),
-            constants(SIZE=size, WIDTH=width, TAKEN=taken, num_warps=4),
-            out, results, weights,
-        )  # fmt: skip
-        return self.all_reduce(out)
+        gate_up = self._multiply(x, self.gate_up, self.gate_up_bias, places, first)
+        activated = self.activate(gate_up)
+        results = self._multiply(activated, self.down, self.down_bias, places, second)
+        weighed = results.view(*weights.shape, -1).mul_(weights.unsqueeze(-1))
+        return self.all_reduce(weighed.sum(1))
 
     def _multiply(
         self,
@@ -120,25 +112,23 @@ class TritonExperts:
         stack: Stack,
         bias: torch.Tensor | None,
         places: Places,
-        activation: str,
         config: GemmConfig,
     ) -> torch.Tensor:
         """Rows of tokens, or before `down` sorted rows; see `expert_gemm_kernel`."""
-        (experts, rows, in_features), weight, form = stack.shape, stack.weight, stack.form
-        outputs, pairs = rows // 2 if activation else rows, len(places[0])
+        (experts, outputs, in_features), weight, form = stack.shape, stack.weight, stack.form
+        pairs = len(places[0])
         out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
         assert x.stride(1) == 1, "rows must be contiguous"
         tiles = min(pairs, pairs // config.rows + experts)
         launch(
             triton_experts.expert_gemm_kernel, (tiles * cdiv(outputs, config.columns),),
-            constants(
+            Constants(
                 X_ROW=x.stride(0), IN=in_features, OUT=outputs,
                 EXPERTS=experts, WIDTH=next_power_of_2(experts),
                 TAKEN=pairs // len(x), SORTED=stack is self.down,
                 M=config.rows, N=config.columns, K=config.inputs,
-                BIAS=bias is not None, ACTIVATION=activation,
-                GROUP=form.group, FORM=form.name, ZEROS=stack.zeros is not None,
-                num_warps=config.warps, num_stages=config.stages,
+                BIAS=bias is not None, GROUP=form.group, FORM=form.name,
+                ZEROS=stack.zeros is not None, num_warps=config.warps, num_stages=config.stages,
             ),
             out, x, weight, weight if stack.scales is None else stack.scales,
             weight if stack.zeros is None else stack.zeros, weight if bias is None else bias,
@@ -165,7 +155,7 @@ def route(
     }  # fmt: skip
     launch(
         triton_routing.route_kernel, (blocks,),
-        constants(
+        Constants(
             CHOICES=next_power_of_2(taken),
             SIGMOID=moe.score == "sigmoid", CORRECTED=correction is not None,
             GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
@@ -177,7 +167,7 @@ def route(
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,
     )  # fmt: skip
     launch(
-        triton_routing.align_kernel, (blocks,), constants(M=rows, **sizes),
+        triton_routing.align_kernel, (blocks,), Constants(M=rows, **sizes),
         order, starts, tiles, ids, counts, tokens, steps, blocks,
     )  # fmt: skip
     return weights, ids, (order, starts, tiles)
@@ -191,19 +181,19 @@ def tile_rows(per_expert: float) -> int:
 
 @functools.cache
 def expert_config(
-    arch: int, out_features: int, gated: bool, dtype: torch.dtype, rows: int, form: StackForm
+    arch: int, out_features: int, dtype: torch.dtype, rows: int, form: StackForm
 ) -> GemmConfig:
     """Tiles of so many rows, in 16 bits, for weights in this form.
 
     Few rows are a decode, whose time is that of reading weights: longer pieces of them at a time.
     Many are a prompt, whose time is arithmetic: tiles that read each input for more outputs.
     """
-    config = gemm_config(arch, out_features, gated, dtype)
+    config = gemm_config(arch, out_features, dtype)
     if form.name:
         _, columns, warps, stages = tile_of(rows, out_features, dtype, form.name)
         return GemmConfig(
             rows=config.rows if dtype == torch.float32 else rows,
-            columns=columns // 2 if gated and rows == 128 else columns,
+            columns=columns,
             inputs=form.inputs,
             warps=warps,
             stages=stages,
@@ -213,7 +203,7 @@ def expert_config(
     if rows == 16:
         return replace(config, rows=16, inputs=128, stages=3)
     columns = 256 if arch in (90, 100, 103) else 128
-    return replace(config, rows=128, columns=columns // 2 if gated else columns, warps=8, stages=3)
+    return replace(config, rows=128, columns=columns, warps=8, stages=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 
 from nanoengine.attention.batch import StateWave
 from nanoengine.kernels import triton_mamba as kernels
-from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.delta_rule import CHUNK
 from nanoengine.layers.triton_states import TritonConv, width_of
 
@@ -43,7 +43,7 @@ class TritonMamba:
         )
         launch(
             kernels.mamba_gates_kernel, (count,),
-            constants(
+            Constants(
                 RAW_ROW=dt.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), LEAST=least,
                 MOST=most, num_warps=1,
             ),
@@ -62,7 +62,7 @@ class TritonMamba:
         width = width_of(value, STEP_WIDTH)
         launch(
             kernels.mamba_step_kernel, (*dt.shape, cdiv(value, width)),
-            constants(**sizes, KEYS=next_power_of_2(self.plan.key_dim), WIDTH=width, num_warps=4),
+            Constants(**sizes, KEYS=next_power_of_2(self.plan.key_dim), WIDTH=width, num_warps=4),
             out, mixed, dt, decay, self.heads.d, states, reads, writes,
         )  # fmt: skip
         return out
@@ -80,7 +80,7 @@ class TritonMamba:
         grid = len(firsts) - 1, dt.shape[1], cdiv(self.plan.value_dim, width)
         launch(
             kernels.mamba_scan_kernel, grid,
-            constants(
+            Constants(
                 **self._sizes(states), P=CHUNK, K=SCAN_KEYS, WIDTH=width, num_warps=4, num_stages=1,
                 PRECISION="tf32x3" if exact else "tf32",
             ),
@@ -98,7 +98,7 @@ class TritonMamba:
         out = torch.empty(x.shape, dtype=z.dtype, device=z.device)
         launch(
             kernels.mamba_norm_kernel, (len(x), groups),
-            constants(
+            Constants(
                 GATE_ROW=z.stride(0), GROUPS=groups, SIZE=size, WIDTH=width, EPS=eps,
                 NORM=self.plan.norm or "", num_warps=min(8, max(1, width // 256)),
             ),

@@ -25,8 +25,8 @@ from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import triton_quantized
 from nanoengine.kernels.code_tables import E2M1
-from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
-from nanoengine.layers.kernels import Kernels, LinearMethod
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
+from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, of_groups
 from nanoengine.layers.triton_linear import arch_of
@@ -153,29 +153,18 @@ class TritonQuantizedLinear(QuantizedLinear):
             return super().multiply(x, bias)
         if not self.tile:
             return F.linear(x, self.weight, bias)
-        return self._product(x, bias, "")
-
-    def apply_gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
-        """One kernel for so few rows that most of the time goes into reading and starting."""
-        widens = self.tile and self.weight.dtype != torch.float8_e4m3fn
-        if len(x) > 64 or self.order is not None or not widens:
-            return super().apply_gated(x, activation, kernels)
-        return self._product(x, None, activation)
-
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        num_rows, num_inputs = len(x), self.in_features
-        num_outputs = self.out_features // 2 if activation else self.out_features
+        num_rows, num_inputs, num_outputs = len(x), self.in_features, self.out_features
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
         rows, columns, warps, stages = tile_of(num_rows, num_outputs, x.dtype, self.form)
         grid = cdiv(num_rows, rows), cdiv(num_outputs, columns)
         launch(
             triton_quantized.quantized_gemm_kernel, grid,
-            constants(
+            Constants(
                 X_ROW=x.stride(0), IN=num_inputs, OUT=num_outputs, GROUP=self.group_size,
                 M=rows, N=columns, K=self.tile,
                 FORM=self.form, ZEROS=self.zeros is not None, BIAS=bias is not None,
-                ACTIVATION=activation, num_warps=warps, num_stages=stages,
+                num_warps=warps, num_stages=stages,
             ),
             out, x, self.weight, self.scales, self.scales if self.zeros is None else self.zeros,
             self.scales if bias is None else bias, num_rows,
@@ -225,7 +214,7 @@ def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     width = next_power_of_2(size)
     launch(
         triton_quantized.e4m3_rows_kernel, (num_rows,),
-        constants(
+        Constants(
             X_ROW=x.stride(0), SIZE=size, WIDTH=width, num_warps=min(max(width // 512, 1), 16)
         ),
         codes, scales, x,

@@ -15,7 +15,7 @@ import torch
 
 from nanoengine.attention.batch import StateWave
 from nanoengine.kernels import triton_states as kernels
-from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import CHUNK
 
@@ -45,7 +45,7 @@ def delta_gates(
     decay = torch.empty_like(beta)
     launch(
         kernels.gates_kernel, (count,),
-        constants(ROW=ba.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), num_warps=1),
+        Constants(ROW=ba.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), num_warps=1),
         beta, decay, ba, a_log, dt_bias,
     )  # fmt: skip
     return beta, decay
@@ -60,7 +60,7 @@ def gate_norm(
     out = torch.empty(x.shape, dtype=gate.dtype, device=gate.device)
     launch(
         kernels.gate_norm_kernel, (count, heads),
-        constants(
+        Constants(
             GATE_ROW=gate.stride(0), HEADS=heads, SIZE=size, WIDTH=next_power_of_2(size),
             EPS=eps, num_warps=1,
         ),
@@ -82,7 +82,7 @@ class TritonConv:
         width = width_of(x.shape[1], CONV_WIDTH)
         launch(
             kernels.conv_step_kernel, (len(x), cdiv(x.shape[1], width)),
-            constants(**self._sizes(x), WIDTH=width, num_warps=4),
+            Constants(**self._sizes(x), WIDTH=width, num_warps=4),
             out, x, *self._weights(), reads, writes,
         )  # fmt: skip
         return out
@@ -94,13 +94,13 @@ class TritonConv:
         width = width_of(channels, TILE_WIDTH)
         launch(
             kernels.conv_scan_kernel, (len(pieces), cdiv(channels, width)),
-            constants(**sizes, P=CHUNK, WIDTH=width, num_warps=4),
+            Constants(**sizes, P=CHUNK, WIDTH=width, num_warps=4),
             out, x, *self._weights(), pieces,
         )  # fmt: skip
         width = width_of(channels, CONV_WIDTH)
         launch(
             kernels.conv_keep_kernel, (len(firsts) - 1, cdiv(channels, width)),
-            constants(**sizes, WIDTH=width, num_warps=4),
+            Constants(**sizes, WIDTH=width, num_warps=4),
             x, self.conv.states, pieces, firsts,
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ class TritonDelta:
         width = min(STEP_WIDTH, next_power_of_2(plan.value_dim))
         launch(
             kernels.delta_step_kernel, (*shape[:2], cdiv(plan.value_dim, width)),
-            constants(
+            Constants(
                 STATE_ROW=states.stride(0), KEY_HEADS=plan.num_key_heads,
                 VALUE_HEADS=plan.num_value_heads, KEY=plan.key_dim, VALUE=plan.value_dim,
                 KEYS=next_power_of_2(plan.key_dim), WIDTH=width, num_warps=4,
@@ -164,7 +164,7 @@ class TritonDelta:
         parts = read, recalls, write, values, attended, room(len(pieces), heads)
         launch(
             kernels.delta_chunks_kernel, (len(pieces), heads),
-            constants(
+            Constants(
                 KEY_HEADS=plan.num_key_heads, VALUE_HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
                 K=SCAN_KEYS, num_warps=4, num_stages=1,
             ),
@@ -173,7 +173,7 @@ class TritonDelta:
         width = width_of(value, SCAN_WIDTH)
         launch(
             kernels.delta_scan_kernel, (len(firsts) - 1, heads, cdiv(value, width)),
-            constants(
+            Constants(
                 STATE_ROW=states.stride(0), HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
                 K=SCAN_KEYS, WIDTH=width, num_warps=4, num_stages=1,
             ),

@@ -1,4 +1,4 @@
-"""TritonKernels: the kernel set of a GPU, in Triton; products without a gate are cuBLAS.
+"""TritonKernels: the kernel set of a GPU, in Triton; products are cuBLAS.
 
 Plain torch reads and writes a row once for each operation, and launches a kernel for it; one kernel
 for the operations of a norm or a gate saves that memory traffic. This file chooses grids, widths
@@ -25,13 +25,12 @@ from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_layers as kernels
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.kernels import GATES, Kernels, LinearMethod, UnquantizedLinear
-from nanoengine.layers.triton_linear import DTYPES, GatedLinear, TritonLinear
+from nanoengine.layers.triton_linear import DTYPES, TritonLinear
 from nanoengine.models.decoder import CausalLM
 
 
 class TritonKernels(Kernels):
-    """Norms and gates that read a row once and write it once; in 16 bits the products of a gated
-    MLP and the gate are one kernel.
+    """Norms and gates that read a row once and write it once.
 
     Results differ from those of `Kernels` by the order of a row's sum and by the exponential's last
     bit. With a deterministic backend all linear layers have one multiplication with a fixed tile.
@@ -46,9 +45,8 @@ class TritonKernels(Kernels):
                 f"fused layers compute float16, bfloat16 and float32, got {dtype}: set dtype, or"
                 " attention_backend='naive'"
             )
-        gated = UnquantizedLinear if dtype == torch.float32 else GatedLinear
         self.deterministic = getattr(attention, "deterministic", False)
-        super().__init__(attention, TritonLinear if self.deterministic else gated)
+        super().__init__(attention, TritonLinear if self.deterministic else UnquantizedLinear)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(x, None, weight, eps)
@@ -66,19 +64,29 @@ class TritonKernels(Kernels):
         out, added, add = x, residual, True
         if added is None:
             out, added, add = x.new_empty(num_tokens, size), x, False
-        strides = x.stride(), added.stride(), out.stride()
+        assert x.stride(1) == added.stride(1) == 1, "rows must be contiguous"
         launch(
-            kernels.rms_norm_kernel, (num_tokens,), norm_constants(size, *strides, eps, add),
+            kernels.rms_norm_kernel, (num_tokens,),
+            Constants(
+                X_ROW=x.stride(0), RESIDUAL_ROW=added.stride(0), OUT_ROW=out.stride(0), SIZE=size,
+                WIDTH=next_power_of_2(size), EPS=eps, ADD=add, num_warps=norm_warps(size),
+            ),
             out, x, added, weight,
         )  # fmt: skip
         return out
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         assert activation in GATES, activation
-        num_tokens, both = gate_up.shape
-        programs, constants = gate_constants(both // 2, gate_up.stride(), activation)
-        out = gate_up.new_empty(num_tokens, both // 2)
-        launch(kernels.gate_kernel, (num_tokens, programs), constants, out, gate_up)
+        assert gate_up.stride(1) == 1, "rows must be contiguous"
+        num_tokens, size = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_tokens, size)
+        width = min(GATE_WIDTH, next_power_of_2(size))
+        row = gate_up.stride(0)
+        launch(
+            kernels.gate_kernel, (num_tokens, cdiv(size, width)),
+            Constants(ROW=row, SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4),
+            out, gate_up,
+        )  # fmt: skip
         return out
 
     def hold(self, quantization: Quantization) -> None:
@@ -89,8 +97,8 @@ class TritonKernels(Kernels):
             self.linear = held_linears(quantization, self.linear)
 
     def fuse(self, model: CausalLM) -> None:
-        """Replaces a mixture of experts by three launches, and computes layers that keep states by
-        kernels of their own."""
+        """Replaces a mixture of experts by grouped launches, and computes layers that keep states
+        by kernels of their own."""
         if model.config.moe is not None:
             from nanoengine.layers.triton_experts import TritonExperts
             from nanoengine.models.moe import mixtures
@@ -124,31 +132,6 @@ class TritonKernels(Kernels):
 
 GATE_WIDTH = 1024
 """Elements per program of `gate_kernel`: 8 per thread, 16 bytes of a 16-bit dtype."""
-
-Strides = tuple[int, ...]
-
-
-@functools.cache
-def norm_constants(
-    size: int, x: Strides, residual: Strides, out: Strides, eps: float, add: bool
-) -> Constants:
-    """Of `rms_norm_kernel`, by the strides of its rows."""
-    assert x[1] == residual[1] == out[1] == 1, "rows must be contiguous"
-    return Constants(
-        X_ROW=x[0], RESIDUAL_ROW=residual[0], OUT_ROW=out[0], SIZE=size,
-        WIDTH=next_power_of_2(size), EPS=eps, ADD=add, num_warps=norm_warps(size),
-    )  # fmt: skip
-
-
-@functools.cache
-def gate_constants(size: int, gate_up: Strides, activation: str) -> tuple[int, Constants]:
-    """Programs per row of `gate_kernel`, and its constants."""
-    assert gate_up[1] == 1, "rows must be contiguous"
-    width = min(GATE_WIDTH, next_power_of_2(size))
-    constants = Constants(
-        ROW=gate_up[0], SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4
-    )
-    return cdiv(size, width), constants
 
 
 def norm_warps(size: int) -> int:

@@ -24,8 +24,6 @@ import torch
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.attention.batch import Batch
 from nanoengine.core.plan import StepPlan
-from nanoengine.layers.embedding import OutputHead
-from nanoengine.layers.kernels import UnquantizedLinear
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.device_rows import DeviceRows
 from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
@@ -59,14 +57,9 @@ class DecodeStep:
         # Why the longest: launches are sized for it.
         self._max_model_len = rows.token_ids.shape[1] - 1
         with_padding = self.num_rows + 1
-        kind = DeviceRows
-        if device.type == "cuda":
-            from nanoengine.runner.triton_rows import TritonRows as kind
-        self.held = kind(
+        self.held = DeviceRows(
             rows.pool, num_groups=num_groups, num_blocks=num_blocks, block_size=rows.block_size
         )
-        if device.type == "cuda":
-            self.held.look_up(model)
         self.batch_rows = torch.full((self.num_rows,), self.num_rows, device=device)
         self._query_start_loc = torch.arange(with_padding, dtype=torch.int32, device=device)
         shape = (self.num_rows, sampler.vocab_size)
@@ -152,9 +145,8 @@ class DecodeStep:
     def forward(self, size: int) -> tuple[torch.Tensor]:
         """The logits [size, V] of the first `size` of `batch_rows`, in a buffer that all sizes
         share."""
-        gathered, inputs = self.held.gather(self.batch_rows[:size])
         batch = Batch(
-            **gathered,
+            **self.held.gather(self.batch_rows[:size]),
             query_start_loc=self._query_start_loc[: size + 1],
             logits_indices=None,
             num_decodes=size,
@@ -167,10 +159,9 @@ class DecodeStep:
             states = batch.block_tables[-1], self._rows.first_state, self._rows.block_size
             batch.state_waves = (decode_wave(batch.positions, *states),)
         batch.attention = self._backend.prepare(batch)
-        model = self._model
-        hidden = model(batch) if inputs is None else model.model.through(*inputs, batch)
         # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
-        return (logits_into(model, hidden, self._logits_out[:size]),)
+        out, model = self._logits_out[:size], self._model
+        return (out.copy_(model.logits(model(batch))),)
 
     def sample(self, size: int, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens from the logits of `forward`, [size] int64, and whether they are valid, [size]
@@ -179,13 +170,3 @@ class DecodeStep:
         token_ids, valid = sample_on_device(self._logits_out[:size], params, kind)
         self.held.advance(self.batch_rows[:size], token_ids)
         return token_ids, valid
-
-
-def logits_into(model: CausalLM, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The logits in `out`, which is returned: where nothing else is to be done with a plain
-    product, it writes them there itself."""
-    head = model.lm_head
-    alone = type(head) is OutputHead and head.ranks == 1 and out.dtype == hidden.dtype
-    if alone and type(head.method).apply is UnquantizedLinear.apply:
-        return torch.mm(hidden, head.method.weight.T, out=out)
-    return out.copy_(model.logits(hidden))

@@ -7,19 +7,15 @@
 
     rows of a batch ─► gather ─► forward, sample ─► advance
 
-The DecodeStep uses them. In plain torch, `gather` and `advance` are some forty kernels. On CUDA
-each is one kernel (`triton_rows.py`); this file is its readable form.
+The DecodeStep uses them. `gather` and `advance` are 40 small kernels of torch, which have fixed
+shapes and never wait for the host, so a CUDA graph holds them.
 """
 
 from __future__ import annotations
 
 import torch
 
-from nanoengine.attention.base import Rotation
 from nanoengine.runner.sampling_ops import random_bits
-
-Inputs = tuple[torch.Tensor, Rotation]
-"""What a plain model's layers begin with: its embeddings [S, N], and the rotation."""
 
 
 class DeviceRows:
@@ -45,11 +41,10 @@ class DeviceRows:
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
         self.draw_params = torch.zeros((5, size), dtype=torch.float64, device=device)
 
-    def gather(self, rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], Inputs | None]:
+    def gather(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The inputs of a decode of these rows [S] int64, under the names that they have in a
         `Batch`: token_ids and positions [S] int64, slot_mapping [G, S] int64, seq_lens [S] int32,
-        block_tables [G, S, M] int32; and those of the layers, if they were found too. Fills
-        `draw_params`."""
+        block_tables [G, S, M] int32. Fills `draw_params`."""
         positions = self.lengths.index_select(0, rows)
         tables = self.tables.index_select(1, rows)  # [G, S, M]
         at = (positions // self.block_size).expand(len(tables), -1)[:, :, None]
@@ -57,14 +52,13 @@ class DeviceRows:
         self.draw_params[:4, : len(rows)] = self.columns.index_select(1, rows)
         seeds = self.seeds.index_select(0, rows)
         self.draw_params[4, : len(rows)] = random_bits(seeds, positions + 1).double() * 2.0**-53
-        gathered = {
+        return {
             "token_ids": self.pool.index_select(0, rows),
             "positions": positions,
             "slot_mapping": blocks * self.block_size + positions % self.block_size,
             "seq_lens": (positions + 1).int(),
             "block_tables": tables,
         }
-        return gathered, None
 
     def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Makes these tokens [S] the next ones, one position further; padding stays where it is."""

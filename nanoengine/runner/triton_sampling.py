@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from nanoengine.kernels import triton_sampling as kernels
-from nanoengine.kernels.launch import cdiv, constants, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.runner.sampling_ops import FIRST_WIDTH
 
 BLOCK = 4096
@@ -52,7 +52,7 @@ def sample_lines(
     )  # fmt: skip
     launch(
         kernels.sample_kernel, (num_lines,),
-        constants(S=of_lines, DRAW=draws, FILTER=filters, num_warps=16 if filters else 8),
+        Constants(S=of_lines, DRAW=draws, FILTER=filters, num_warps=16 if filters else 8),
         ids, valid.view(torch.int8), candidates, logits, params, params.stride(0),
     )  # fmt: skip
     return ids, valid

@@ -73,7 +73,7 @@ def test_attention_moves_no_further_than_rounding_allows(window):
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (80, torch.float32)])
-def test_triton_reads_and_writes_the_same_numbers(head_dim, dtype):
+def test_triton_reads_the_same_numbers(head_dim, dtype):
     options = {"head_dim": head_dim, "dtype": dtype, "group_size": 2, "num_kv_heads": 2}
     case = make_case((1, 21), (1, 40), (3, 25), fp8=True, **options)
     backend = TritonBackend(device=DEVICE, dtype=dtype, head_dim=head_dim, block_size=16)

@@ -40,7 +40,6 @@ def small(monkeypatch):
     """Tiles so small that tiny layers have several, and experts' rows too."""
     config = GemmConfig(rows=16, columns=16, inputs=32, warps=4, stages=2)
     monkeypatch.setattr(triton_experts, "expert_config", lambda *shape: config)
-    monkeypatch.setattr(triton_experts, "ADDED_WIDTH", 32)
 
 
 def mixture(family: str, dtype: torch.dtype) -> tuple[SparseMLP, TritonExperts]:
@@ -219,11 +218,11 @@ def test_tiles_are_chosen_by_the_rows_of_an_expert_unless_bits_are_promised(
 
 @NO_GPU
 @pytest.mark.parametrize(("family", "tokens", "most"), [
-    ("qwen3_moe", 3, 6), ("qwen3_moe", 40, 6), ("phimoe", 3, 6), ("glm4_moe", 40, 10),
-    ("qwen2_moe", 40, 12),
+    ("qwen3_moe", 3, 8), ("qwen3_moe", 40, 8), ("phimoe", 3, 8), ("glm4_moe", 40, 12),
+    ("qwen2_moe", 40, 14),
 ])  # fmt: skip
-def test_a_layer_is_at_most_12_launches(family, tokens, most):
-    """Six of the router and the experts; one that every token takes, and its gate, have the
+def test_a_layer_is_at_most_14_launches(family, tokens, most):
+    """Eight of the router and the experts; one that every token takes, and its gate, have the
     others."""
     directory = checkpoint(family)
     sizes = {"max_num_seqs": 1, "max_model_len": 16, "block_size": 16, "num_kv_blocks": 2}
@@ -235,7 +234,7 @@ def test_a_layer_is_at_most_12_launches(family, tokens, most):
         gpu.kernels.clear()
         gpu.waits.clear()
         mlp.routed(x)
-        assert gpu.kernels.total() == 6, gpu.kernels
+        assert gpu.kernels.total() == 8, gpu.kernels
         gpu.kernels.clear()
         mlp(x)
         assert gpu.kernels.total() <= most, gpu.kernels

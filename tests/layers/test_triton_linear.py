@@ -8,21 +8,11 @@ from nanoengine.attention import triton as attention
 from nanoengine.attention.triton import KernelConfig
 from nanoengine.attention.triton_kernels import TileConfig
 from nanoengine.errors import ConfigError
-from nanoengine.kernels import triton_gemm, triton_layers
 from nanoengine.layers import triton_linear
-from nanoengine.layers.kernels import Kernels, UnquantizedLinear
-from nanoengine.layers.triton_linear import (
-    GatedLinear,
-    GemmConfig,
-    TritonLinear,
-    gate_config,
-    gemm_config,
-)
-from nanoengine.runner.numerics import make_kernels
+from nanoengine.layers.triton_linear import GemmConfig, TritonLinear, gemm_config
 from nanoengine.settings.params import SamplingParams
 from tests.support.attention_cases import DEVICE
 from tests.support.engines import checkpoint, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import DenseAttention
 from tests.support.row_products import row_products  # noqa: F401
 
 pytestmark = pytest.mark.guards(
@@ -31,8 +21,6 @@ pytestmark = pytest.mark.guards(
     "nanoengine/layers/kernels.py",
     "tests/support/row_products.py",
 )
-
-PLAIN = Kernels(DenseAttention())
 
 ATOL = {torch.float32: 2e-5, torch.float16: 4e-3}
 
@@ -80,66 +68,23 @@ def test_a_product_for_each_head_is_one_launch(small, dtype):
     assert (out[..., 20:] == 7).all()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-def test_gates_in_the_same_kernel(small, activation):
-    method, x, ops = layer(64, 80, torch.float16), inputs(5, 64, torch.float16), PLAIN
-    expected = ops.gate(method.apply(x, None), activation)
-    out = method.apply_gated(x, activation, ops)
-    assert out.shape == (5, 40)
-    torch.testing.assert_close(out, expected, rtol=0, atol=2e-3)
-
-
-@pytest.mark.parametrize(("rows", "own"), [(1, True), (64, True), (65, False), (256, False)])
-def test_gates_of_few_rows_are_one_kernel_and_those_of_many_are_not(monkeypatch, rows, own):
-    method = GatedLinear("layer").to(DEVICE)
-    method.create((80, 64), torch.float16, DEVICE)
-    method.load(layer(64, 80, torch.float16).weight)
-    x, ops, gated = inputs(rows, 64, torch.float16), PLAIN, []
-    plain = Kernels.gate
-    monkeypatch.setattr(Kernels, "gate", lambda *args: gated.append(1) or plain(*args))
-    expected = ops.gate(method.apply(x, None), "silu")
-    gated.clear()
-    torch.testing.assert_close(
-        method.apply_gated(x, "silu", ops), expected, rtol=0, atol=ATOL[torch.float16]
-    )
-    assert bool(gated) is not own
-
-
-def test_a_gpu_gets_these_gates_where_its_dtype_has_16_bits():
-    def kind(device: str, dtype: torch.dtype) -> type:
-        kernels = make_kernels(DenseAttention(), device=torch.device(device), dtype=dtype)
-        return type(kernels.linear("gate_up_proj"))
-
-    for dtype in (torch.float16, torch.bfloat16):
-        assert kind("cuda", dtype) is GatedLinear
-        assert kind("cpu", dtype) is UnquantizedLinear
-    assert kind("cuda", torch.float32) is UnquantizedLinear
-
-
 @pytest.mark.usefixtures("row_products")
 def test_a_row_has_the_same_bits_in_any_batch(small):
     method, x = layer(64, 48, torch.float32), inputs(40, 64, torch.float32)
     many = method.apply(x, None)
     for rows in (slice(0, 1), slice(21, 22), slice(9, 30)):
         assert torch.equal(method.apply(x[rows], None), many[rows])
-    gated = method.apply_gated(x, "silu", PLAIN)
-    assert torch.equal(method.apply_gated(x[21:22], "silu", PLAIN), gated[21:22])
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 120])
 def test_tiles_fit_together(arch):
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for rows in (1, 64, 65, 256):
-            gates = gate_config(arch, rows, 3072, dtype)
-            assert (gates is not None) is (rows <= 64 and dtype != torch.float32)
-            assert gates is None or rows <= gates.rows, "weights must be read once"
         for out_features in (64, 1024, 4096, 151936):
-            for gated in (False, True):
-                config = gemm_config(arch, out_features, gated, dtype)
-                tiles = config.rows + (1 + gated) * config.columns
-                in_flight = tiles * config.inputs * dtype.itemsize * (config.stages - 1)
-                assert min(config.rows, config.columns, config.inputs) >= 16
-                assert in_flight < 99 * 1024
+            config = gemm_config(arch, out_features, dtype)
+            tiles = config.rows + config.columns
+            in_flight = tiles * config.inputs * dtype.itemsize * (config.stages - 1)
+            assert min(config.rows, config.columns, config.inputs) >= 16
+            assert in_flight < 99 * 1024
 
 
 @pytest.fixture
@@ -199,71 +144,6 @@ def test_overlap_changes_no_bit_of_deterministic_outputs_over_an_fp8_cache(deter
         found.append((tokens(requests), [r.sequences[0].extras.logprobs for r in requests]))
     assert found[1] == found[0]
     assert len(found[0][0][1][0]) < 5, "it was to stop"
-
-
-@pytest.fixture
-def launches_of_a_decode(monkeypatch):
-    """Counts what one decode of three sequences launches: kernels of our own, and "library"."""
-    launched = []
-
-    class Count:
-        def __init__(self, name, kernel):
-            self.name, self.kernel = name, kernel
-
-        def __getitem__(self, grid):
-            launched.append(self.name)
-            return self.kernel[grid]
-
-    for module in (
-        triton_gemm, triton_layers, attention.kernels, attention.store_kernels
-    ):  # fmt: skip
-        for name in [n for n in vars(module) if n.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Count(name, getattr(module, name)))
-    product = F.linear
-    monkeypatch.setattr(F, "linear", lambda *rest: launched.append("library") or product(*rest))
-
-    def launches(engine):
-        for i, prompt in enumerate(random_prompts(3, [2], vocab_size=64)):
-            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-            engine.add_request(f"{i}", prompt, params)
-        engine.step()  # the prompts
-        launched.clear()
-        engine.step()
-        engine.close()
-        return launched
-
-    return launches
-
-
-# Around the layer: the last norm and the head. The embedding and its rotation are one lookup a step
-# each, plain torch.
-LAYER = ["norm", "qkv", "rotate and store", "attend", "o", "norm", "gate and up", "down"]
-AROUND = ["norm", "head"]
-
-
-def test_a_dense_layer_takes_eight_kernels(launches_of_a_decode):
-    engine = make_engine(
-        checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64), dtype="float16",
-        attention_backend="triton", block_size=16, num_kv_blocks=24, max_num_seqs=8,
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    launched = launches_of_a_decode(engine)
-    assert launched == [
-        "rms_norm_kernel", "library", "rotate_store_kernel", "decode_kernel",
-        "library", "rms_norm_kernel", "gemm_kernel", "library",
-        "rms_norm_kernel", "library",
-    ]  # fmt: skip
-    assert len(launched) == len(LAYER + AROUND)
-
-
-def test_a_deterministic_layer_takes_eight_kernels(deterministic_engine, launches_of_a_decode):
-    launched = launches_of_a_decode(deterministic_engine(enable_prefix_caching=False))
-    assert launched == [
-        "rms_norm_kernel", "gemm_kernel", "rotate_store_kernel", "varlen_kernel",
-        "gemm_kernel", "rms_norm_kernel", "gemm_kernel", "gemm_kernel",
-        "rms_norm_kernel", "gemm_kernel",
-    ]  # fmt: skip
-    assert len(launched) == len(LAYER + AROUND)
 
 
 @pytest.mark.parametrize(

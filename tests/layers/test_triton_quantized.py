@@ -90,17 +90,6 @@ def test_products_are_those_by_the_floats(form: str, group: int, zeros: bool) ->
             assert error < 2e-6 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("form", "group", "zeros"), FORMS[1:5:3])
-def test_few_rows_are_gated_in_the_product(form: str, group: int, zeros: bool) -> None:
-    method, ops, called = layer(drawn(form, 70, 256, group, zeros)), Kernels(DenseAttention()), []
-    gate, ops.gate = ops.gate, lambda *given: called.append(0) or gate(*given)
-    for num_rows, by_itself in ((3, 0), (64, 0), (65, 1)):
-        x = torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-        expected = Kernels(DenseAttention()).gate(method.apply(x, None), "silu")
-        torch.testing.assert_close(method.apply_gated(x, "silu", ops), expected, rtol=0, atol=2e-6)
-        assert len(called) == by_itself
-
-
 def test_float16_rounds_a_weight_once() -> None:
     weight = drawn("int4", 40, 256, 64, True)
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.float16)

@@ -1,19 +1,16 @@
-"""GraphedDecode and DecodeStep on the CPU: operators are recorded and replayed, as a graph does."""
+"""GraphedDecode and DecodeStep: on the CPU, and in graphs of an emulated GPU."""
 
 import contextlib
 import functools
 import itertools
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 import nanoengine.runner.decode_step as decode_step
-import nanoengine.runner.graphs as graphs_module
 import nanoengine.runner.start as runner_start
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
-from nanoengine.runner import sampling_ops
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, capture_sizes
@@ -21,9 +18,9 @@ from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.runner.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
+from tests.support.emulated_gpu import CUDA, EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.late_device import make_graph_safe
-from tests.support.recorded_graphs import RecordedGraphs
 
 VOCAB = 40
 BLOCK = 4
@@ -134,7 +131,7 @@ class Model:
         ids = torch.arange(VOCAB, device=hidden.device)
         # A wrong `seq_lens` shows as NaN.
         poison = torch.where(positions == before, 0.0, torch.nan)[:, None]
-        return -((ids - best[:, None]) ** 2).float() + poison
+        return -((ids - best[:, None]) ** 2).double() + poison
 
 
 def make_step(max_num_seqs=8, num_groups=1, device="cpu"):
@@ -147,7 +144,7 @@ def make_step(max_num_seqs=8, num_groups=1, device="cpu"):
         device=device,
     )
     model, sampler = Model(num_groups, device=device), Sampler(VOCAB, max_num_seqs)
-    return model, rows, sampler, DecodeStep(model, model, rows, sampler, torch.float32)
+    return model, rows, sampler, DecodeStep(model, model, rows, sampler, torch.float64)
 
 
 def eager(step, size, kind):
@@ -185,19 +182,11 @@ def decodes(*entries):
 GREEDY = SamplingParams(temperature=0)
 
 
-@pytest.fixture
-def capturable(monkeypatch):
-    """On a CPU, candidates are searched by numpy, which can't be recorded; a GPU has topk."""
-    monkeypatch.setattr(sampling_ops, "_largest_keys", lambda keys, width: keys.topk(width).values)
-
-
-@pytest.mark.usefixtures("capturable")
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_a_padded_replay_is_the_eager_step(num_groups):
-    with torch.inference_mode():
-        model, rows, sampler, step = make_step(num_groups=num_groups)
-        graphs = RecordedGraphs()
-        graphed = GraphedDecode(step, graphs)
+    with EmulatedGPU() as gpu, torch.inference_mode():
+        model, rows, sampler, step = make_step(num_groups=num_groups, device=CUDA)
+        graphed = GraphedDecode(step, CudaGraphs())
         graphed.capture(graphed.sizes)
         new = [(r, [3 * r + 1] * (2 + 3 * r), range(10 * r + 10, 10 * r + 20), GREEDY)
                for r in range(5)]  # fmt: skip
@@ -214,11 +203,11 @@ def test_a_padded_replay_is_the_eager_step(num_groups):
             expected, _ = eager(twin, count, SamplingKind.GREEDY)
             assert token_ids[:count].tolist() == expected.tolist()
             assert valid.all()
-            assert torch.equal(model.cache[:, BLOCK:], twin_model.cache[:, BLOCK:])
+            assert torch.equal(model.cache.cpu()[:, BLOCK:], twin_model.cache[:, BLOCK:])
             assert rows.pool.tolist() == twin_rows.pool.tolist()
             assert step.held.lengths.tolist() == twin.held.lengths.tolist()
         assert rows.pool[-1] == step.held.lengths[-1] == 0, "padding stays where it is"
-        assert graphs.num_replayed == 2 * 4, "the forward, then the sampling"
+        assert gpu.num_replayed == 2 * 4, "the forward, then the sampling"
         # Four decodes of row 0, from position 1: token + position + first block, again and again.
         token = 1
         for position in range(1, 5):
@@ -297,26 +286,25 @@ def test_a_decode_step_never_asks_its_device(monkeypatch):
             assert lines.rows_on_device.shape == (2,)
 
 
-# --- the whole runner over recorded graphs -------------------------------------------------------
+# --- the whole runner, by torch -------------------------------------------------------------------
 
 
-def graphed_engine(graphs, **options):
-    """An engine that replays its decodes."""
+def graphed_engine(**options):
+    """An engine that replays its decodes, in float64: so nothing waits for Triton's interpreter."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
-    family, overrides = options.pop("family", "qwen3"), options.pop("overrides", {})
-    with (
-        mock.patch.object(ModelRunner, "_uses_graphs", True),
-        mock.patch.object(runner_start, "free_gpu_bytes", return_value=0),
-        mock.patch.object(graphs_module, "CudaGraphs", return_value=graphs),
-        mock.patch.object(runner_start, "make_backend", make_graph_safe),
-    ):
-        return make_engine(checkpoint(family, **overrides), **defaults | options)
+    defaults |= {"num_kv_blocks": 60, "dtype": "float64", "attention_backend": "naive"}
+    directory = options.pop("directory", None) or checkpoint("qwen3")
+    with mock.patch.object(runner_start, "make_backend", make_graph_safe):
+        return make_engine(directory, device="cuda", **defaults | options)
 
 
 @functools.cache
 def plain(params, lengths, family="qwen3", window=None):
     overrides = {"sliding_window": window} if window else {}
-    engine = make_engine(checkpoint(family, **overrides), max_num_seqs=4, max_model_len=128)
+    engine = make_engine(
+        checkpoint(family, **overrides), max_num_seqs=4, max_model_len=128, dtype="float64",
+        attention_backend="naive",
+    )  # fmt: skip
     return tokens(run(engine, random_prompts(len(lengths), lengths), params))
 
 
@@ -333,62 +321,55 @@ PARAMS = {
 }
 
 
-@pytest.mark.usefixtures("capturable")
+def close(gpu, engine):
+    """Closes an engine whose decodes were graphs, on streams in order."""
+    engine.close()
+    assert gpu.num_replayed > 10
+    assert not gpu.disorder
+
+
 @pytest.mark.parametrize(
     ("name", "overlap"), [("greedy", False), *((name, True) for name in PARAMS)]
 )
 def test_replayed_decodes_give_the_tokens_of_eager_ones(name, overlap):
-    expected, graphs = plain(PARAMS[name], LENGTHS), RecordedGraphs()
-    engine = graphed_engine(graphs, overlap=overlap)
-    found = run(engine, random_prompts(len(LENGTHS), LENGTHS), PARAMS[name])
-    assert tokens(found) == expected
-    assert graphs.num_captured == len(capture_sizes(4)) * (1 + len(SamplingKind))
-    assert graphs.num_replayed > 10
+    expected = plain(PARAMS[name], LENGTHS)
+    with EmulatedGPU() as gpu:
+        engine = graphed_engine(overlap=overlap)
+        found = run(engine, random_prompts(len(LENGTHS), LENGTHS), PARAMS[name])
+        assert tokens(found) == expected
+        captured = engine.executor.graphed._captured
+        assert len(captured) == len(capture_sizes(4)) * (1 + len(SamplingKind))
+        close(gpu, engine)
 
 
-@pytest.mark.usefixtures("capturable")
 @pytest.mark.parametrize(
     "options",
     [
         {"num_kv_blocks": 14, "block_size": 8},  # preempts
         {"block_size": 8, "long_prefill_threshold": 7},
         {"enable_prefix_caching": False},
-        {"family": "mistral", "overrides": {"sliding_window": 16}, "block_size": 8},
+        {"family": "mistral", "window": 16, "block_size": 8},
     ],
     ids=["small", "chunks", "nocache", "window"],
 )
 def test_replays_beside_other_features(options):
-    graphs = RecordedGraphs()
-    family, overrides = options.get("family", "qwen3"), options.get("overrides", {})
-    expected = plain(greedy(12), LENGTHS, family, overrides.get("sliding_window"))
-    engine = graphed_engine(graphs, overlap=True, **options)
-    for _ in range(2):
-        assert tokens(run(engine, random_prompts(6, LENGTHS), greedy(12))) == expected
-    if "num_kv_blocks" in options:
-        assert engine.stats().preemptions > 0
-    assert graphs.num_replayed > 10
+    family, window = options.get("family", "qwen3"), options.get("window")
+    expected = plain(greedy(12), LENGTHS, family, window)
+    directory = checkpoint(family, **({"sliding_window": window} if window else {}))
+    options = {k: v for k, v in options.items() if k not in ("family", "window")}
+    with EmulatedGPU() as gpu:
+        engine = graphed_engine(directory=directory, overlap=True, **options)
+        for _ in range(2):
+            assert tokens(run(engine, random_prompts(6, LENGTHS), greedy(12))) == expected
+        assert (engine.stats().preemptions > 0) is ("num_kv_blocks" in options)
+        close(gpu, engine)
 
 
-@pytest.mark.usefixtures("capturable")
 def test_mixed_kinds_in_one_batch():
     names = ["greedy", "drawn", "top_k", "filtered"]
     expected = [plain(PARAMS[name], (9,))[0] for name in names]
-    engine = graphed_engine(RecordedGraphs(), overlap=True)
     prompts = random_prompts(1, [9]) * 4
-    assert tokens(run(engine, prompts, [PARAMS[name] for name in names])) == expected
-
-
-def test_the_recorder_notices_what_a_graph_would_not_do():
-    graphs, held, shift = RecordedGraphs(), torch.zeros(3), [1.0]
-
-    def function():
-        return (held + shift[0],)
-
-    replay, (out,) = graphs.capture(function)
-    shift[0] = 5.0
-    held.fill_(2.0)
-    replay()
-    assert out.tolist() == [3.0] * 3, "the tensor is read again, the Python number is not"
-    with pytest.raises(AssertionError, match="wait"):
-        graphs.capture(lambda: (held[held > 0],))
-    assert np.isnan(graphs.capture(lambda: (torch.zeros(1) * float("nan"),))[1][0].numpy()).all()
+    with EmulatedGPU() as gpu:
+        engine = graphed_engine(overlap=True)
+        assert tokens(run(engine, prompts, [PARAMS[name] for name in names])) == expected
+        close(gpu, engine)

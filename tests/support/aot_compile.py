@@ -41,7 +41,6 @@ from nanoengine.kernels import (
     triton_gemm,
     triton_mamba,
     triton_routing,
-    triton_rows,
     triton_sampling,
     triton_states,
 )
@@ -53,7 +52,6 @@ from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
 from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
-from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.aot_loops import tile_loop
 from tests.support.aot_targets import NO_PRODUCTS, is_compiled
@@ -78,7 +76,7 @@ def caught_launches():
     caught, originals = [], []
     for module in (
         store_kernels, kernels, layer_kernels, triton_gemm, expert_kernels,
-        triton_routing, triton_rows, triton_sampling, triton_states,
+        triton_routing, triton_sampling, triton_states,
         triton_mamba, quantized_kernels, latent_kernels,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
@@ -111,6 +109,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
         head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
         sinks=None if what in ("all", "heads") else 1.0,
     )  # fmt: skip
+    case.batch.max_seq_len = 1000  # more than a split has
     with caught_launches() as caught:
         if what == "states":
             run_states(dtype)
@@ -135,7 +134,6 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
                 run_quantized(dtype, arch)
             run_experts(dtype)
             run_sampling(dtype)
-            run_rows(dtype, block_size)
             run_states(dtype)
             run_latents(dtype, arch)
             run_mamba(dtype)
@@ -181,15 +179,11 @@ def run_layers(dtype, hidden=4096, inner=12288):
 
 
 def run_linear(dtype, hidden=4096, inner=12288):
-    """The deterministic products, one with gates: that of the default's small decodes too."""
+    """The deterministic product."""
     x = torch.zeros(64, hidden, dtype=dtype)
     method = triton_linear.TritonLinear("layer")
     method.weight = torch.zeros(2 * inner, hidden, dtype=dtype)
     method.apply(x, None)
-    method.apply_gated(x, "silu", None)
-    if dtype != torch.float32:
-        gates = triton_linear.gate_config(90, len(x), inner, dtype)
-        assert gates == triton_linear.gemm_config(90, inner, True, dtype)
 
 
 def run_quantized(dtype, arch, hidden=4096, outputs=6144):
@@ -211,8 +205,6 @@ def run_quantized(dtype, arch, hidden=4096, outputs=6144):
         method.zeros = torch.zeros(hidden // 128, outputs) if is_int4 and group == 128 else None
         for num_rows in (1, 64, 512):
             method.multiply(torch.zeros(num_rows, hidden, dtype=dtype), None)
-        if group == 128:  # of the narrowest rows, as a gate of experts
-            method.apply_gated(torch.zeros(1, hidden, dtype=dtype), "silu", None)
     run_quantized_experts(dtype)
 
 
@@ -238,7 +230,8 @@ def mixture_of(gate_up, down, dtype):
     """Experts with biases, of so many inputs and inner outputs."""
     experts, both, hidden = gate_up.shape
     mixture = TritonExperts.__new__(TritonExperts)
-    mixture.activation, mixture.all_reduce = "silu", lambda tensor: tensor
+    mixture.activate = lambda gate_up: gate_up.new_empty(len(gate_up), both // 2)
+    mixture.all_reduce = lambda tensor: tensor
     mixture.deterministic, mixture.gate_up, mixture.down = False, gate_up, down
     moe = MoEConfig(
         num_experts=experts, num_experts_per_tok=8, intermediate_size=both // 2, layers=()
@@ -277,16 +270,6 @@ def run_sampling(dtype, size=151936):
     sample_lines(logits, params, draws=True, filters=True)
     if dtype != torch.float32:
         sample_lines(logits, params, draws=True, filters=False)
-
-
-def run_rows(dtype, block_size, max_num_seqs=256, num_groups=2):
-    """What is around a decode's forward."""
-    pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
-    held = TritonRows(pool, num_groups=num_groups, num_blocks=64, block_size=block_size)
-    held.embedding, held.angles = (torch.zeros(64, size, dtype=dtype) for size in (4096, 128))
-    rows = torch.zeros(100, dtype=torch.int64)
-    held.gather(rows)
-    held.advance(rows, rows)
 
 
 def run_states(dtype):
@@ -394,20 +377,10 @@ def report(kernel, compiled):
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
-        "counted": counted(ptx),
         "rounded_pairs": ptx.count("cvt.rn.satfinite.e4m3x2.f32"),
-        "atomics": len(re.findall(r"\batom\.", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
         **loop,
     }
-
-
-def counted(ptx):
-    """Atomics by which a program counts itself after all of its threads have stored, and sees what
-    others stored before."""
-    parts = ptx.split("atom.global.gpu.acq_rel.add")
-    before = ["".join(parts[:i]).rpartition("bar.sync") for i in range(1, len(parts))]
-    return sum(bool(barrier) and "st.global" not in since for _, barrier, since in before)
 
 
 def name_of(kernel, options):
@@ -415,8 +388,6 @@ def name_of(kernel, options):
     name = kernel.__name__
     if name == "varlen_kernel" and options["A"].all_masked:
         return "masked_varlen_kernel"
-    if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
-        name = f"gated_{name}"
     if "expert_gemm" in name and options["FORM"]:
         return f"{'wide_' * (options['M'] == 128)}{options['FORM']}_{name}"
     if "expert_gemm" in name:
@@ -427,8 +398,7 @@ def name_of(kernel, options):
         return name + {256: "_256", 4096: "_256"}.get(options.get("KEY", options.get("SIZE")), "")
     if name == "quantized_gemm_kernel":
         groups = "_in_32s" if options["GROUP"] == 32 else ""
-        gated = "gated_" if options["ACTIVATION"] else ""
-        return f"{gated}{options['FORM']}{groups}_gemm_{options['M']}"
+        return f"{options['FORM']}{groups}_gemm_{options['M']}"
     if name == "latent_kernel":
         return f"latent_{'decode' if options['A'].split else 'prompt'}_{options['HEADS']}"
     if name == "sample_kernel":

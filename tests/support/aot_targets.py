@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 
 NO_PRODUCTS = {
-    "store_kernel", "rotate_store_kernel", "rms_norm_kernel",
-    "gate_kernel", "add_experts_kernel", "gather_kernel", "advance_kernel",
-    "filtered_sample_kernel", "drawn_sample_kernel", "turn_latents_kernel", "merge_latents_kernel",
+    "rotate_store_kernel", "rms_norm_kernel", "gate_kernel",
+    "filtered_sample_kernel", "drawn_sample_kernel", "turn_latents_kernel", "merge_kernel",
     "conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel",
     "gates_kernel", "gate_norm_kernel", "mamba_gates_kernel", "mamba_step_kernel",
     "mamba_norm_kernel", "mamba_step_kernel_256", "mamba_norm_kernel_256",
@@ -22,7 +21,7 @@ NO_PRODUCTS = {
 they differ between sm_80, 89, 100 and 120 in instructions for one number or for two. Compiled for
 sm_80 and sm_90, in one of their sizes; over fp8 for all."""
 
-AS_SM_80 = re.compile("(wide_)?(gated_)?(int4|int8|e2m1)_|delta_|mamba_scan")
+AS_SM_80 = re.compile("(wide_)?(int4|int8|e2m1)_|delta_|mamba_scan")
 """Products in which no fp8 instruction has a part, and whose tiles no target chooses: sm_89 has the
 copies and products of sm_80."""
 
