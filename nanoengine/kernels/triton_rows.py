@@ -6,7 +6,7 @@ Called by `runner/triton_rows.py` alone; the same in plain torch is `runner/devi
 The kernels have run in Triton's interpreter and been compiled ahead of time; they have not run on a
 GPU yet.
 
-Source: SplitMix64, see `runner/sampling_ops.py`.
+Source: SplitMix64, see `runner/sampling/draw.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FACTORS = tl.constexpr((0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 @triton.jit
 def uniform(seed, position):
-    """The number of `sampling_ops.uniforms` from a seed mixed before: float64 in [0, 1)."""
+    """The number of `draw.uniforms` from a seed mixed before: float64 in [0, 1)."""
     z = seed.to(tl.uint64) + (position + 1).to(tl.uint64) * GOLDEN
     z = (z ^ (z >> 30)) * FACTORS[0]
     z = (z ^ (z >> 27)) * FACTORS[1]

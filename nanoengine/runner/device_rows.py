@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from nanoengine.attention.base import Rotation
-from nanoengine.runner.sampling_ops import random_bits
+from nanoengine.runner.sampling.draw import random_bits
 
 Inputs = tuple[torch.Tensor, Rotation]
 """What a plain model's layers begin with: its embeddings [S, N], and the rotation."""

@@ -13,13 +13,13 @@ import nanoengine.runner.decode_step as decode_step
 import nanoengine.runner.graphs as graphs_module
 import nanoengine.runner.start as runner_start
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
-from nanoengine.runner import sampling_ops
 from nanoengine.runner.decode_step import DecodeStep
-from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, capture_sizes
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.row_buffers import RowBuffers
-from nanoengine.runner.sampler import Sampler
+from nanoengine.runner.sampling import draw
+from nanoengine.runner.sampling.draw import SamplingKind
+from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.late_device import make_graph_safe
@@ -188,7 +188,7 @@ GREEDY = SamplingParams(temperature=0)
 @pytest.fixture
 def capturable(monkeypatch):
     """On a CPU, candidates are searched by numpy, which can't be recorded; a GPU has topk."""
-    monkeypatch.setattr(sampling_ops, "_largest_keys", lambda keys, width: keys.topk(width).values)
+    monkeypatch.setattr(draw, "_largest_keys", lambda keys, width: keys.topk(width).values)
 
 
 @pytest.mark.usefixtures("capturable")

@@ -5,7 +5,7 @@ import torch
 
 from nanoengine.runner import triton_rows
 from nanoengine.runner.device_rows import DeviceRows
-from nanoengine.runner.sampling_ops import mix
+from nanoengine.runner.sampling.draw import mix
 from nanoengine.runner.triton_rows import TritonRows
 from tests.support.attention_cases import DEVICE
 from tests.support.logits import uniforms_of
