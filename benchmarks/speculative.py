@@ -55,7 +55,7 @@ class Replay:
         runner = llm.engine.executor
         self._update, runner._update_rows = runner._update_rows, self.update
         self._make_batch, runner.rows.make_batch = runner.rows.make_batch, self.make_batch
-        special = runner.need_special()
+        special = runner.need_step_sampler()
         for owner, name in (
             (model_runner, "most_likely_tokens"),
             (special, "_most_likely"),

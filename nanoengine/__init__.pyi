@@ -24,8 +24,8 @@ from nanoengine.outputs import CompletionOutput as CompletionOutput
 from nanoengine.outputs import Logprob as Logprob
 from nanoengine.outputs import RequestMetrics as RequestMetrics
 from nanoengine.outputs import RequestOutput as RequestOutput
-from nanoengine.runner.logits import LogitsProcessor as LogitsProcessor
-from nanoengine.runner.logits import RowState as RowState
+from nanoengine.runner.sampling.logits_processors import LogitsProcessor as LogitsProcessor
+from nanoengine.runner.sampling.logits_processors import RowState as RowState
 from nanoengine.settings.config import EngineConfig as EngineConfig
 from nanoengine.settings.params import SamplingParams as SamplingParams
 from nanoengine.settings.pooling import PoolingParams as PoolingParams

@@ -80,7 +80,7 @@ LOADED = [
     "models.decoder",
     "models.loader",
     "outputs",
-    "runner.greedy",
+    "runner.sampling.greedy",
     "runner.kv_cache",
     "runner.memory",
     "runner.model_runner",

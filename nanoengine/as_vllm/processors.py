@@ -3,10 +3,11 @@
     update_state(BatchUpdate)  which request has which index, when that has changed; else None
     apply(logits)              [requests, V], a row for each index
 
-`stages` makes stages of the engine (runner/logits.py) of what `LLM(logits_processors=...)` is
-given. Such a stage keeps the indices, as vLLM's batch does: a request that ends leaves a gap, a new
-one fills it, and moves bring the others to the rows that they have in a step. What a grammar drafts
-is a request for that step: an edit must follow from parameters, prompt and output alone.
+`stages` makes stages of the engine (runner/sampling/logits_processors.py) of what
+`LLM(logits_processors=...)` is given. Such a stage keeps the indices, as vLLM's batch does: a
+request that ends leaves a gap, a new one fills it, and moves bring the others to the rows that they
+have in a step. What a grammar drafts is a request for that step: an edit must follow from
+parameters, prompt and output alone.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Sequence
 from nanoengine.features.drafting import Drafter, Guess
-from nanoengine.runner.sampler import Sampler
+from nanoengine.runner.sampling.sampler import Sampler
 
 
 class ForcedTokens(Drafter):

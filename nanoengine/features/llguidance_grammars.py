@@ -107,7 +107,6 @@ class LLGuidance:
             matchers = [(grammar.matcher, i) for i, grammar in enumerate(grammars)]
             fill_next_token_bitmask_par(self.threads, matchers, masks)
         for grammar, mask in zip(grammars, masks, strict=False):
-            grammar.require()  # Why: the mask of one that has failed would end the text.
             # Why text: strings may have any number of digits.
             is_long = grammar.num_digits >= MOST_DIGITS and not (mask & self.text).any()
             if is_long and (mask & ~self.digits).any():
@@ -133,13 +132,17 @@ class LLGuidanceGrammar:
         run = self.runs.get(token_id, "")
         before = run.rstrip("0123456789")
         self.num_digits = len(run) - len(before) + (self.num_digits if run and not before else 0)
-        if token_id not in self.eos_token_ids and not self.matcher.consume_token(token_id):
-            self.require()
+        if token_id in self.eos_token_ids or self.matcher.consume_token(token_id):
+            return
+        if error := self.error:
+            raise error
 
-    def require(self) -> None:
-        """Raises RequestError if the text has left the grammar, or passed the library's limits."""
-        if self.matcher.is_error():
-            raise RequestError(f"structured_outputs: {_meaning(self.matcher.get_error())}")
+    @property
+    def error(self) -> RequestError | None:
+        """Set if the text has left the grammar, or passed the library's limits."""
+        if not self.matcher.is_error():
+            return None
+        return RequestError(f"structured_outputs: {_meaning(self.matcher.get_error())}")
 
     def fork(self) -> LLGuidanceGrammar:
         copy = self.matcher.deep_copy()

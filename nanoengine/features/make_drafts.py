@@ -79,7 +79,7 @@ def make_drafting(
     elif isinstance(runner, DraftedRunner):
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # ranks keep what they know of grammars to themselves
-        drafter = ForcedTokens(runner.need_special().sampler, drafter)
+        drafter = ForcedTokens(runner.need_step_sampler().sampler, drafter)
     elif drafts is None:
         return None
     return Drafting(drafter=drafter, overlapped=overlap)

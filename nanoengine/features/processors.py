@@ -6,8 +6,8 @@
 
 A function is called for one row at a time, with plain lists of ids and the row's logits, and keeps
 nothing: what it returns follows from its arguments, so it is the same after a preemption, behind
-drafts, and in each of several ranks. A stage (`runner/logits.py`) sees all rows of a step at once
-and keeps a state for each.
+drafts, and in each of several ranks. A stage (`runner/sampling/logits_processors.py`) sees all rows
+of a step at once and keeps a state for each.
 
 Called by `build.py`. The signatures of functions are vLLM's.
 """
@@ -23,7 +23,7 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.runner.logits import LogitsProcessor
+from nanoengine.runner.sampling.logits_processors import LogitsProcessor
 from nanoengine.settings.checks import described
 from nanoengine.settings.config import LogitsStage
 
@@ -46,7 +46,7 @@ def make_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
 class Functions:
     """The stage of functions: those of all requests, then those of a request."""
 
-    one_by_one = True  # Why: an exception is then its row's, and nothing is called again.
+    one_by_one = True  # Why: an exception then ends the row that it was raised for, and no other.
 
     def __init__(self, of_all: Sequence[LogitsFunction]) -> None:
         self.of_all = tuple(of_all)

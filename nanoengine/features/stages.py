@@ -2,7 +2,7 @@
 
     the caller's functions and stages (processors.py) ─ grammars (structured.py)
 
-Made by `build.py`, called by a runner's `need_special`; with ranks each one makes its own.
+Made by `build.py`, called by a runner's `need_step_sampler`; with ranks each one makes its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanoengine.settings.params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoengine.features.structured import Structured
-    from nanoengine.runner.logits import LogitsProcessor
+    from nanoengine.runner.sampling.logits_processors import LogitsProcessor
 
 
 class Stages:

@@ -58,8 +58,8 @@ _STARTING = threading.Lock()  # Why: the size of stacks is a setting of the whol
 
 
 class Grammar(Protocol):
-    """A compiled grammar, and how far a text has come in it. The `RowState` of a row, which may
-    know `forced_tokens` too."""
+    """A compiled grammar, and how far a text has come in it: the `RowState` of a row, which may
+    have `forced_tokens` and an `error` too."""
 
     def accept(self, token_id: int) -> None:
         """Takes the text's next token; an EOS id changes nothing.
@@ -86,10 +86,8 @@ class GrammarLibrary(Protocol):
         """Sets the bits of tokens that may come next, of EOS ids where the text may end.
 
         Args:
-            masks: [L, W] int32, zeros; token t of line l is bit t % 32 of masks[l, t // 32].
-
-        Raises:
-            RequestError: a text has passed the library's limits.
+            masks: [L, W] int32, zeros; token t of line l is bit t % 32 of masks[l, t // 32]. Of no
+                use for a grammar with an `error`, whose text has passed the library's limits.
         """
 
 

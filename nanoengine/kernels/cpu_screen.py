@@ -23,7 +23,7 @@ error of a dot product, Higham, "Accuracy and Stability of Numerical Algorithms"
 
 What is equal to the largest is looked at too, so the lowest index is found. Outputs without a bound
 (weights that are not finite, or huge) are always looked at; inputs without one make the caller
-compute all outputs, which is also the readable form (`runner/sampling_ops.py`).
+compute all outputs, which is also the readable form (`runner/sampling/draw.py`).
 
 Masks bound what counts: bit i % 32 of masks[r, i // 32] says whether output i of row r may be the
 largest. A panel none of whose outputs may is not looked at. No masks: all may.

@@ -1,8 +1,8 @@
 """The Triton kernel that samples a token from a line of logits: greedy, drawn, or drawn from the
 likeliest.
 
-Called by `runner/triton_sampling.py` alone; the same steps in plain torch are
-`runner/device_sampling.py`. One program samples one line and passes over it as often as it must, so
+Called by `runner/sampling/triton_sampling.py` alone; the same steps in plain torch are
+`runner/sampling/draw.py`. One program samples one line and passes over it as often as it must, so
 nothing waits for the host and nothing but the token is written:
 
     greedy      once: the best logit, and which token has it
@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 
 SCALE = tl.constexpr(2.0**34)
-"""Weight of a line's most likely token, as in `runner/sampling_ops.py`."""
+"""Weight of a line's most likely token, as in `runner/sampling/draw.py`."""
 
 REACH = tl.constexpr(24.0)
 """So many temperatures below the largest logit a weight is less than 1, so nothing: from 34 ln 2 on
@@ -302,7 +302,7 @@ def weight_needed(top_p, total):
 
 @triton.jit
 def draw_filtered(row, candidates, best, best_at, top_k, top_p, uniform, law, S: tl.constexpr):
-    """A token of those that min_p, top_k and then top_p leave; see `draw_all_sorted`."""
+    """A token of those that min_p, top_k and then top_p leave; see `draw_top_k`."""
     low = weightless_key(law, S)
     count = collect(row, candidates, best, best_at, tl.minimum(top_k, S.width), law, low, S)
     total = low * 0

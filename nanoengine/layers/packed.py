@@ -2,7 +2,7 @@
 
 Packed in place once at load, so a weight never exists twice; only a large head has an int8 copy
 beside it (`ScreenedHead`). Chosen by `CPUKernels`. The readable form is `UnquantizedLinear`,
-and of a screened head's `argmax` that of `runner/sampling_ops.py` over all outputs.
+and of a screened head's `argmax` that of `runner/sampling/draw.py` over all outputs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from nanoengine.core.doors import Observer
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
@@ -50,21 +50,8 @@ step, and a long step of a large model takes minutes on a CPU."""
 LOOKS = 6
 """How many looks find the same silence until it has lasted so long; the first of them warns."""
 
-
-class Process(Protocol):
-    """Where a replica runs: a `Worker`, or what Ray places."""
-
-    def connect(self) -> Connection:
-        """Waits for the process; the pipe to it."""
-
-    def kill(self) -> None:
-        """Ends it at once, from any thread; it has nothing to put in order."""
-
-    def how_ended(self) -> str:
-        """Waits until it is gone, which its pipe says that it is about to be."""
-
-
-Launch = Callable[[], Process]
+Launch = Callable[[], Worker]
+"""Starts the process of a replica."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -86,7 +73,7 @@ class Replica:
     pid: int = 0
     stats: EngineStats | None = None
     past: list[EngineStats] = field(default_factory=list)
-    _process: Process | None = None
+    _process: Worker | None = None
     _pipe: Connection | None = None
     _is_ended: bool = False
     _why_killed: str = ""

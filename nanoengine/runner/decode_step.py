@@ -26,10 +26,9 @@ from nanoengine.attention.batch import Batch
 from nanoengine.core.plan import StepPlan
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.device_rows import DeviceRows
-from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
 from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
-from nanoengine.runner.sampler import Sampler
-from nanoengine.runner.sampling_ops import DrawParams
+from nanoengine.runner.sampling.draw import DrawParams, SamplingKind, sample_on_device
+from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.runner.transfers import ship
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from nanoengine.runner.sampling_ops import random_bits
+from nanoengine.runner.sampling.draw import random_bits
 
 
 class DeviceRows:

@@ -29,10 +29,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nanoengine.runner.decode_step import DecodeStep
-from nanoengine.runner.device_sampling import SamplingKind
-from nanoengine.runner.greedy import pack_tokens
-from nanoengine.runner.sampled import SampledTokens
-from nanoengine.runner.special_rows import SpecialRows
+from nanoengine.runner.sampling.draw import SamplingKind
+from nanoengine.runner.sampling.greedy import pack_tokens
+from nanoengine.runner.sampling.sampler import SampledTokens
+from nanoengine.runner.sampling.step_sampler import StepSampler
 from nanoengine.runner.step import LaunchedStep
 
 Outputs = tuple[torch.Tensor, ...]
@@ -124,23 +124,23 @@ class GraphedDecode:
             replay()
         return outputs
 
-    def run(self, step: LaunchedStep, special: SpecialRows) -> list[torch.Tensor]:
+    def run(self, step: LaunchedStep, step_sampler: StepSampler) -> list[torch.Tensor]:
         """A step of decodes, its inputs being on the device; returns what the host wants to see."""
         num_rows, decode = len(step.plan.rows), self.step
         size = self.size_for(num_rows)
         step.lines = lines = decode.load(step.plan, size)
-        by_host = special.sampler.looks_at_logits(lines.rows)  # the graph then stops at them
+        by_host = step_sampler.sampler.looks_at_logits(lines.rows)  # the graph then stops at them
         step.times.prepare_s = time.perf_counter() - step.started - step.times.load_s
         step.marks.append(step.now())
-        outputs = self(size, None if by_host else special.sampler.kind(lines.rows))
+        outputs = self(size, None if by_host else step_sampler.sampler.kind(lines.rows))
         step.marks.append(step.now())
         ours = [output[:num_rows] for output in outputs]
         if by_host:
-            sampled = special.sample(step, ours[0])
+            sampled = step_sampler.sample(step, ours[0])
             decode.held.advance(lines.rows_on_device, sampled.token_ids)
         else:
             sampled = SampledTokens(packed=pack_tokens(*ours))
-        tensors = special.await_tokens(step, sampled)
+        tensors = step_sampler.await_tokens(step, sampled)
         step.marks.append(step.now())
         return tensors
 

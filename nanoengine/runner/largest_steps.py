@@ -14,7 +14,7 @@ from nanoengine.attention.batch import Batch
 from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.row_buffers import RowBuffers
-from nanoengine.runner.sampler import Sampler
+from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
 
 

@@ -5,7 +5,7 @@
 
 A plan may also copy blocks, load blocks from tiers before the forward, and store some after it.
 LLMEngine calls the runner through the Executor door. The runner decides nothing.
-Special: start.py (load, measure, allocate), special_rows.py (draws, edits, log-probabilities,
+Special: start.py (load, measure, allocate), sampling/step_sampler.py (draws, edits,
 drafts), graphs.py (decodes that replay a CUDA graph; `tests/runner/test_graphs.py` compares).
 """
 
@@ -17,7 +17,7 @@ import time
 import torch
 
 from nanoengine.core.plan import StepPlan
-from nanoengine.runner.greedy import is_plain, most_likely_tokens
+from nanoengine.runner.sampling.greedy import is_plain, most_likely_tokens
 from nanoengine.runner.start import RunnerParts
 from nanoengine.runner.step import LaunchedStep
 
@@ -26,7 +26,7 @@ class ModelRunner(RunnerParts):
     """Runs one model on one device; `RunnerParts` has its arguments.
 
     Attributes:
-        special: what rows ask for beyond the most likely token; None while none asks.
+        step_sampler: samples what is not plain; None until a row is not.
     """
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -47,26 +47,26 @@ class ModelRunner(RunnerParts):
                     step.download = self.start_download(step.tensors)
             if plan.transfers:
                 self._store_blocks(plan, step)
-        if self.special is not None:
-            self.special.latest = step
+        if self.step_sampler is not None:
+            self.step_sampler.latest = step
         return step
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """Brings the rows up to date, and what special rows have besides."""
+        """Brings the rows up to date, and what the step sampler keeps of them."""
         if plan.draft_token_ids or not all(map(is_plain, plan.admitted)):
-            self.need_special()
+            self.need_step_sampler()
         self.rows.update(plan)
-        if self.special is not None:
-            self.special.update(plan)
+        if self.step_sampler is not None:
+            self.step_sampler.update(plan)
         if self.graphed is not None:
             self.graphed.step.update(plan)
 
     def _run(self, step: LaunchedStep) -> list[torch.Tensor]:
         """Computes the step; returns what the host wants to see of it."""
-        plan, special = step.plan, self.special
+        plan, sampler = step.plan, self.step_sampler
         if self.graphed is not None and self.graphed.step.fits(plan):
-            return self.graphed.run(step, special)
-        asked = special if special is not None and special.are_asked(plan) else None
+            return self.graphed.run(step, sampler)
+        asked = sampler if sampler is not None and sampler.samples(plan) else None
         scored = None if asked is None else asked.scored(plan)
         batch, step.lines = self.rows.make_batch(plan, scored)
         batch.attention = self.backend.prepare(batch)
@@ -107,7 +107,7 @@ class ModelRunner(RunnerParts):
         """Drops weights and KV cache and returns a GPU's memory to the system."""
         self.tier_storage = {}
         # Why the backend too: it keeps views of the cache.
-        parts = ("model", "graphed", "kv_cache", "rows", "special", "backend")
+        parts = ("model", "graphed", "kv_cache", "rows", "step_sampler", "backend")
         for name in parts:
             vars(self).pop(name, None)
         gc.collect()

@@ -24,7 +24,7 @@ from nanoengine.settings import cores
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
-    from nanoengine.runner.logits import LogitsProcessor
+    from nanoengine.runner.sampling.logits_processors import LogitsProcessor
 
 OWN = ("naive", "triton")
 """Attention backends whose kernel set does not depend on the device."""

@@ -5,7 +5,7 @@
       mean        the sum of a chunk, added to the row's  is divided at the end of the prompt
       all         those of a chunk, behind the row's      go on as they are
 
-Made by `SpecialRows` at the first pooled row. A prompt that is preempted begins anew with its row,
+Made by `StepSampler` at the first pooled row. A prompt that is preempted begins anew with its row,
 and so does its sum.
 """
 

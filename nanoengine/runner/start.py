@@ -26,18 +26,18 @@ from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.models.loader import load_model, model_size
 from nanoengine.runner import kv_cache
-from nanoengine.runner.greedy import check_vocabulary
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.memory import free_gpu_bytes, kv_groups, plan_memory, require_memory
 from nanoengine.runner.numerics import RunnerOptions, make_context, use_isa
 from nanoengine.runner.row_buffers import RowBuffers
+from nanoengine.runner.sampling.greedy import check_vocabulary
 from nanoengine.runner.step import Mark
 from nanoengine.runner.transfers import Download
 
 if TYPE_CHECKING:
     from nanoengine.runner.graphs import GraphedDecode
-    from nanoengine.runner.sampler import Sampler
-    from nanoengine.runner.special_rows import SpecialRows
+    from nanoengine.runner.sampling.sampler import Sampler
+    from nanoengine.runner.sampling.step_sampler import StepSampler
 
 SAMPLER_BYTES = 64
 """What the Sampler keeps of a row at least: eight numbers."""
@@ -135,13 +135,13 @@ class RunnerParts:
         layout = self.memory.layout
         self.kv_cache = self._allocate(layout)
         self.rows = self._make_rows(self.memory.max_model_len, layout.num_blocks)
-        self.special: SpecialRows | None = None
+        self.step_sampler: StepSampler | None = None
         if self._uses_graphs or self.config.logits_processors:
-            self.need_special(all_rows=True)
+            self.need_step_sampler(all_rows=True)
         self.graphed: GraphedDecode | None = None
         if self._uses_graphs:
             free = free_gpu_bytes(self.device)
-            self.graphed = self._make_graphed(self.rows, self.need_special().sampler)
+            self.graphed = self._make_graphed(self.rows, self.need_step_sampler().sampler)
             self.graphed.capture(self.graphed.sizes)
             taken = max(0, free - free_gpu_bytes(self.device))
             self.memory = dataclasses.replace(self.memory, graph_bytes=taken)
@@ -187,14 +187,14 @@ class RunnerParts:
         eager = self.config.enforce_eager or self.config.tensor_parallel_size > 1
         return self.device.type == "cuda" and safe and not eager
 
-    def need_special(self, *, all_rows: bool = False) -> SpecialRows:
+    def need_step_sampler(self, *, all_rows: bool = False) -> StepSampler:
         """What rows ask for beyond the most likely token; made at the first call."""
-        if self.special is None:
-            from nanoengine.runner.special_rows import SpecialRows
+        if self.step_sampler is None:
+            from nanoengine.runner.sampling.step_sampler import StepSampler
 
             processors = self.options.processors()
-            self.special = SpecialRows(self.rows, self.model, processors, all_rows=all_rows)
-        return self.special
+            self.step_sampler = StepSampler(self.rows, self.model, processors, all_rows=all_rows)
+        return self.step_sampler
 
     def _make_graphed(self, rows: RowBuffers, sampler: Sampler) -> GraphedDecode:
         """The decode step on the device, with no graph captured yet."""
@@ -243,7 +243,7 @@ class RunnerParts:
         activation_bytes = peak_bytes(self.model, self.backend, self._longest_rows(), budget)
         if self._uses_graphs:
             from nanoengine.runner.graphs import graph_bytes
-            from nanoengine.runner.sampler import Sampler
+            from nanoengine.runner.sampling.sampler import Sampler
 
             torch.cuda.empty_cache()
             sampler = Sampler(self.model_config.vocab_size, self.config.max_num_seqs)

@@ -6,7 +6,8 @@
 The next step may be launched between the two: it takes the sampled tokens from the pool on the
 device (`RowBuffers.pool`). By then a row may have another owner, so a token is told only to a row
 that still belongs to the sequence which sampled it.
-Special: special_rows.py (drafts, log-probabilities, processors that follow the tokens).
+Other outputs (drafts, log-probabilities, processors that follow the tokens) are in
+sampling/step_sampler.py.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.runner.greedy import NO_TOKEN
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
+from nanoengine.runner.sampling.greedy import NO_TOKEN
 from nanoengine.runner.transfers import Download
 
 Mark = float | torch.cuda.Event
@@ -38,7 +39,7 @@ class LaunchedStep:
         tensors: what the host wants to see: `SampledTokens.packed` first.
         download: brings them to the host; None: they are there.
         marks: before the forward, behind it, behind the sampling.
-        special: None where all rows are plain.
+        pending: `PendingOutputs` of the StepSampler; None where all rows are plain.
         stores: each waits for copies to a tier that belong to this step.
     """
 
@@ -51,7 +52,7 @@ class LaunchedStep:
     tensors: list[torch.Tensor] = field(default_factory=list)
     download: Download | None = None
     marks: list[Mark] = field(default_factory=list)
-    special: Any = None
+    pending: Any = None
     stores: list[Callable[[], None]] = field(default_factory=list)
     _result: StepResult | None = None
 
@@ -62,13 +63,13 @@ class LaunchedStep:
             tensors = self.tensors if self.download is None else self.download.wait()
             if self.marks:
                 self._time()
-            if self.special is not None:
-                self.special.take(self, tensors, result)
+            if self.pending is not None:
+                self.pending.take(self, tensors, result)
             elif tensors:
                 self._take(tensors[0], result)
             for wait in self.stores:
                 wait()
-            self._result, self.special, self.download = result, None, None
+            self._result, self.pending, self.download = result, None, None
         return self._result
 
     def _time(self) -> None:

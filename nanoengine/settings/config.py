@@ -19,7 +19,7 @@ from nanoengine.settings.tiers import Tier, check_tiers
 
 @runtime_checkable
 class LogitsStage(Protocol):
-    """A stage of the sampler's; `runner/logits.py` says what its methods are called with."""
+    """Edits logits for all requests; `runner/sampling/logits_processors.py` has its methods."""
 
     def admit(self, sequence: Any) -> Any:
         """The state of a row."""

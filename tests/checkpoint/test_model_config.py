@@ -26,7 +26,7 @@ from nanoengine.checkpoint.more_families import every_family
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
-from nanoengine.runner.greedy import MAX_VOCAB_SIZE
+from nanoengine.runner.sampling.greedy import MAX_VOCAB_SIZE
 from tests.support.checkpoints import FAMILIES as MODELS
 from tests.support.checkpoints import make_config
 

@@ -138,10 +138,12 @@ def test_processors_run_in_their_order_the_callers_after_the_standard_ones() -> 
 
 
 class Stage:
-    """Edits rows whose prompt starts with `marked`; raises for them where `where` says."""
+    """Edits rows whose prompt starts with `marked`; raises for them where `where` says, or in
+    "state" sets the error of their state."""
 
     def __init__(self, where: str, marked: int) -> None:
         self.where, self.marked = where, marked
+        self.one_by_one = where == "apply"
 
     def admit(self, sequence: Any) -> Stage.State | None:
         if sequence.token_ids[0] != self.marked:
@@ -152,15 +154,18 @@ class Stage:
     def apply(self, logits: torch.Tensor, lines: Any, states: Any) -> None:
         for line, state in zip(lines, states, strict=True):
             logits[line] *= 1.0
-            if state.where == "apply" and state.count == 2:
+            if state.where in ("apply", "state") and state.count == 2:
                 logits[line] = 7.0
-                raise ValueError("not that one")
+                state.error = ValueError("not that one")
+                self.reach("apply", True)
 
     def reach(self, where: str, now: bool) -> None:
         if where == self.where and now:
             raise ValueError("not that one")
 
     class State:
+        error: Exception | None = None
+
         def __init__(self, where: str, count: int = 0) -> None:
             self.where, self.count = where, count
 
@@ -176,7 +181,7 @@ class Stage:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("where", ["admit", "accept", "apply", "fork"])
+@pytest.mark.parametrize("where", ["admit", "accept", "apply", "state", "fork"])
 def test_an_exception_ends_its_row_and_no_other(where: str, overlap: bool) -> None:
     params = [replace(greedy(8), temperature=0.7, n=2 if where == "fork" else 1, seed=3)] * 6
     expected = tokens(run(make_engine(checkpoint("qwen3")), PROMPTS, params))
@@ -192,7 +197,7 @@ def test_an_exception_ends_its_row_and_no_other(where: str, overlap: bool) -> No
     assert failed.error == "logits processor Stage raised ValueError: not that one"
     last = failed.sequences[-1]
     assert last.finish_reason == "error"
-    reached = {"admit": 0, "accept": 2, "apply": 2, "fork": 0}[where]
+    reached = {"admit": 0, "accept": 2, "apply": 2, "state": 2, "fork": 0}[where]
     assert last.output_token_ids == expected[2][-1][:reached]
     others = [r for r in requests if r is not failed]
     assert tokens(others) == expected[:2] + expected[3:]
@@ -255,18 +260,23 @@ def test_a_function_is_called_once_per_row_and_step_and_its_exception_is_never_l
     assert len(calls) == 4 + 3 * 3, "three rows go on for three more steps"
 
 
-def test_an_exception_of_a_stage_that_no_row_raises_alone_is_that_of_all_rows() -> None:
+def test_an_exception_of_a_stage_ends_the_rows_that_it_was_called_for() -> None:
     class FailsOnce(Stage):
         calls = 0
+
+        def admit(self, sequence: Any) -> Stage.State | None:
+            return None if sequence.token_ids[0] == PROMPTS[1][0] else Stage.State("nowhere")
 
         def apply(self, logits: torch.Tensor, lines: Any, states: Any) -> None:
             self.calls += 1
             self.reach("apply", self.calls == 2)
 
     stage = FailsOnce("apply", -1)
+    stage.one_by_one = False
     errors = run_to_errors(PROMPTS[:3], greedy(4), logits_processors=[stage])
-    assert errors == ["logits processor FailsOnce raised ValueError: not that one"] * 3
-    assert stage.calls == 1 + 1 + 3, "again for each row alone"
+    why = "logits processor FailsOnce raised ValueError: not that one"
+    assert errors == [why, None, why]
+    assert stage.calls == 2, "not once more to find whose it is"
 
 
 @pytest.mark.parametrize(

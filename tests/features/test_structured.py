@@ -824,7 +824,7 @@ def test_what_a_grammar_forces_can_be_drafted_and_does_not_show(overlap: bool) -
         for seq in engine.scheduler.running:
             if seq.num_output_tokens and seq.num_tokens - seq.num_computed_tokens == 1:
                 room = seq.max_num_tokens - seq.num_tokens - 1
-                forced = engine.executor.special.sampler.forced_tokens(seq.row)
+                forced = engine.executor.step_sampler.sampler.forced_tokens(seq.row)
                 if seq.num_output_tokens % 3 == 1:
                     forced = [*forced, 7]  # a wrong one
                 set_drafts(engine.scheduler, seq, tuple(forced[:room]))

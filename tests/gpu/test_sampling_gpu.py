@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.runner import device_sampling
-from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
-from nanoengine.runner.sampling_ops import DrawParams
+from nanoengine.runner.sampling import draw
+from nanoengine.runner.sampling.draw import DrawParams, SamplingKind, sample_on_device
 from tests.support.attention_cases import DEVICE
 from tests.support.logits import uniforms_of
 
@@ -43,7 +42,7 @@ def params(kind):
 def test_tokens_are_those_of_the_twin(dtype, kind, monkeypatch):
     logits, packed = lines(dtype), params(kind)
     ids, valid = sample_on_device(logits, packed, kind)
-    monkeypatch.setattr(device_sampling, "has_kernel", lambda *rest: False)
+    monkeypatch.setattr(draw, "has_kernel", lambda *rest: False)
     expected, _ = sample_on_device(logits, packed, kind)
     assert valid.all()
     # Why one: an exponential's last bit may move the end of what top_p keeps.

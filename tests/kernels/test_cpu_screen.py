@@ -16,7 +16,7 @@ from nanoengine.layers import packed
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.packed import FEW_ROWS, MOST_ROWS, PackedLinear, ScreenedHead
 from nanoengine.layers.placement import place_buffers
-from nanoengine.runner.sampling_ops import argmax
+from nanoengine.runner.sampling.draw import argmax
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 CPU = torch.device("cpu")

@@ -23,7 +23,10 @@ from tests.support.aot_targets import is_compiled
 
 pytestmark = [
     pytest.mark.guards(
-        "nanoengine/*/triton*.py", "nanoengine/attention/stored.py", "tests/support/aot_*.py"
+        "nanoengine/*/triton*.py",
+        "nanoengine/runner/sampling/triton*.py",
+        "nanoengine/attention/stored.py",
+        "tests/support/aot_*.py",
     ),
     # Why so long: all compilations are in the time of the first test.
     pytest.mark.timeout(900),

@@ -8,21 +8,18 @@ from hypothesis import strategies as st
 
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import AdmittedSequence, BlockCopy
-from nanoengine.runner.device_sampling import (
-    SamplingKind,
-    sample_on_device,
-)
 from nanoengine.runner.kv_cache import KVCache
-from nanoengine.runner.sampler import Sampler
-from nanoengine.runner.sampling_ops import (
+from nanoengine.runner.sampling.draw import (
     FIRST_WIDTH,
     DrawParams,
-    draw_all_sorted,
+    SamplingKind,
     draw_top_k,
     mix,
     random_bits,
+    sample_on_device,
 )
-from nanoengine.runner.scores import token_logprobs
+from nanoengine.runner.sampling.logprobs import token_logprobs
+from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
 from tests.support.logits import random_logits, uniforms_of
 
@@ -93,16 +90,8 @@ def test_a_full_sort_draws_what_a_search_draws(
     params = DrawParams.pack(columns, np.full(3, uniform), CPU)
     largest = logits.amax(-1, keepdim=True)
     expected = draw_top_k(logits, largest, params)
-    assert draw_all_sorted(logits, largest, params).tolist() == expected.tolist()
-
-
-def test_lines_are_worked_on_in_chunks(monkeypatch):
-    sampler, positions = sampler_of(SamplingKind.FILTERED, 131, seed=1), np.arange(NUM_LINES)
-    logits = random_logits(3, NUM_LINES, 131)
-    whole = sample_on_device(logits, packed(sampler, positions), SamplingKind.FILTERED)
-    monkeypatch.setattr("nanoengine.runner.device_sampling.CHUNK", 131 * 4 * 5)
-    cut = sample_on_device(logits, packed(sampler, positions), SamplingKind.FILTERED)
-    assert whole[0].tolist() == cut[0].tolist()
+    of_all = draw_top_k(logits, largest, DrawParams(params.packed))
+    assert of_all.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("kind", list(SamplingKind))

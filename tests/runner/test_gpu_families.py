@@ -22,6 +22,7 @@ pytestmark = [
         "nanoengine/layers/*.py",
         "nanoengine/models/*.py",
         "nanoengine/runner/*.py",
+        "nanoengine/runner/sampling/*.py",
         "tests/support/checkpoints.py",
         "tests/support/*_gpu.py",
     ),

@@ -18,7 +18,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import HostStorage
 from nanoengine.kernels import launch
 from nanoengine.runner import memory
-from nanoengine.runner.device_sampling import SamplingKind
+from nanoengine.runner.sampling.draw import SamplingKind
 from nanoengine.settings.params import SamplingParams
 from tests.support.emulated_gpu import CUDA, NODE_BYTES, EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens

@@ -12,11 +12,11 @@ import nanoengine.runner.decode_step as decode_step
 import nanoengine.runner.start as runner_start
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
 from nanoengine.runner.decode_step import DecodeStep
-from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, capture_sizes
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.row_buffers import RowBuffers
-from nanoengine.runner.sampler import Sampler
+from nanoengine.runner.sampling.draw import SamplingKind
+from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
 from tests.support.emulated_gpu import CUDA, EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens

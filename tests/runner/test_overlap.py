@@ -405,7 +405,7 @@ def test_an_exception_in_the_middle_of_the_runner_leaves_a_usable_engine(monkeyp
     engine = engines.make_engine(checkpoint("qwen3"), overlap=True, **options)
     runner = engine.executor
     expected = tokens(engines.run(engine, PROMPTS, greedy(8)))
-    options = runner.need_special()
+    options = runner.need_step_sampler()
     places = (runner, "_run"), (options.scorer, "score"), (options, "await_tokens")
     for part, name in places:
         for i, prompt in enumerate(PROMPTS):

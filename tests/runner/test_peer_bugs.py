@@ -14,11 +14,11 @@ from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.runner import largest_steps
-from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.graphs import capture_sizes
 from nanoengine.runner.largest_steps import largest_batches
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.numerics import RunnerOptions
+from nanoengine.runner.sampling.draw import SamplingKind
 from nanoengine.runner.transfers import ship
 from nanoengine.settings.config import EngineConfig
 from tests.support.checkpoints import make_checkpoint

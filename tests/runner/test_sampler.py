@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from nanoengine.core.plan import AdmittedSequence, Fork
-from nanoengine.runner import sampling_ops
-from nanoengine.runner.sampled import to_records
-from nanoengine.runner.sampler import Sampler
-from nanoengine.runner.sampling_ops import (
+from nanoengine.runner.sampling.draw import (
     DrawParams,
     argmax,
     draw,
@@ -24,7 +21,8 @@ from nanoengine.runner.sampling_ops import (
     mix,
     top_candidates,
 )
-from nanoengine.runner.scores import token_logprobs
+from nanoengine.runner.sampling.logprobs import to_records, token_logprobs
+from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
 from tests.support.logits import random_logits, uniforms_of
 
@@ -96,7 +94,7 @@ def reference_edit(logits, sequence, eos=EOS):
 
 
 def reference_token(logits, sequence, position, eos=EOS):
-    """The token of one row, by the rules that `runner/sampling_ops.py` states."""
+    """The token of one row, by the rules that `runner/sampling/draw.py` states."""
     x, params = reference_edit(logits, sequence, eos), sequence.params
     by_id = list(range(len(x)))
     by_likelihood = sorted(by_id, key=lambda token: (-x[token], token))
@@ -370,7 +368,7 @@ def test_results_do_not_depend_on_batch_neighbours(monkeypatch):
     positions = [len(s.token_ids) for s in sequences]
     together = sampler_of(vocab_size, *sequences).sample(logits, range(num_rows), positions)
     shuffled = rng.sample(range(num_rows), num_rows)
-    monkeypatch.setattr(sampling_ops, "CPU_CHUNK", 7 * vocab_size)
+    monkeypatch.setattr("nanoengine.runner.sampling.draw.CPU_CHUNK", 7 * vocab_size)
     again = sampler_of(vocab_size, *sequences).sample(
         logits[shuffled], shuffled, [positions[row] for row in shuffled]
     )

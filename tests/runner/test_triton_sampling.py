@@ -6,16 +6,22 @@ import torch
 import triton
 
 from nanoengine.kernels import triton_sampling as kernels
-from nanoengine.runner import device_sampling, triton_sampling
-from nanoengine.runner.device_sampling import SamplingKind, has_kernel, sample_on_device
-from nanoengine.runner.sampling_ops import DrawParams, draw_all_sorted
-from nanoengine.runner.triton_sampling import sample_lines
+from nanoengine.runner.sampling import draw, triton_sampling
+from nanoengine.runner.sampling.draw import (
+    DrawParams,
+    SamplingKind,
+    draw_top_k,
+    has_kernel,
+    sample_on_device,
+)
+from nanoengine.runner.sampling.triton_sampling import sample_lines
 from tests.support.attention_cases import DEVICE
 from tests.support.logits import random_logits, uniforms_of
 
 pytestmark = pytest.mark.guards(
-    "nanoengine/*/triton_sampling.py",
-    "nanoengine/runner/*sampling*.py",
+    "nanoengine/kernels/triton_sampling.py",
+    "nanoengine/runner/sampling/draw.py",
+    "nanoengine/runner/sampling/triton_sampling.py",
 )
 
 ALMOST_ONE = 1 - 2.0**-53
@@ -103,7 +109,7 @@ def test_what_filters_leave_ends_where_the_sort_says(filters):
     params = params_of(len(logits), 66, **filters, uniform=ALMOST_ONE)
     ids, valid = sample_lines(logits.half().to(DEVICE), params, draws=True, filters=True)
     largest = logits.amax(-1, keepdim=True)
-    expected = draw_all_sorted(logits, largest, DrawParams(params.cpu()))
+    expected = draw_top_k(logits, largest, DrawParams(params.cpu()))
     assert ids.tolist() == expected.tolist()
     assert valid.all()
 
@@ -232,7 +238,7 @@ def test_a_gpu_takes_the_kernel(monkeypatch):
         taken.append((draws, filters))
         return sample_lines(logits, params, draws, filters)
 
-    monkeypatch.setattr(device_sampling, "has_kernel", lambda device, dtype: True)
+    monkeypatch.setattr(draw, "has_kernel", lambda device, dtype: True)
     monkeypatch.setattr(triton_sampling, "sample_lines", kernel)
     logits = random_logits(2, 2, 20).to(DEVICE)
     for kind in SamplingKind:

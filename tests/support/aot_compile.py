@@ -52,7 +52,7 @@ from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
 from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
-from nanoengine.runner.triton_sampling import sample_lines
+from nanoengine.runner.sampling.triton_sampling import sample_lines
 from tests.support.aot_loops import tile_loop
 from tests.support.aot_targets import NO_PRODUCTS, is_compiled
 from tests.support.attention_cases import Case, make_case

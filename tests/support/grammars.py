@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.features.structured import Structured
-from nanoengine.runner.sampler import Sampler
+from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.structured import StructuredOutputs
 from nanoengine.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanoengine.runner.sampling_ops import mix, uniforms
+from nanoengine.runner.sampling.draw import mix, uniforms
 
 
 def random_logits(seed, num_lines, vocab_size):

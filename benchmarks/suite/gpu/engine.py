@@ -207,7 +207,7 @@ def split_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Prob
         [
             Seam("forward", getattr(runner, "model", None), "forward"),
             Seam("head", getattr(runner, "model", None), "logits"),
-            Seam("sampler", getattr(runner.special, "sampler", None), "sample"),
+            Seam("sampler", getattr(runner.step_sampler, "sampler", None), "sample"),
         ],
         probe.make_event,
     )

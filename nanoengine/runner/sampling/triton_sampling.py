@@ -1,4 +1,4 @@
-"""Samples tokens on a GPU with one kernel, which `device_sampling.py` calls; that file is its
+"""Samples tokens on a GPU with one kernel, which `draw.sample_on_device` calls; `draw.py` is its
 readable form in plain torch.
 
 This file chooses tile sizes and warps; the arithmetic is in `kernels/triton_sampling.py`. A token
@@ -14,13 +14,12 @@ import torch
 
 from nanoengine.kernels import triton_sampling as kernels
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
-from nanoengine.runner.sampling_ops import FIRST_WIDTH
 
 BLOCK = 4096
 """Logits of a line in one tile: 16 for each of 256 threads, two loads of 16 bytes in 16 bits; 8 for
 each of 512 where lines filter, which keeps registers at 128."""
 
-WIDTH, ROOM = FIRST_WIDTH, 2 * FIRST_WIDTH
+WIDTH, ROOM = 64, 128
 """The likeliest tokens that a filtered line gathers, and room for more that are as likely. So many:
 the usual top_k, and most of what a top_p leaves."""
 

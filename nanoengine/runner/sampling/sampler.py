@@ -1,15 +1,11 @@
-"""Sampler: from logits to tokens, for all rows of a step at once. Called by SpecialRows.
+"""Sampler: from logits to tokens, for all rows of a step at once. Called by the StepSampler.
 
-    raw logits ─┬─ processors ─┬─ greedy rows: argmax                    (sampling_ops.py)
-                │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw
+    raw logits ─┬─ processors ─┬─ greedy rows: argmax                               (draw.py)
+                │              └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw
                 └─ log-probabilities, if asked for
 
 Steps of `only_masked` rows skip the Sampler where the model finds their `most_likely` tokens
 without computing all logits.
-
-On a CPU, the Sampler groups rows by their filters, and each filter looks at values to stop early.
-On a GPU a look at values would make the host wait, so all rows go through `device_sampling.py`,
-which gives the same tokens.
 
 It knows rows and sampling parameters, but no scheduler, no model and no text. Rows live across
 steps: `admit`, `fork` and `release` follow the plan, and `RowEdits.accept` tells their processors
@@ -20,31 +16,94 @@ Legend: L lines of logits, V vocabulary, N top log-probabilities.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from nanoengine.core.plan import AdmittedSequence, Fork
-from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
-from nanoengine.runner.greedy import check_vocabulary, pack_tokens
-from nanoengine.runner.logits import LogitsProcessor, RowEdits, stages_of, standard_processors
-from nanoengine.runner.sampled import SampledTokens
-from nanoengine.runner.sampling_ops import (
+from nanoengine.core.plan import AdmittedSequence, Fork, TokenLogprob
+from nanoengine.runner.sampling.draw import (
+    Drawer,
     DrawParams,
-    argmax,
+    SamplingKind,
     draw,
     draw_top_k,
     draw_widening,
-    line_chunks,
     mix,
-    pad_to_blocks,
+    sample_lines,
+    sample_on_device,
     uniforms,
     widen,
 )
-from nanoengine.runner.scores import token_logprobs
+from nanoengine.runner.sampling.greedy import NO_TOKEN, check_vocabulary, pack_tokens
+from nanoengine.runner.sampling.logits_processors import (
+    LogitsProcessor,
+    RowEdits,
+    run_processors,
+    standard_processors,
+)
+from nanoengine.runner.sampling.logprobs import to_records, token_logprobs
 from nanoengine.runner.transfers import ship
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedTokens:
+    """What a step sampled, as plain numbers. Indices count the lines of logits.
+
+    Attributes:
+        token_ids: one a line; 0 in lines named in `errors`.
+        logprobs: index -> the sampled token first, then the top ones (which may name it again).
+        errors: index -> why this line has no valid token.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, list[TokenLogprob]]
+    errors: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """What a step sampled, still on the device.
+
+    Attributes:
+        packed: [2, L] int64, of each line its token, 0 where there is no valid one; and whether
+            there is.
+        logprob_lines: the lines that asked for log-probabilities, and how many top ones each.
+        logprobs: [len(logprob_lines), 1 + N, 3], as `token_logprobs` returns them; None if no line
+            asked.
+        errors: of some invalid lines, what a processor has raised.
+    """
+
+    packed: torch.Tensor
+    logprob_lines: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: torch.Tensor | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[L] int64; 0 where there is no valid token."""
+        return self.packed[0]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the host wants to see: `packed`, then log-probabilities if any."""
+        return [self.packed] if self.logprobs is None else [self.packed, self.logprobs]
+
+    def fetch(self, tensors: Sequence[torch.Tensor] | None = None) -> FetchedTokens:
+        """Plain numbers, from `tensors` once they have come to the host; None: waits for them."""
+        tensors = self.tensors if tensors is None else tensors
+        token_ids, valid = tensors[0].tolist()
+        logprobs = {}
+        if self.logprobs is not None:
+            entries = tensors[1].tolist()
+            for (line, num_top), found in zip(self.logprob_lines, entries, strict=True):
+                logprobs[line] = to_records(found[: 1 + num_top])
+        errors = {
+            line: self.errors.get(line, NO_TOKEN) for line, holds in enumerate(valid) if not holds
+        }
+        return FetchedTokens(token_ids=token_ids, logprobs=logprobs, errors=errors)
 
 
 class Sampler:
@@ -54,11 +113,11 @@ class Sampler:
         vocab_size: V, at most 2**19.
         max_num_seqs: rows are 0 ... max_num_seqs - 1.
         eos_token_ids: the model's, masked until min_tokens.
-        processors: further stages, run after those of SamplingParams.
+        processors: further ones, run after those of SamplingParams.
 
     Attributes:
         seeds: as `uniforms` takes them.
-        drawers: how each row's tokens are drawn on a CPU, by place in DRAWERS.
+        drawers: how each row's tokens are drawn on a CPU, as an index into DRAWERS.
         params: temperature (0: greedy), top_k (V where it is off), top_p and min_p of each row.
         edited: which rows have an entry in `edits`.
         num_logprobs: -1 where none are asked for.
@@ -78,8 +137,7 @@ class Sampler:
     ) -> None:
         check_vocabulary(vocab_size)
         self.vocab_size = vocab_size
-        standard = standard_processors(eos_token_ids)
-        self.processors, self.num_standard = (*standard, *processors), len(standard)
+        self.processors = (*standard_processors(eos_token_ids), *processors)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
         self.drawers = np.zeros(max_num_seqs, dtype=np.int64)
         self.params = np.tile([[0.0], [vocab_size], [1.0], [0.0]], max_num_seqs)
@@ -166,22 +224,24 @@ class Sampler:
             and all(self.edits[row].only_bans for row in rows[self.edited[rows]].tolist())
         )
 
-    def masks(self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]) -> np.ndarray | None:
-        """The tokens that may come in each line, a bit each, [L, ceil(V / 32)] int32.
+    def masks(
+        self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]
+    ) -> tuple[np.ndarray, dict[int, str]]:
+        """The tokens that may come in each line, one bit each, [L, ceil(V / 32)] int32; and the
+        errors of lines in which none may, as a processor has raised.
 
         Args: as of `sample`, of rows that are `only_masked`.
-
-        Returns:
-            None: a processor has raised, which `sample` sorts out.
         """
-        edits = self._edits(rows, np.arange(len(rows)), drafts)
+        edits = self._edits(rows, drafts)
         masks = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
-        for _, processor, lines, states in stages_of(self.processors, edits):
-            try:
-                masks[lines] &= processor.masks(states)
-            except Exception:
-                return None
-        return masks
+
+        def ban(processor: Any, lines: list[int], states: list[Any]) -> None:
+            masks[lines] &= processor.masks(states)
+
+        run_processors(self.processors, edits, ban)
+        errors = _errors(edits)
+        masks[list(errors)] = 0
+        return masks, errors
 
     def sample(
         self,
@@ -190,7 +250,7 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTokens:
-        """Samples one token a line; changes no logits and remembers nothing.
+        """Samples one token per line; changes no logits and remembers nothing.
 
         Args:
             logits: [L, V], any float dtype, on any device.
@@ -200,94 +260,50 @@ class Sampler:
             drafts: row -> its draft tokens.
         """
         rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
-        device = logits.device
-        token_ids = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        valid = torch.ones(len(rows), dtype=torch.bool, device=device)
-        errors: dict[int, str] = {}
-        for lines, sample in self._groups(rows, positions, device):
-            edits = self._edits(rows, lines, drafts or {})
-            as_they_are = sample is _sample_greedy or device.type != "cpu"
-            if not edits and as_they_are and len(lines) == len(rows):
-                token_ids, valid = sample(logits, slice(None))
-                break
-            for start, stop in line_chunks(len(lines), logits):
-                (chunk,) = ship(device, lines[start:stop])
-                inside = {i - start: row for i, row in edits.items() if start <= i < stop}
-                work = self._edited_lines(logits, lines[start:stop], inside)
-                token_ids[chunk], valid[chunk] = sample(work, slice(start, stop))
-                errors |= {
-                    int(lines[start + i]): row.error for i, row in inside.items() if row.error
-                }
-        token_ids = torch.where(valid, token_ids, 0)
+        edits = self._edits(rows, drafts or {})
+        edited = self._edit(logits, edits) if edits else logits
+        token_ids, valid = self._sample_lines(edited, rows, positions)
         asked = self.num_logprobs[rows]
-        reported = np.flatnonzero(asked >= 0)
-        logprobs = None
+        reported, logprobs = np.flatnonzero(asked >= 0), None
         if len(reported):
-            (index,) = ship(device, reported)
+            (index,) = ship(logits.device, reported)
             logprobs = token_logprobs(logits[index], token_ids[index], int(asked.max()))
         return SampledTokens(
             packed=pack_tokens(token_ids, valid),
             logprob_lines=[(int(line), int(asked[line])) for line in reported],
             logprobs=logprobs,
-            errors=errors,
+            errors=_errors(edits),
         )
 
-    def _edited_lines(
-        self, logits: torch.Tensor, lines: np.ndarray, edits: dict[int, RowEdits]
-    ) -> torch.Tensor:
-        """Some lines as the processors make them; nothing but -inf in those of rows with errors.
-
-        Args:
-            edits: of the edited lines, counted within `lines`.
-        """
-        work = _take(logits, lines, copy=bool(edits))
-        for place, processor, own, _ in stages_of(self.processors, edits):
-            one_by_one = getattr(processor, "one_by_one", False)
-            for some in [[line] for line in own] if one_by_one else [own]:
-                self._apply(work[:, : self.vocab_size], place, some, edits)
-        for i, row in edits.items():
-            if row.error is not None:
-                work[i] = -torch.inf
+    def _edit(self, logits: torch.Tensor, edits: Mapping[int, RowEdits]) -> torch.Tensor:
+        """A copy of the logits, edited; nothing but -inf in lines with errors."""
+        work = widen(logits)
+        work = work.clone() if work is logits else work
+        run_processors(
+            self.processors, edits, lambda one, lines, states: one.apply(work, lines, states)
+        )
+        for line in _errors(edits):
+            work[line] = -torch.inf
         return work
 
-    def _apply(
-        self, work: torch.Tensor, place: int, lines: list[int], edits: Mapping[int, RowEdits]
-    ) -> None:
-        """Has the processor at a place edit some lines in place; a row that it raises for fails.
-
-        If it raises for several lines, it is called again for each alone, to find whose error it
-        is. If none of these calls raises, it is the error of all of these rows.
-        """
-        processor, states = self.processors[place], [edits[line].states[place] for line in lines]
-        # Why only then: the standard ones don't raise, and tokens may be banned twice.
-        may_undo = place >= self.num_standard and not hasattr(processor, "masks")
-        before = work[lines] if may_undo and len(lines) > 1 else None
-        try:
-            processor.apply(work, lines, states)
-        except Exception as error:
-            if before is not None:
-                work[lines] = before
-            for line in lines if len(lines) > 1 else ():
-                self._apply(work, place, [line], edits)
-            if not any(edits[line].error for line in lines):
-                for line in lines:
-                    edits[line].fail(place, error)
-
-    def _groups(
-        self, rows: np.ndarray, positions: np.ndarray, device: torch.device
-    ) -> Iterator[tuple[np.ndarray, LineSampler]]:
-        """Groups the lines by how they are sampled: each filter stops early in its own way."""
+    def _sample_lines(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token per line: ids [L] int64, and whether the line has a valid one, [L] bool."""
+        device = logits.device
         if device.type != "cpu":
-            kind, params = self.kind(rows), self._draw_params(rows, positions, device)
-            yield np.arange(len(rows)), lambda lines, at: sample_on_device(lines, params[at], kind)
-            return
+            params = self._draw_params(rows, positions, device)
+            return sample_on_device(logits, params, self.kind(rows))
+        token_ids = torch.empty(len(rows), dtype=torch.int64)
+        valid = torch.empty(len(rows), dtype=torch.bool)
         drawers = self.drawers[rows]
-        for number in sorted(set(drawers.tolist())):
-            lines, sample = np.flatnonzero(drawers == number), _sample_greedy
-            if drawer := DRAWERS[number]:
-                params = self._draw_params(rows[lines], positions[lines], device)
-                sample = functools.partial(_sample_drawn, drawer, params)
-            yield lines, sample
+        for number in set(drawers.tolist()):
+            lines = np.flatnonzero(drawers == number)
+            index = slice(None) if len(lines) == len(rows) else torch.from_numpy(lines)
+            params = self._draw_params(rows[lines], positions[lines], device) if number else None
+            found = sample_lines(logits[index], params, DRAWERS[number])
+            token_ids[index], valid[index] = found
+        return token_ids, valid
 
     def _draw_params(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device
@@ -295,18 +311,16 @@ class Sampler:
         return DrawParams.pack(self.params[:, rows], uniforms(self.seeds[rows], positions), device)
 
     def kind(self, rows: np.ndarray) -> SamplingKind:
-        """How `sample_on_device` takes these rows together."""
+        """How `sample_on_device` samples these rows together."""
         most = int(self.drawers[rows].max(initial=0))
         return (SamplingKind.GREEDY, SamplingKind.DRAWN, SamplingKind.FILTERED)[min(most, 2)]
 
-    def _edits(
-        self, rows: np.ndarray, lines: np.ndarray, drafts: Mapping[int, Sequence[int]]
-    ) -> dict[int, RowEdits]:
-        """What edits these lines: index in `lines` -> the row's own, or behind drafts a fork."""
+    def _edits(self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]) -> dict[int, RowEdits]:
+        """What edits these lines: line -> the row's own, or after drafts a fork of it."""
         found: dict[int, RowEdits] = {}
         latest: dict[int, tuple[int, RowEdits]] = {}  # row -> drafts accepted so far
-        for i in np.flatnonzero(self.edited[rows[lines]]).tolist():
-            row = int(rows[lines[i]])
+        for line in np.flatnonzero(self.edited[rows]).tolist():
+            row = int(rows[line])
             if row not in latest:
                 latest[row] = 0, self.edits[row]
             else:
@@ -314,34 +328,14 @@ class Sampler:
                 edits = edits.fork()
                 edits.accept(drafts[row][num_before : num_before + 1])
                 latest[row] = num_before + 1, edits
-            found[i] = latest[row][1]
+            found[line] = latest[row][1]
         return found
 
 
-LineSampler = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
-"""From the edited logits of some lines of a group to their tokens, and which of these are valid."""
-
-
-DRAWERS = (None, draw, draw_top_k, draw_widening, draw_widening)
+DRAWERS: tuple[Drawer | None, ...] = (None, draw, draw_top_k, draw_widening, draw_widening)
 """How lines are drawn: greedy ones not at all, those without filters from all tokens; else by the
 first filter that they have, of top_k, min_p and top_p, each of which stops early in its own way."""
 
 
-def _sample_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    token_ids, largest = argmax(logits)
-    return token_ids, largest.isfinite()
-
-
-def _sample_drawn(
-    draw_lines: Callable[..., torch.Tensor], params: DrawParams, logits: torch.Tensor, lines: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    largest = logits.amax(-1, keepdim=True)
-    return draw_lines(logits, largest, params[lines]), largest[:, 0].isfinite()
-
-
-def _take(logits: torch.Tensor, lines: np.ndarray, copy: bool) -> torch.Tensor:
-    """Some lines of the logits, widened and padded; unless `copy`, in place where that can be."""
-    first, last = int(lines[0]), int(lines[-1])
-    if not copy and last - first == len(lines) - 1:
-        return pad_to_blocks(widen(logits[first : last + 1]))
-    return pad_to_blocks(widen(logits[ship(logits.device, lines)[0]]))
+def _errors(edits: Mapping[int, RowEdits]) -> dict[int, str]:
+    return {line: row.error for line, row in edits.items() if row.error is not None}

@@ -3,22 +3,22 @@
     positions of a prompt    0    1    2    3   (hidden states of a step, [T, hidden_size])
     the token it predicts    t1   t2   t3   t4  a prompt token has a score, t4 is sampled
 
-`token_logprobs` runs on the device; `sampled.to_records` makes plain records of what came to the
-host. The Sampler asks for the tokens that it samples, the `PromptScorer` for those of prompts.
+`token_logprobs` runs on the device; `to_records` makes plain records of what came to the host. The
+Sampler calls it for the tokens that it samples, the `PromptScorer` for those of prompts.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities, E entries of a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from nanoengine.core.plan import AdmittedSequence, StepPlan
+from nanoengine.core.plan import AdmittedSequence, StepPlan, TokenLogprob
 from nanoengine.runner.row_buffers import Ints, RowBuffers
-from nanoengine.runner.sampling_ops import line_chunks, top_candidates, widen
+from nanoengine.runner.sampling.draw import line_chunks, top_candidates, widen
 from nanoengine.runner.transfers import ship
 
 LOGITS_CHUNK = 256
@@ -39,13 +39,13 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 
     Returns:
         [L, 1 + N, 3] float64: (token id, log-probability, rank) of the given token, then of the top
-        N. One tensor, so that it is one copy to the host; see `sampled.to_records`.
+        N. One tensor, so that it is one copy to the host; see `to_records`.
     """
     num_top = min(num_top, logits.shape[-1])
     out = logits.new_empty((len(logits), 1 + num_top, 3), dtype=torch.float64)
-    for start, stop in line_chunks(len(logits), logits):
-        logprobs = widen(logits[start:stop]).log_softmax(-1)
-        given = token_ids[start:stop, None]
+    for lines in line_chunks(logits):
+        logprobs = widen(logits[lines]).log_softmax(-1)
+        given = token_ids[lines, None]
         values, ids = logprobs.gather(-1, given), given
         ranks = 1 + (logprobs > values).sum(-1, keepdim=True)
         if num_top:
@@ -54,8 +54,13 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
             top_ranks = 1 + torch.searchsorted(-top_values, -top_values)
             values = torch.cat((values, top_values), -1)
             ids, ranks = torch.cat((ids, top_ids), -1), torch.cat((ranks, top_ranks), -1)
-        out[start:stop] = torch.stack((ids.double(), values.double(), ranks.double()), -1)
+        out[lines] = torch.stack((ids.double(), values.double(), ranks.double()), -1)
     return out
+
+
+def to_records(line: Sequence[Sequence[float]]) -> list[TokenLogprob]:
+    """One line of `token_logprobs`, as a list: the given token first, then the top ones."""
+    return [TokenLogprob(int(i), value, int(rank)) for i, value, rank in line]
 
 
 class PromptScorer:

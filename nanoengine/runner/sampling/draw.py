@@ -1,20 +1,34 @@
 """One token from each line of logits: greedy, drawn, or drawn from the most likely ones.
 
-The Sampler calls these functions. They know tensors and numbers only: no rows, no requests. A
-sampled token depends on its own line alone, bit for bit, whatever the number of lines, threads or
-neighbours. Three rules give that:
+The Sampler and the DecodeStep call these functions. They know tensors and numbers only: no rows, no
+requests. A sampled token depends on its own line alone, bit for bit, whatever the number of lines,
+threads or neighbours. Three rules give that:
 
     random numbers   a hash of (seed, position): no generator whose state others could move
-    exact sums       probabilities as whole numbers, which add up to the same in any order
+    exact sums       probabilities as integers, which add up to the same in any order
     one order        more likely first, and among equals the lower token id first
 
-Legend: L lines of logits, V vocabulary (a multiple of BLOCK here: see `pad_to_blocks`), K
-candidates.
+On a CPU the Sampler groups lines by their filters, and `draw_widening` looks at values to stop
+early. On a GPU a look at a value makes the host wait, so `sample_on_device` takes all lines
+together, and a captured CUDA graph fits every batch of its `SamplingKind`:
+
+    GREEDY      all lines take the most likely token      argmax
+    DRAWN       no line filters                           draw from all tokens
+    FILTERED    some line filters                         sort, then draw from what the filters keep
+
+On CUDA one kernel does all three (`triton_sampling.py`). This file is its readable form, and serves
+float64. An exponential may differ between the two in its last bit, and now and then that changes a
+token: by estimate once in millions of draws where few tokens are likely, once in ten thousand where
+all are. On one device a seed's tokens are always the same.
+
+Legend: L lines of logits, V vocabulary (a multiple of BLOCK where lines are drawn: see
+`pad_to_blocks`), K candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import enum
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,14 +37,14 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from nanoengine.runner.greedy import MAX_VOCAB_SIZE
+from nanoengine.runner.sampling.greedy import MAX_VOCAB_SIZE
 from nanoengine.runner.transfers import ship
 
 CPU_CHUNK = 2**19
 """Logits worked on at a time on a CPU: so few that all passes over them stay inside the cache."""
 
-CHUNK = 2**25
-"""The same on a GPU: so many that launches don't count; a float64 copy takes 256 MiB."""
+CHUNK = 2**23
+"""The same on a GPU: so many that launches don't count; a float64 copy takes 64 MiB."""
 
 BLOCK = 64
 """Tokens reduced together before anything is searched: a search reads V / BLOCK numbers, not V."""
@@ -114,11 +128,11 @@ class DrawParams:
         ]
 
 
-def line_chunks(num_lines: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Cuts `num_lines` lines like those of `logits` into ranges that are worked on at a time."""
+def line_chunks(logits: torch.Tensor) -> Iterator[slice]:
+    """Cuts the lines of logits [L, V] into slices that are worked on at a time."""
     elements = CPU_CHUNK if logits.device.type == "cpu" else CHUNK
     size = max(1, elements // logits.shape[-1])
-    return ((start, min(start + size, num_lines)) for start in range(0, num_lines, size))
+    return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
 def widen(logits: torch.Tensor) -> torch.Tensor:
@@ -221,17 +235,10 @@ def draw_top_k(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) 
     """Draws from the tokens that min_p, top_k and then top_p leave; ids [L].
 
     top_p is a share of the probability that min_p and top_k have left. Arguments as for `draw`.
+    Where `max_top_k` is not known, all tokens are sorted, and no value is looked at.
     """
     width = min(params.max_top_k, logits.shape[-1])
     return _draw_candidates(top_candidates(logits, width), largest, params)[0]
-
-
-def draw_all_sorted(
-    logits: torch.Tensor, largest: torch.Tensor, params: DrawParams
-) -> torch.Tensor:
-    """The same by a full sort, which asks neither host nor device for anything."""
-    candidates = logits.sort(dim=-1, descending=True, stable=True)
-    return _draw_candidates(candidates, largest, params)[0]
 
 
 def draw_widening(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
@@ -307,3 +314,69 @@ def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Index [L, 1] of the first running sum above the target: a token with weight, as it rose."""
     # Why the clamp: a line of NaN finds nothing; its index must stay valid until it is discarded.
     return torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[-1] - 1)
+
+
+Drawer = Callable[[torch.Tensor, torch.Tensor, DrawParams], torch.Tensor]
+"""`draw` or another function with its arguments."""
+
+
+def sample_lines(
+    logits: torch.Tensor, params: DrawParams | None, drawer: Drawer | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples a token per line: ids [L] int64, and whether the line has a valid one, [L] bool.
+
+    Args:
+        logits: [L, V], any float dtype.
+        params: temperature 0 for greedy lines. None where all are greedy.
+        drawer: draws the other lines. None where all are greedy.
+    """
+    if params is None or drawer is None:
+        ids, largest = argmax(logits)
+    else:
+        chunks = [
+            _draw_chunk(logits[lines], params[lines], drawer) for lines in line_chunks(logits)
+        ]
+        ids, largest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    valid = largest.isfinite()
+    return torch.where(valid, ids, 0), valid
+
+
+def _draw_chunk(
+    logits: torch.Tensor, params: DrawParams, drawer: Drawer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = pad_to_blocks(widen(logits))
+    ids, largest = argmax(wide)
+    # Greedy lines divide by a temperature of 0, so what they draw is thrown away.
+    drawn = drawer(wide, largest[:, None], params)
+    return torch.where(params.column("temperature")[:, 0] == 0, ids, drawn), largest
+
+
+class SamplingKind(enum.Enum):
+    """How a device samples the lines of a batch; see the module."""
+
+    GREEDY = "greedy"
+    DRAWN = "drawn"
+    FILTERED = "filtered"
+
+
+def sample_on_device(
+    logits: torch.Tensor, params: DrawParams, kind: SamplingKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample_lines` for lines of one kind, without a look at values; top_k is V if it is off."""
+    if has_kernel(logits.device, logits.dtype):
+        from nanoengine.runner.sampling import triton_sampling
+
+        draws, filters = kind is not SamplingKind.GREEDY, kind is SamplingKind.FILTERED
+        return triton_sampling.sample_lines(logits, params.packed, draws, filters)
+    ids, valid = sample_lines(logits, params, None if kind is SamplingKind.GREEDY else draw)
+    if kind is SamplingKind.FILTERED:
+        filters = (params.column("top_k") < logits.shape[-1]) | (params.column("top_p") < 1)
+        filters = filters | (params.column("min_p") > 0)
+        filtered, _ = sample_lines(logits, params, draw_top_k)
+        ids = torch.where(filters[:, 0], filtered, ids)
+    return ids, valid
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if the Triton kernel samples these lines."""
+    return device.type == "cuda" and dtype != torch.float64

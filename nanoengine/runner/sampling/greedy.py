@@ -1,6 +1,7 @@
 """The most likely token of each row: all that a plain row asks of its logits.
 
-Called by the ModelRunner. Special: special_rows.py (draws, edited logits, log-probabilities).
+Called by the ModelRunner. What else rows may ask for (draws, edited logits, log-probabilities) is
+in step_sampler.py.
 
 Legend: L lines of logits.
 """
@@ -15,7 +16,7 @@ from nanoengine.models.decoder import CausalLM
 from nanoengine.settings.params import GREEDY_BELOW
 
 MAX_VOCAB_SIZE = 2**19
-"""So many tokens of weight `sampling_ops.SCALE` add up to 2**53, up to which float64 is exact."""
+"""So many tokens of weight `draw.SCALE` add up to 2**53, up to which float64 is exact."""
 NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
 
 

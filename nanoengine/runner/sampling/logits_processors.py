@@ -1,16 +1,16 @@
-"""Logits processors: the stages that edit logits before a token is sampled, in the order of
+"""Logits processors: they edit logits before a token is sampled, in the order of
 `standard_processors`.
 
-The Sampler calls them, and keeps of every row the states of the processors that it uses. A
-processor is two small classes: the stage, which all rows share, and the state of one row. So a
-stage costs nothing in a step where no row uses it.
+The Sampler calls them, and keeps for every row the states of the processors that it uses. A
+processor is two small classes: one that all rows share, and the state of one row. So a processor
+costs nothing in a step where no row uses it.
 
     allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─┐
         ┌────────────────────────────────────────────────────────────────┘
         └─ the caller's (features/processors.py) ─ grammars (features/structured.py) ─ [a token]
 
-A processor that raises ends the row that it was called for, and no other. One that raises for
-several lines is called again for each line alone, to find whose exception it is.
+A processor is called once per step. An exception ends the rows that it was called for, and no
+others.
 
 Legend: L lines of logits, V vocabulary.
 """
@@ -18,7 +18,7 @@ Legend: L lines of logits, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 class RowState(Protocol):
     """What one processor remembers about one row.
 
-    A state may also have `forced_tokens() -> list[int]`: the tokens that must come next.
+    A state may also have `forced_tokens() -> list[int]`: the tokens that must come next; and
+    `error: Exception | None`, which ends this row alone if it is set when the processor has run.
     """
 
     def accept(self, token_id: int) -> None:
@@ -47,11 +48,12 @@ class RowState(Protocol):
 
 
 class LogitsProcessor(Protocol):
-    """A stage of the pipeline.
+    """What all rows share of a processor.
 
-    One that is `one_by_one` is called for a single line at a time. One that only bans tokens may
-    also have `masks(states) -> [L, ceil(V / 32)] int32`, the tokens that may come, a bit each.
-    Greedy rows then need not all of their logits.
+    With an attribute `one_by_one = True` it is called for a single line at a time, so that an
+    exception ends one row. One that only bans tokens may also have
+    `masks(states) -> [L, ceil(V / 32)] int32`, one bit per token, set if the token may come. Greedy
+    rows then don't need all of their logits.
     """
 
     def admit(self, sequence: AdmittedSequence) -> RowState | None:
@@ -146,17 +148,31 @@ class RowEdits:
         logger.warning("sequence %d: %s", self.sequence.seq_id, self.error, exc_info=where)
 
 
-def stages_of(
-    processors: Sequence[LogitsProcessor], rows: Mapping[int, RowEdits]
-) -> Iterator[tuple[int, LogitsProcessor, list[int], list[RowState]]]:
-    """The processors that edit some of these lines, in their order: place and processor, its lines
-    and their states. A row with an error, which an earlier processor may just have raised, is
-    passed over."""
+def run_processors(
+    processors: Sequence[LogitsProcessor],
+    rows: Mapping[int, RowEdits],
+    edit: Callable[[Any, list[int], list[Any]], object],
+) -> None:
+    """Calls `edit` with each processor, in their order, the lines that it edits and their states.
+
+    An exception ends the rows that the call was for; later processors skip them.
+
+    Args:
+        rows: the edited lines, and what processors remember about the row of each.
+    """
     for place, processor in enumerate(processors):
-        edited = [i for i, row in rows.items() if place in row.states and row.error is None]
-        of_line = {line: rows[line].states[place] for line in edited}
-        if of_line:
-            yield place, processor, list(of_line), list(of_line.values())
+        lines = [i for i, row in rows.items() if place in row.states and row.error is None]
+        one_by_one = getattr(processor, "one_by_one", False)
+        for some in [[i] for i in lines] if one_by_one else [lines] if lines else []:
+            states = [rows[i].states[place] for i in some]
+            try:
+                edit(processor, some, states)
+                errors = [getattr(state, "error", None) for state in states]
+            except Exception as error:
+                errors = [error] * len(some)
+            for i, error in zip(some, errors, strict=True):
+                if error is not None:
+                    rows[i].fail(place, error)
 
 
 def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:

@@ -1,10 +1,10 @@
-"""SpecialRows: what rows ask for beyond the most likely token of the model's own logits.
+"""StepSampler: samples steps in which a row needs more than the most likely token.
 
-    update   who asks: every row's parameters, once one row has asked
-    run      drafts, edited logits, draws, log-probabilities   Sampler, PromptScorer
+    update   every row's parameters, once one row is not plain
+    run      drafts, edited logits, draws, log-probabilities   Sampler, PromptScorer, Pooler
     take     which drafts were right; processors and rows learn the tokens
 
-Made by the ModelRunner at the first row that is not plain; steps without such rows never come here.
+Made by the ModelRunner at the first row that is not plain. Steps of plain rows skip it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ import torch
 
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.models.decoder import CausalLM
-from nanoengine.runner.greedy import is_plain, pack_found
-from nanoengine.runner.logits import LogitsProcessor, RowEdits
 from nanoengine.runner.row_buffers import Ints, RowBuffers
-from nanoengine.runner.sampled import FetchedTokens, SampledTokens, to_records
-from nanoengine.runner.sampler import Sampler
-from nanoengine.runner.scores import PromptScorer
+from nanoengine.runner.sampling.greedy import is_plain, pack_found
+from nanoengine.runner.sampling.logits_processors import LogitsProcessor, RowEdits
+from nanoengine.runner.sampling.logprobs import PromptScorer, to_records
+from nanoengine.runner.sampling.sampler import FetchedTokens, SampledTokens, Sampler
 from nanoengine.runner.step import LaunchedStep
 
 if TYPE_CHECKING:
     from nanoengine.runner.pooling import Pooler
 
 
-class SpecialRows:
-    """What all rows ask for.
+class StepSampler:
+    """Samples steps, with what it remembers about every row.
 
     Args:
         rows, model: the runner's.
         processors: of logits, run after those of SamplingParams.
-        all_rows: plain rows come here too, because something looks at the logits of each.
+        all_rows: plain rows are sampled here too, because something looks at the logits of each.
 
     Attributes:
         latest: the step before, whose tokens processors must know.
-        pooler: of rows whose hidden states are wanted; None while there was none.
+        pooler: for rows whose hidden states are pooled; None until there is one.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class SpecialRows:
         self.rows, self.model, self.all_rows = rows, model, all_rows
         self.sampler = Sampler(config.vocab_size, num_rows, config.eos_token_ids, processors)
         self.scorer = PromptScorer(rows, model.logits)
-        self._asks = np.full(num_rows, all_rows)
+        self._is_sampled_here = np.full(num_rows, all_rows)
         self.latest: LaunchedStep | None = None
         self.pooler: Pooler | None = None
 
@@ -67,7 +66,7 @@ class SpecialRows:
             if self.pooler is not None:
                 self.pooler.release(row)
         for new in plan.admitted:
-            self._asks[new.row] = self.all_rows or not is_plain(new)
+            self._is_sampled_here[new.row] = self.all_rows or not is_plain(new)
             if new.params.pooling:
                 if self.pooler is None:
                     from nanoengine.runner.pooling import Pooler
@@ -78,7 +77,7 @@ class SpecialRows:
             self.sampler.admit(new)
             self.scorer.admit(new)
         for fork in plan.forks:
-            self._asks[fork.row] = self._asks[fork.parent_row]
+            self._is_sampled_here[fork.row] = self._is_sampled_here[fork.parent_row]
             self.sampler.fork(fork)
         for row, position, _ in plan.chosen_tokens:
             self.sampler.rewrite(row, self.rows.token_ids[row, : position + 1])
@@ -89,9 +88,9 @@ class SpecialRows:
         scored = self.scorer.scored(plan)
         return scored if self.pooler is None else self.pooler.join(plan, scored)
 
-    def are_asked(self, plan: StepPlan) -> bool:
-        """Whether a step must come here."""
-        return bool(plan.draft_token_ids) or bool(self._asks[plan.rows].any())
+    def samples(self, plan: StepPlan) -> bool:
+        """Whether a row of this step is not plain."""
+        return bool(plan.draft_token_ids) or bool(self._is_sampled_here[plan.rows].any())
 
     def run(
         self, step: LaunchedStep, hidden: torch.Tensor, scored: tuple[Ints, Ints] | None
@@ -103,45 +102,48 @@ class SpecialRows:
             scored: as the method of this name returns them.
         """
         sampling, scoring = hidden.tensor_split([len(step.lines.entries)])
-        sampled, logits, any_sample = None, None, bool(len(step.lines.entries))
-        if any_sample:
+        sampled, logits = None, None
+        if len(sampling):
             sampled = self._most_likely(step, sampling)
             logits = None if sampled else self.model.logits(sampling)  # [L, V]
         step.marks.append(step.now())
         tensors: list[torch.Tensor] = []
-        if any_sample:
-            sampled = sampled or self.sample(step, logits)
+        if logits is not None:
+            sampled = self.sample(step, logits)
+        if sampled is not None:
             # Why not with drafts: how many of them count is found on the host, in `take`.
             if not step.plan.draft_token_ids:
                 self.rows.keep(step.lines, sampled.token_ids)
             tensors += self.await_tokens(step, sampled)
         if scored is not None:
-            step.special = step.special or Awaited()
+            step.pending = step.pending or PendingOutputs()
             if self.pooler is not None:
                 scoring, ended = self.pooler.take(step.plan, scored[1], scoring)
-                step.special.pooled_entries = {i: found.shape for i, found in ended.items()}
+                step.pending.pooled_entries = {i: found.shape for i, found in ended.items()}
                 tensors += [torch.cat([one.flatten() for one in ended.values()])] if ended else []
-            step.special.scored_entries, scores = self.scorer.score(step.plan, scored, scoring)
+            step.pending.scored_entries, scores = self.scorer.score(step.plan, scored, scoring)
             tensors += scores
         step.marks.append(step.now())
         return tensors
 
     def _most_likely(self, step: LaunchedStep, hidden: torch.Tensor) -> SampledTokens | None:
         """The tokens of all lines where they are greedy and the model needs no logits for it."""
-        rows = step.lines.rows
+        rows, errors = step.lines.rows, dict[int, str]()
         if not self.sampler.only_masked(rows):
             return None
 
-        def masks() -> np.ndarray | None:
+        def masks() -> np.ndarray:
             self._learn_tokens()
-            return self.sampler.masks(rows, step.plan.draft_token_ids)
+            found, failed = self.sampler.masks(rows, step.plan.draft_token_ids)
+            errors.update(failed)
+            return found
 
         is_masked = self.sampler.edited[rows].any()
         found = self.model.most_likely(hidden, masks if is_masked else None)
-        return None if found is None else SampledTokens(packed=pack_found(*found))
+        return None if found is None else SampledTokens(packed=pack_found(*found), errors=errors)
 
     def sample(self, step: LaunchedStep, logits: torch.Tensor) -> SampledTokens:
-        """Samples a token a line."""
+        """Samples one token per line."""
         rows, positions = step.lines.rows, step.lines.positions
         if self.sampler.edited[rows].any():
             self._learn_tokens()
@@ -157,19 +159,19 @@ class SpecialRows:
 
     def await_tokens(self, step: LaunchedStep, sampled: SampledTokens) -> list[torch.Tensor]:
         """Notes who waits for the tokens; returns what the host wants to see of them."""
-        step.special = Awaited(sampled=sampled, edits=self.sampler.edits_of(step.plan.rows))
+        step.pending = PendingOutputs(sampled=sampled, edits=self.sampler.edits_of(step.plan.rows))
         return sampled.tensors
 
 
 @dataclass(slots=True, kw_only=True)
-class Awaited:
-    """What special rows await of a step.
+class PendingOutputs:
+    """What a step still has to put into its result once the device has finished.
 
     Attributes:
-        sampled: what was sampled; None if nobody samples.
-        edits: what processors remember of rows, and must see the tokens, by entry of the plan.
-        pooled_entries: of the plan, and the shapes of their vectors, whose numbers come in one
-            tensor, if there are any.
+        sampled: what was sampled; None if no row samples.
+        edits: what processors remember about rows, and must see the tokens, by entry of the plan.
+        pooled_entries: entries of the plan, and the shapes of their vectors, whose elements come in
+            one tensor, if there are any.
         scored_entries: for each tensor of prompt scores, the entry of the plan that it belongs to.
     """
 
