@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -133,12 +134,14 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     """
     directory = Path(directory)
     if is_gguf(directory):
+        from nanoengine.checkpoint.gguf_keys import GGUFKeys
         from nanoengine.checkpoint.gguf_models import as_in_file, config_json, in_its_words
         from nanoengine.checkpoint.gguf_tensors import GGUFModel
 
         model = GGUFModel(directory)
         try:
-            return as_in_file(model, parse_model_config(*config_json(model)))
+            config = parse_model_config(*config_json(model), partial(GGUFKeys, model.given))
+            return as_in_file(model, config)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(in_its_words(model, str(error))) from error
     if not os.path.lexists(directory / "config.json"):
@@ -149,15 +152,18 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     return parse_model_config(raw, read_object(generation_path, ModelError) if found else {})
 
 
-def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig:
-    """The normalised form of a parsed config.json; see `load_model_config`."""
+def parse_model_config(
+    raw: Json, generation: Json | None = None, make_keys: Callable[..., Keys] = Keys
+) -> ModelConfig:
+    """The normalised form of a parsed config.json, read as `make_keys` does; see
+    `load_model_config`."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES.get(architecture) or _every_family()[architecture]
     raw = family.rewritten(raw) if family.rewritten else raw
     left_out = [VISION] if is_part else []
     left_out += [family.left_out] if family.left_out else []
     model_type = raw["model_type"] if is_part else family.model_type
-    keys = Keys(raw, family.defaults, model_type=model_type)
+    keys = make_keys(raw, family.defaults, model_type=model_type)
     heads, hidden_size = keys.require("num_attention_heads"), keys.require("hidden_size")
     kv_heads = keys.get("num_key_value_heads") or heads
     if heads % kv_heads:

@@ -1,7 +1,8 @@
 """What the keys of a GGUF file say, by the names of a config.json.
 
-`Metadata` reads them, so that none is ignored that would change the maths; the tables and functions
-below it are of families, for rows of `gguf_rows.py`, which name them. Knows no tensor but by name.
+`Metadata` reads them, so that none is ignored that would change the maths. `GGUFKeys` reads those
+that say the same as a key of config.json, by the names in `keys.KEYS`. The functions below it are
+for keys that say something else, and are named in `gguf_rows.py`. Knows no tensor but by name.
 
 Source: what writes such files and what reads them, conversion/ and src/models/ of llama.cpp.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanoengine.checkpoint.gguf import GGUFTensor
-from nanoengine.checkpoint.keys import Json
+from nanoengine.checkpoint.keys import KEYS, Json, Keys, checked
 from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import check_value, plain, shown
@@ -87,6 +88,47 @@ class Metadata:
                 self.refuse(name, "files without this key")
 
 
+class GGUFKeys(Keys):
+    """The keys of a config whose values are in a GGUF file.
+
+    A key that `raw` lacks has the value that the file has by the name in `KEYS`. It is looked up
+    where a family reads the key. Why not before: one key of a file has other names in the
+    config.json of other families, and only the family knows which of them it reads.
+
+    Args:
+        raw: what `gguf_models.config_json` has found. None is null where null is a value of the key
+            (`Key.off`); else the config lacks the key, whatever the file says.
+    """
+
+    def __init__(self, file: Metadata, raw: Json, *args: Any, **kwargs: Any) -> None:
+        self._file, self._found = file, {*raw}
+        given = {key: raw[key] for key in raw if raw[key] is not None or KEYS[key].off}
+        super().__init__(given, *args, **kwargs)
+
+    def _find(self, key: str) -> None:
+        if key in self._found or key not in KEYS or not KEYS[key].gguf:
+            return
+        self._found.add(key)
+        if (value := self._file.one(KEYS[key].gguf, float | bool)) is not None:
+            self.given |= checked({key: value}, self.where)
+
+    def __contains__(self, key: str) -> bool:
+        self._find(key)
+        return super().__contains__(key)
+
+    def get(self, key: str) -> Any:
+        self._find(key)
+        return super().get(key)
+
+    def allow(self, key: str, *values: Any) -> None:
+        self._find(key)
+        super().allow(key, *values)
+
+    def refuse_others(self) -> None:
+        super().refuse_others()
+        self._file.refuse_others()
+
+
 HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layout"))
 """Keys of an architecture that change no result, or say what the tensors show."""
 
@@ -94,6 +136,11 @@ HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layou
 # fmt: off
 SCORES = {1: "softmax", 2: "sigmoid"}
 """What router logits become, by its number."""
+
+
+def expert_size(given: Metadata) -> Json:
+    """For families whose config.json has the size of experts as that of an MLP."""
+    return {"intermediate_size": given.one("expert_feed_forward_length", int)}
 
 
 def gemma(given: Metadata) -> Json:
@@ -155,7 +202,9 @@ def nemotron(given: Metadata) -> Json:
     keys, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
     dense, sizes = given.architecture == "nemotron_h", mamba(given)
     # Why: writers name experts of such files too, of which there are none.
-    none = ("num_local_experts", "num_experts_per_tok", "n_group", "topk_group") if dense else ()
+    none = [key for key in KEYS if dense and KEYS[key].gguf.startswith("expert_")]
+    for key in none:
+        given.get(KEYS[key].gguf, Any)
     mlp = "mlp" if dense else "moe"
     both = list(zip(keys, inner, strict=True))[: given.main_layers]
     return {
@@ -176,7 +225,6 @@ def latent(given: Metadata) -> Json:
     value = given.get("attention.value_length_mla", int)
     value = value or given.one("attention.value_length", int)
     return {
-        "kv_lora_rank": given.get("attention.kv_lora_rank", int),
         "q_lora_rank": given.get("attention.q_lora_rank", int),
         "qk_rope_head_dim": turned, "qk_nope_head_dim": key - turned, "v_head_dim": value,
         "num_key_value_heads": given.get("attention.head_count", int), "head_dim": max(2, turned),

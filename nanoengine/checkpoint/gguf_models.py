@@ -14,24 +14,17 @@ from typing import Any
 
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, read_rows
 from nanoengine.checkpoint.gguf_keys import SCORES, Metadata, windows
-from nanoengine.checkpoint.gguf_rows import KEYS
 from nanoengine.checkpoint.gguf_tensors import ROTATIONS, Entry, GGUFModel
-from nanoengine.checkpoint.keys import Json, Keys
+from nanoengine.checkpoint.keys import KEYS, Json, Keys
 from nanoengine.checkpoint.more_families import every_family
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.readers import FULL, SLIDING
 from nanoengine.checkpoint.rope import ORIGINAL
 
 # fmt: off
-YARN = {
-    "yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-GROWING = {
-    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
-    "attention.temperature_scale": "llama_4_scaling_beta",
-}
-"""Keys of models whose queries grow with their position -> those of `rope_parameters`."""
+YARN = "attention_factor", "beta_fast", "beta_slow"
+GROWING = "mscale_all_dim", "llama_4_scaling_beta"
+"""Keys of `rope_parameters` of models whose queries grow with their position."""
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
@@ -50,19 +43,12 @@ ENDS = (
 generation_config.json has. Source: `llama_vocab::impl::load` of llama.cpp."""
 CONTROL = 3
 """The type of a control token."""
-OTHER_KEYS = {
-    "block_count": "num_hidden_layers", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "rope.freq_base": "rope_theta", "expert_count":
-    "num_local_experts", "rope.dimension_count": "rotary_dim", "rope.scaling.factor": "factor",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_used_count": "num_experts_per_tok",
-    "attention.layer_norm_epsilon": "layer_norm_eps", "attention.sliding_window": "sliding_window",
-}
-"""Keys that are read by hand, for messages -> those of config.json."""
 # fmt: on
 
 
 def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a config.json and a generation_config.json of the same model would say.
+    """What a config.json and a generation_config.json of the same model would say, where `GGUFKeys`
+    does not find it; None: nothing.
 
     Raises:
         UnsupportedModelError: a key that changes the maths is not implemented, or is of the wrong
@@ -71,16 +57,15 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     given, row, tensors = model.given, model.row, model.tensors
     family, more = every_family()[row.name], row.more(given)
     raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
-    keys = {name: key for name, key in (KEYS | row.keys).items() if more.get(key) is None}
-    raw |= {key: given.one(name, float | bool) for name, key in keys.items()}
-    for name in row.unread:
+    experts = () if family.moe is None else ("expert_count", "expert_used_count")
+    for name in ("feed_forward_length", *experts, *row.unread):
         given.get(name, Any)
     raw["num_hidden_layers"] = given.main_layers
     if "num_key_value_heads" not in more:
-        heads = raw["num_attention_heads"]
+        heads = given.one("attention.head_count", int)
         raw["num_key_value_heads"] = given.one("attention.head_count_kv", int, heads)
     head_dim = raw["head_dim"] = given.head_dim
-    is_latent = "kv_lora_rank" in more
+    is_latent = "qk_rope_head_dim" in more
     if given.one("attention.value_length", int, head_dim) != head_dim and not is_latent:
         given.refuse("attention.value_length", f"{head_dim}, the size of keys")
     epsilons = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
@@ -95,9 +80,6 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
         raw["rotary_dim"] = turned
     elif turned != head_dim and not is_latent:
         given.refuse("rope.dimension_count", f"{head_dim}, the size of a head")
-    if family.moe is not None:
-        raw["num_local_experts"] = given.get("expert_count", int)
-        raw["num_experts_per_tok"] = given.one("expert_used_count", int)
     if score := given.get("expert_gating_func", int):
         raw["scoring_func"] = SCORES.get(score) or given.refuse("expert_gating_func", "1 and 2")
     if "use_qk_norm" in raw:
@@ -106,9 +88,7 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
         size = tensors["token_embd.weight"].shape[0]
         raw |= {"vocab_size": size, "vocab_size_per_layer_input": size}
     raw["tie_word_embeddings"] = "output.weight" not in tensors
-    raw |= windows(given, row.slides, raw["num_hidden_layers"]) | _rotation(model)
-    raw = {key: value for key, value in raw.items() if value is not None} | more
-    given.refuse_others()
+    raw |= windows(given, row.slides, raw["num_hidden_layers"]) | _rotation(model) | more
     found = {theirs: given.read(f"general.sampling.{n}", float) for n, theirs in SAMPLING.items()}
     return raw, {key: value for key, value in found.items() if value is not None}
 
@@ -117,10 +97,10 @@ def in_its_words(model: GGUFModel, message: str) -> str:
     """A message about what `config_json` made, with the keys of the file."""
     if (path := str(model.given.path)) in message:
         return message
-    own, other = f"{model.given.architecture}.", {"vocab_size": "tokens"}
-    names = {ours: own + key for key, ours in (OTHER_KEYS | KEYS | model.row.keys).items()} | other
+    own = f"{model.given.architecture}."
+    names = {key: own + spec.gguf for key, spec in KEYS.items() if spec.gguf}
     names |= {ours: f"general.sampling.{key}" for key, ours in SAMPLING.items()}
-    names["eos_token_id"] = "tokenizer.ggml.eos_token_id"
+    names |= {"vocab_size": "tokens", "eos_token_id": "tokenizer.ggml.eos_token_id"}
     message = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], message)
     return f"{path}: {re.sub(r'(generation_)?config.json:? ', '', message)}"
 
@@ -186,9 +166,9 @@ def _rotation(model: GGUFModel) -> Json:
             given.refuse("rope.scaling.type", f"none beside tensors such as {ROTATIONS[0]}")
     elif kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor, "truncate": usual_rope.get("truncate")}
-        scaling |= {key: given.get(f"rope.scaling.{name}", float) for name, key in YARN.items()}
+        scaling |= {key: given.get(KEYS[key].gguf, float) for key in YARN}
         if "llama_4_scaling_beta" in usual_rope:
-            scaling |= {key: given.get(name, float) for name, key in GROWING.items()}
+            scaling |= {key: given.get(KEYS[key].gguf, float) for key in GROWING}
             scaling["mscale"] = 1.0  # Why: no file says another one.
         elif given.architecture == "deepseek2":
             # Why ten times: writers multiply it by 0.1. No file says another one for `mscale`.

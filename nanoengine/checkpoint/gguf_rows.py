@@ -1,7 +1,7 @@
 """ARCHITECTURES: what each architecture of GGUF is here, as data.
 
-A row says which family it is, which keys its files have besides those of all, what they leave
-unsaid, and what they call tensors. What a family computes stays in `families.py`. Called by
+A row says which family it is, what its files leave unsaid, and what they call tensors. What a
+family computes stays in `families.py`, what its keys are called in `keys.py`. Called by
 `gguf_tensors.py` and `gguf_models.py`.
 """
 
@@ -28,9 +28,8 @@ class Architecture:
     Attributes:
         name: a key of `every_family`.
         also: the name in place of that, of files that ask for it.
-        keys: keys of its metadata, besides `KEYS` -> what config.json calls them.
         fixed: keys of config.json that its files leave unsaid.
-        more: reads further keys.
+        more: reads keys that say something else than a key of config.json does.
         names: parts of its tensors' names -> ours, where they are not those of `NAMES`.
         pairs: rows of queries and keys lie so that neighbours turn together, which they do not in
             the family's own checkpoints.
@@ -41,7 +40,6 @@ class Architecture:
 
     name: str
     also: Callable[[Metadata], str | None] = lambda given: None
-    keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Json = field(default_factory=dict)
     more: Callable[[Metadata], Json] = lambda given: {}
     names: Mapping[str, str] = field(default_factory=dict)
@@ -52,34 +50,8 @@ class Architecture:
 
 
 # fmt: off
-# --- keys of several architectures ----------------------------------------------------------------
+# --- keys that change nothing ----------------------------------------------------------------
 
-KEYS = {
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
-}
-"""Keys of all architectures -> what config.json calls them."""
-CONVOLVED = {"shortconv.l_cache": "conv_L_cache"}
-CAPS = {"final_logit_softcapping": "final_logit_softcapping"}
-EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
-SHARED = EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-ROUTED = EXPERTS | {
-    "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
-    "expert_weights_norm": "norm_topk_prob", "leading_dense_block_count": "first_k_dense_replace",
-    "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
-}
-DELTA = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
-}
-MAMBA = {
-    "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
-    "ssm.group_count": "mamba_n_groups",
-}
-SCALES = {
-    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
-    "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
-}
 IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 """Where positions and features of images go: positions of a text are all the same."""
 NO_STATES = (
@@ -158,101 +130,70 @@ ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture(
         "AfmoeForCausalLM", slides=4, fixed={"mup_enabled": True}, more=read.normed,
         names={"attn_gate": "self_attn.gate_proj"},
-        keys=EXPERTS | {
-            "expert_shared_count": "num_shared_experts", "expert_weights_scale": "route_scale",
-            "leading_dense_block_count": "num_dense_layers",
-        },
     ),
     "arcee": Architecture("ArceeForCausalLM", pairs=True),
     "chatglm": Architecture("GlmForCausalLM", names=MERGED_GATE),
-    "cohere2": Architecture("Cohere2ForCausalLM", keys={"logit_scale": "logit_scale"}, slides=4),
-    "command-r": Architecture("CohereForCausalLM", keys={"logit_scale": "logit_scale"}),
+    "cohere2": Architecture("Cohere2ForCausalLM", slides=4),
+    "command-r": Architecture("CohereForCausalLM"),
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM", also=read.deepseek_name, more=read.deepseek,
     ),
-    "dots1": Architecture("Dots1ForCausalLM", keys=ROUTED),
+    "dots1": Architecture("Dots1ForCausalLM"),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "ernie4_5-moe": Architecture(
         "Ernie4_5_MoeForCausalLM", unread=("expert_shared_feed_forward_length",),
-        keys=EXPERTS | {
-            "expert_shared_count": "moe_num_shared_experts",
-            "interleave_moe_layer_step": "moe_layer_interval",
-            "leading_dense_block_count": "moe_layer_start_index",
-        },
     ),
     "exaone": Architecture("LlamaForCausalLM"),
     "exaone-moe": Architecture(
-        "ExaoneMoeForCausalLM", keys=ROUTED | {"expert_shared_count": "num_shared_experts"},
-        slides=4, unread=("expert_shared_feed_forward_length",),
+        "ExaoneMoeForCausalLM", slides=4, unread=("expert_shared_feed_forward_length",),
     ),
     "exaone4": Architecture("Exaone4ForCausalLM", slides=4),
     "falcon-h1": Architecture(
-        "FalconH1ForCausalLM", keys=MAMBA, more=read.mamba,
+        "FalconH1ForCausalLM", more=read.mamba,
         names=MAMBA_NAMES | {"ffn_norm": "post_attention_layernorm.weight"},
         fixed={"mamba_norm_before_gate": False, "mamba_rms_norm": True},
     ),
     "gemma": Architecture("GemmaForCausalLM"),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM", more=read.gemma, slides=2,
-        keys=CAPS | {"attn_logit_softcapping": "attn_logit_softcapping"},
-    ),
-    "gemma3": Architecture("Gemma3ForCausalLM", keys=CAPS, more=read.gemma, slides=6),
-    "gemma4": Architecture(
-        "Gemma4ForCausalLM", more=read.gemma4, names=GEMMA_4, slides=6,
-        keys=CAPS | EXPERTS | {
-            "attention.shared_kv_layers": "num_kv_shared_layers",
-            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-        },
-    ),
+    "gemma2": Architecture("Gemma2ForCausalLM", more=read.gemma, slides=2),
+    "gemma3": Architecture("Gemma3ForCausalLM", more=read.gemma, slides=6),
+    "gemma4": Architecture("Gemma4ForCausalLM", more=read.gemma4, names=GEMMA_4, slides=6),
     "glm4": Architecture("Glm4ForCausalLM", names=MERGED_GATE),
     "glm4moe": Architecture(
-        "Glm4MoeForCausalLM", keys=ROUTED, fixed={"use_qk_norm": True}, unread=IMAGES,
-        names=BEFORE_MLP,
+        "Glm4MoeForCausalLM", fixed={"use_qk_norm": True}, unread=IMAGES, names=BEFORE_MLP,
     ),
     "gpt-oss": Architecture(
-        "GptOssForCausalLM", keys={"expert_feed_forward_length": "intermediate_size"},
-        names=BEFORE_MLP, slides=2,
+        "GptOssForCausalLM", more=read.expert_size, names=BEFORE_MLP, slides=2,
     ),
-    "granite": Architecture("GraniteForCausalLM", keys=SCALES, pairs=True, unread=NO_STATES),
+    "granite": Architecture("GraniteForCausalLM", pairs=True, unread=NO_STATES),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM", pairs=True, more=read.granite_hybrid, names=MAMBA_NAMES,
         also=where("rope.scaling.finetuned", "BambaForCausalLM"),
-        keys=MAMBA | SCALES | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
     ),
     "granitemoe": Architecture(
         "GraniteMoeForCausalLM", pairs=True,
         also=where("expert_shared_feed_forward_length", "GraniteMoeSharedForCausalLM"),
-        keys=SCALES | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
     ),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": Architecture(
         "HunYuanMoEV1ForCausalLM",
-        unread=(*EXPERTS, "expert_shared_count", "expert_shared_feed_forward_length"),
+        unread=(
+            "expert_feed_forward_length", "expert_shared_count",
+            "expert_shared_feed_forward_length",
+        ),
     ),
-    "hy_v3": Architecture(
-        "HYV3ForCausalLM", more=read.hunyuan_3,
-        keys=EXPERTS | {"expert_weights_scale": "router_scaling_factor"},
-    ),
+    "hy_v3": Architecture("HYV3ForCausalLM", more=read.hunyuan_3),
     "internlm2": Architecture("LlamaForCausalLM", pairs=True),
     "jais2": Architecture("Jais2ForCausalLM"),
     "lfm2": Architecture(
-        "Lfm2ForCausalLM", more=read.lfm2, keys=CONVOLVED,
-        fixed={"block_auto_adjust_ff_dim": False},
+        "Lfm2ForCausalLM", more=read.lfm2, fixed={"block_auto_adjust_ff_dim": False},
     ),
-    "lfm2moe": Architecture(
-        "Lfm2MoeForCausalLM", more=read.lfm2,
-        keys=CONVOLVED | EXPERTS | {"leading_dense_block_count": "num_dense_layers"},
-    ),
+    "lfm2moe": Architecture("Lfm2MoeForCausalLM", more=read.lfm2),
     "llama": Architecture(
         "LlamaForCausalLM", also=where("expert_count", "MixtralForCausalLM"), pairs=True,
     ),
-    "mellum": Architecture(
-        "MellumForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}, slides=4,
-    ),
+    "mellum": Architecture("MellumForCausalLM", fixed={"norm_topk_prob": True}, slides=4),
     "minicpm3": Architecture("MiniCPM3ForCausalLM", more=read.latent),
-    "minimax-m2": Architecture(
-        "MiniMaxM2ForCausalLM", keys={"expert_feed_forward_length": "intermediate_size"},
-    ),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", more=read.expert_size),
     "mistral3": Architecture(
         "MistralForCausalLM", also=where("attention.temperature_scale", "Ministral3ForCausalLM"),
         pairs=True,
@@ -260,11 +201,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron": Architecture("NemotronForCausalLM"),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), Architecture(
         "NemotronHForCausalLM", more=read.nemotron, names=MAMBA_NAMES,
-        keys=ROUTED | {
-            "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size",
-            "ssm.group_count": "n_groups",
-            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
-        },
     )),
     "olmo2": Architecture(
         "Olmo2ForCausalLM", also=where("attention.sliding_window", "Olmo3ForCausalLM"), slides=4,
@@ -276,30 +212,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phimoe": Architecture("PhimoeForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", keys=SHARED),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM"),
     "qwen2vl": Architecture("Qwen2ForCausalLM", unread=IMAGES),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True}),
     "qwen35": Architecture(
-        "Qwen3_5ForCausalLM", keys=DELTA, more=read.delta, names=DELTA_NAMES, unread=IMAGES,
-        tiled=True,
+        "Qwen3_5ForCausalLM", more=read.delta, names=DELTA_NAMES, unread=IMAGES, tiled=True,
     ),
     "qwen35moe": Architecture(
-        "Qwen3_5MoeForCausalLM", keys=DELTA | SHARED, more=read.delta, names=DELTA_NAMES,
-        unread=IMAGES, tiled=True,
+        "Qwen3_5MoeForCausalLM", more=read.delta, names=DELTA_NAMES, unread=IMAGES, tiled=True,
     ),
-    "qwen3next": Architecture(
-        "Qwen3NextForCausalLM", keys=DELTA | SHARED, more=read.delta, names=DELTA_NAMES,
-    ),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", more=read.delta, names=DELTA_NAMES),
     "qwen3vl": Architecture("Qwen3ForCausalLM", unread=IMAGES),
     "qwen3vlmoe": Architecture(
-        "Qwen3MoeForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}, unread=IMAGES,
+        "Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True}, unread=IMAGES,
     ),
     "seed_oss": Architecture("SeedOssForCausalLM", names=BEFORE_MLP),
     "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
-    "stablelm": Architecture(
-        "StableLmForCausalLM", keys={"use_parallel_residual": "use_parallel_residual"},
-    ),
+    "stablelm": Architecture("StableLmForCausalLM"),
     "starcoder2": Architecture("Starcoder2ForCausalLM"),
 }
 # fmt: on

@@ -374,8 +374,12 @@ def test_what_changes_the_maths_is_refused(
         ("qwen3_moe", {"expert_gating_func": 2}, "scoring_func='sigmoid'"),
         ("deepseek_v3", {"expert_gating_func": 3}, r"expert_gating_func=3.*1 and 2"),
         ("deepseek_v3", {"nextn_predict_layers": 3}, "nextn_predict_layers=3.*0 to 2"),
-        ("deepseek_v2", {"expert_weights_norm": True}, "norm_topk_prob=True"),
-        ("deepseek_v2", {"attention__kv_lora_rank": None}, "needs kv_lora_rank"),
+        ("deepseek_v2", {"expert_weights_norm": True}, r"deepseek2\.expert_weights_norm=True"),
+        (
+            "deepseek_v2",
+            {"attention__kv_lora_rank": None},
+            r"needs deepseek2\.attention\.kv_lora_rank",
+        ),
         ("afmoe", {"expert_weights_norm": False}, r"afmoe\.expert_weights_norm=False"),
         ("granite_hybrid", {"rope__scaling__finetuned": None}, r"rope\.scaling\.finetuned=None"),
         ("nemotron_h", {"moe_latent_size": 8}, r"nemotron_h_moe\.moe_latent_size=8"),
@@ -497,6 +501,12 @@ def test_windows_have_the_usual_base_where_a_file_says_none(tmp_path: Path) -> N
     assert {rope.theta for rope in config.ropes} == {1e4}  # all have a window: three of six
     config = config_with(tmp_path, "gemma3", rope__freq_base=5e5, attention__sliding_window=None)
     assert {rope.theta for rope in config.ropes} == {5e5}
+
+
+def test_a_file_without_a_window_has_none_although_its_config_class_has_one(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "exaone4", attention__sliding_window=None)
+    assert set(config.sliding_windows) == {None}
+    assert None not in config.ropes  # EXAONE 4 applies RoPE to all layers where none has a window
 
 
 def test_ends_and_sampling_of_a_generation_config(tmp_path: Path) -> None:
