@@ -156,7 +156,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("GemmaForCausalLM"),
     "gemma2": Architecture("Gemma2ForCausalLM", more=read.gemma, slides=2),
     "gemma3": Architecture("Gemma3ForCausalLM", more=read.gemma, slides=6),
-    "gemma4": Architecture("Gemma4ForCausalLM", more=read.gemma4, names=GEMMA_4, slides=6),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM", more=read.gemma4, names=GEMMA_4, slides=6,
+        unread=("expert_feed_forward_length",),
+    ),
     "glm4": Architecture("Glm4ForCausalLM", names=MERGED_GATE),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM", fixed={"use_qk_norm": True}, unread=IMAGES, names=BEFORE_MLP,
