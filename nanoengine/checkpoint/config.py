@@ -3,7 +3,7 @@
 `load_model_config` reads what transformers 4 wrote (rope_theta, rope_scaling, torch_dtype) and what
 transformers 5 writes (rope_parameters, dtype, layer_types) into equal values. A key that changes
 the maths and is not implemented is refused by name and value: a model that runs is the model that
-was asked for. What families differ in stands in `families.py`. Called by whoever starts an engine;
+was asked for. What families differ in is in `families/`. Called by whoever starts an engine;
 plain json, neither torch nor transformers.
 """
 
@@ -17,11 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_PARTS, Family
+from nanoengine.checkpoint.families import (
+    ALIASES,
+    FAMILIES,
+    OUTSIDE,
+    TEXT_PARTS,
+    Family,
+    every_family,
+)
+from nanoengine.checkpoint.families.per_layer import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization
-from nanoengine.checkpoint.readers import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 from nanoengine.settings.checks import check_value, listed, shown
@@ -158,8 +165,8 @@ def parse_model_config(
     """The normalised form of a parsed config.json, read as `make_keys` does; see
     `load_model_config`."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
-    family = FAMILIES.get(architecture) or _every_family()[architecture]
-    raw = family.rewritten(raw) if family.rewritten else raw
+    family = FAMILIES.get(architecture) or every_family()[architecture]
+    raw = family.normalize(raw) if family.normalize else raw
     left_out = [VISION] if is_part else []
     left_out += [family.left_out] if family.left_out else []
     model_type = raw["model_type"] if is_part else family.model_type
@@ -195,8 +202,8 @@ def parse_model_config(
     else:
         rope = read_rope(keys, extra=family.rope_extra, partial=family.partial)
         ropes = tuple(
-            replace(rope, theta=float(turned)) if turned > 1 else rope if turned else None
-            for turned in family.turned(keys, slides)
+            replace(rope, theta=float(base)) if base > 1 else rope if base else None
+            for base in family.rope_layers(keys, slides)
         )
     named = raw.get("architectures") or [architecture]
     headless = not is_part and architecture not in named
@@ -207,13 +214,13 @@ def parse_model_config(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=family.inner(keys),
+        intermediate_size=family.intermediate_size(keys),
         num_hidden_layers=keys.require("num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=_longest_context(keys, ropes),
-        rms_norm_eps=keys.get(family.eps),
+        rms_norm_eps=keys.get(family.norm_eps),
         tie_word_embeddings=tied,
         plan=plan,
         ropes=ropes,
@@ -259,11 +266,9 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in named:
         if name in FAMILIES:
             return raw, name, False
-    from nanoengine.checkpoint.more_families import OTHER_NAMES
-
-    every = _every_family()
-    if len(named) == 1 and named[0] in OTHER_NAMES:
-        named = [OTHER_NAMES[named[0]]]
+    every = every_family()
+    if len(named) == 1 and named[0] in ALIASES:
+        named = [ALIASES[named[0]]]
         raw = {**raw, "architectures": named}
     by_type = {family.model_type: name for name, family in every.items()}
     for name in named or [by_type.get(given.get("model_type", ""))]:
@@ -278,12 +283,6 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     raise UnsupportedModelError(
         f"unsupported architecture {what}; supported: {listed([*every, *TEXT_PARTS], like=what)}"
     )
-
-
-def _every_family() -> Mapping[str, Family]:
-    from nanoengine.checkpoint.more_families import every_family
-
-    return every_family()
 
 
 def _states(family: Family, keys: Keys, plan: LayerPlan) -> StatePlan | None:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nanoengine.checkpoint.families.per_layer import CONV, FULL, LINEAR, SLIDING
 from nanoengine.checkpoint.gguf import GGUFTensor
 from nanoengine.checkpoint.keys import KEYS, Json, Keys, checked
-from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import check_value, plain, shown
 

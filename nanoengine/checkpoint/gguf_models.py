@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanoengine.checkpoint.families import every_family
+from nanoengine.checkpoint.families.per_layer import FULL, SLIDING
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, read_rows
 from nanoengine.checkpoint.gguf_keys import SCORES, Metadata, windows
 from nanoengine.checkpoint.gguf_tensors import ROTATIONS, Entry, GGUFModel
 from nanoengine.checkpoint.keys import KEYS, Json, Keys
-from nanoengine.checkpoint.more_families import every_family
 from nanoengine.checkpoint.quantization import StoredQuantization
-from nanoengine.checkpoint.readers import FULL, SLIDING
 from nanoengine.checkpoint.rope import ORIGINAL
 
 # fmt: off
@@ -70,9 +70,9 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
         given.refuse("attention.value_length", f"{head_dim}, the size of keys")
     epsilons = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
     # Why both: a norm of either kind may have the key of the other one.
-    names = epsilons if family.eps != "rms_norm_eps" else epsilons[::-1]
+    names = epsilons if family.norm_eps != "rms_norm_eps" else epsilons[::-1]
     found = [value for name in names if (value := given.get(name, float)) is not None]
-    raw[family.eps] = found[0] if found else given.refuse(epsilons[1], "a number")
+    raw[family.norm_eps] = found[0] if found else given.refuse(epsilons[1], "a number")
     if not given.get("attention.causal", bool, True):
         given.refuse("attention.causal", "True")
     turned = given.get("rope.dimension_count", int, head_dim)

@@ -1,7 +1,7 @@
 """ARCHITECTURES: what each architecture of GGUF is here, as data.
 
 A row says which family it is, what its files leave unsaid, and what they call tensors. What a
-family computes stays in `families.py`, what its keys are called in `keys.py`. Called by
+family computes stays in `families/`, what its keys are called in `keys.py`. Called by
 `gguf_tensors.py` and `gguf_models.py`.
 """
 

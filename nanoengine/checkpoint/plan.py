@@ -1,6 +1,6 @@
 """LayerPlan, StatePlan and MoEConfig: what the layers of a family compute, as data.
 
-`families.py` makes them from a config's keys, `models/` builds layers from them. A mechanism is a
+`families/` makes them from a config's keys, `models/` builds layers from them. A mechanism is a
 field here and a few lines there; a family is a choice of values.
 """
 

@@ -20,9 +20,8 @@ from nanoengine.checkpoint.config import (
     load_model_config,
     parse_model_config,
 )
-from nanoengine.checkpoint.families import TEXT_PARTS
+from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 from nanoengine.checkpoint.keys import KEYS
-from nanoengine.checkpoint.more_families import every_family
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.checkpoint.config import OWN_NAMES, load_model_config, parse_model_config
-from nanoengine.checkpoint.families import TEXT_PARTS
-from nanoengine.checkpoint.more_families import every_family
+from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.layers.variants import head_order

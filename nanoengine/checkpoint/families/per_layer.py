@@ -1,17 +1,10 @@
-"""Readers: what a family's layers are, read from its config's keys; rows of `families.py` choose.
-
-Three kinds: a plan of the layers, which of them have a window, and how each turns its heads;
-`more_readers.py` has those of states and of experts. A reader obeys each key that it reads. Plans
-are fields of `LayerPlan`, given by name: a value, or what reads one, such as `key("mlp_bias")`.
-"""
+"""Which layers have a sliding window, and which apply RoPE, by the keys of a config."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
-from nanoengine.checkpoint.keys import KEYS, Keys
-from nanoengine.checkpoint.plan import LayerPlan
+from nanoengine.checkpoint.keys import Keys
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
 
@@ -19,51 +12,6 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR, CONV = "linear_attention", "conv"
 MAMBA, ATTENTION = "mamba", "attention"
 """What transformers 4 wrote for LINEAR and FULL."""
-
-T = TypeVar("T")
-Reader = Callable[[Keys], T]
-
-
-def key(name: str, make: Callable[[Any], Any] | None = None) -> Reader[Any]:
-    """Reads a key; `make` turns its value into the field's."""
-    return lambda keys: make(keys.get(name)) if make else keys.get(name)
-
-
-def biases(name: str) -> dict[str, Reader[Any]]:
-    """Fields of a plan whose projections have biases where this key says so."""
-    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), key(name))
-
-
-def size(*names: str) -> Reader[int]:
-    """Reads the first of these keys that is there, which the model can't do without."""
-
-    def read(keys: Keys) -> int:
-        for name in names:
-            if name in keys:
-                return keys.require(name)
-        told = " or ".join(dict.fromkeys(names))
-        raise UnsupportedModelError(f"config.json needs {told}, from 1 to {KEYS[names[0]].most:,}")
-
-    return read
-
-
-def made(kind: Callable[..., T], fields: Mapping[str, Any], keys: Keys) -> T:
-    """A plan whose fields are values or readers."""
-    return kind(**{n: value(keys) if callable(value) else value for n, value in fields.items()})
-
-
-# --- plans ----------------------------------------------------------------------------------------
-
-
-def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Reader[LayerPlan]:
-    """A plan of these fields; `only`: keys -> the values that are implemented."""
-
-    def read(keys: Keys) -> LayerPlan:
-        for name, values in (only or {}).items():
-            keys.allow(name, *values)
-        return made(LayerPlan, fields, keys)
-
-    return read
 
 
 def those(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
@@ -118,8 +66,8 @@ def alternate(keys: Keys, layers: int) -> list[bool]:
     return [n % 2 == 0 and n < keys.get("max_window_layers") for n in range(layers)]
 
 
-def not_turned(keys: Keys, layers: int) -> list[bool]:
-    return [not turned for turned in smollm_turned(keys, never(keys, None, layers))]
+def without_rope(keys: Keys, layers: int) -> list[bool]:
+    return [not rope for rope in smollm_rope(keys, never(keys, None, layers))]
 
 
 def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader:
@@ -150,11 +98,11 @@ def _named(kinds: Sequence[str]) -> list[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
-# --- which layers turn their heads ----------------------------------------------------------------
+# --- which layers apply RoPE ----------------------------------------------------------------------
 
-TurnedReader = Callable[[Keys, Sequence[bool]], Sequence[float]]
-"""The second argument says which layers have a window; a 0 in the answer is not turned, a number
-above 1 is the base of the layer's angles."""
+RopeReader = Callable[[Keys, Sequence[bool]], Sequence[float]]
+"""The second argument says which layers have a window. The result has a number per layer: 0 where
+it does not apply RoPE; above 1: the base of RoPE there."""
 
 
 def always(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
@@ -165,8 +113,8 @@ def only_with_window(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
     return slides
 
 
-def exaone_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
-    """In a model with windows, layers that see everything are not turned."""
+def exaone_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    """In a model with windows, layers with full attention do not apply RoPE."""
     return slides if keys.get("sliding_window") is not None else always(keys, slides)
 
 
@@ -180,7 +128,7 @@ def if_named_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
 
 
 def layer_bases(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
-    """Granite SWA: `layer_rope_theta` has a base for each layer, 0 where it is not turned."""
+    """Granite SWA: `layer_rope_theta` has a base per layer, 0 where it does not apply RoPE."""
     bases: Sequence[float] = keys.get("layer_rope_theta") or always(keys, slides)
     if len(bases) != len(slides) or not all(base in (0, 1) or base > 1.001 for base in bases):
         raise UnsupportedModelError(
@@ -190,13 +138,13 @@ def layer_bases(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
     return bases
 
 
-def smollm_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
-    """`no_rope_layers` has a 0 for each layer that is not turned."""
+def smollm_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    """`no_rope_layers` has a 0 for each layer that does not apply RoPE."""
     every, given = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
     layers = len(slides)
-    turned = given or [int((n + 1) % every != 0) for n in range(layers)]
-    if len(turned) < layers:
+    rope = given or [int((n + 1) % every != 0) for n in range(layers)]
+    if len(rope) < layers:
         raise UnsupportedModelError(
-            f"no_rope_layers has {len(turned)} entries, num_hidden_layers={layers}"
+            f"no_rope_layers has {len(rope)} entries, num_hidden_layers={layers}"
         )
-    return [turn != 0 for turn in turned[:layers]]
+    return [each != 0 for each in rope[:layers]]

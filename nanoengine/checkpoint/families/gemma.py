@@ -1,0 +1,128 @@
+"""Gemma: sandwich norms with a factor of 1 + weight; Gemma 4's layers differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from nanoengine.checkpoint.families import dense, moe, per_layer
+from nanoengine.checkpoint.families.family import ATTENTION_BIAS, GELU, Family, key, plan
+from nanoengine.checkpoint.families.per_layer import FULL, SLIDING
+from nanoengine.checkpoint.keys import Keys
+from nanoengine.checkpoint.varied_plan import VariedPlan
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import shown
+
+
+def varied(keys: Keys) -> VariedPlan:
+    """Gemma 4: layers without a window have other heads, and the last ones no keys."""
+    layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
+    kinds = kinds or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
+    if kinds[-1] != FULL:
+        raise UnsupportedModelError(f"layer_types ends with {shown(kinds[-1])}, not with {FULL!r}")
+    window = keys.require("head_dim"), keys.require("num_key_value_heads")
+    keys_are_values, shared = keys.get("attention_k_eq_v"), keys.get("num_kv_shared_layers")
+    kv_heads = keys.get("num_global_key_value_heads") if keys_are_values else None
+    full = keys.get("global_head_dim"), kv_heads or window[1]
+    by_layer = keys.get("per_layer_config")
+    if "per_layer_config" in keys and not by_layer:  # as transformers reads and writes it
+        full = window
+    if by_layer:
+        wanted = [n for n, kind in enumerate(kinds) if kind == FULL]
+        named = sorted(int(name) if name.isdigit() else -1 for name in by_layer)
+        first, *others = by_layer.values()
+        alike = isinstance(first, dict) and first.keys() <= {"head_dim", "num_key_value_heads"}
+        if named != wanted or others != [first] * len(others) or not alike:
+            raise UnsupportedModelError(
+                f"per_layer_config={shown(by_layer)} is not implemented; supported: head_dim and"
+                f" num_key_value_heads, the same for each layer of {FULL!r}"
+            )
+        full = first.get("head_dim", window[0]), first.get("num_key_value_heads", window[1])
+    found = VariedPlan(
+        shapes=(window, full),
+        keys_are_values=keys_are_values,
+        num_shared=shared,
+        shared_width=2 if keys.get("use_double_wide_mlp") else 1,
+        input_size=keys.get("hidden_size_per_layer_input"),
+    )
+    (narrow, wide), own = sorted(map(math.prod, found.shapes)), kinds[: layers - shared]
+    if wide % narrow or not {*kinds} <= {*own}:
+        raise UnsupportedModelError(
+            f"layers of {window[1]} KV heads of {window[0]} and of {full[1]} of {full[0]}, and"
+            f" num_kv_shared_layers={shared} of {layers}, are not implemented; supported: one kind"
+            " that keeps a multiple of the other, each with a layer that has its own keys"
+        )
+    if found.input_size and keys.get("vocab_size_per_layer_input") != keys.require("vocab_size"):
+        raise UnsupportedModelError(
+            f"vocab_size_per_layer_input={keys.get('vocab_size_per_layer_input')} is not"
+            f" implemented; supported: vocab_size={keys.require('vocab_size')}"
+        )
+    return found
+
+
+# fmt: off
+GEMMA_1 = {
+    "norm": "centered", "activation": GELU,
+    "embedding_scale": key("hidden_size", lambda n: n**0.5), **ATTENTION_BIAS,
+}
+GEMMA = {
+    "only": {"hidden_act": (GELU, None), "hidden_activation": (GELU,)}, "norms": "both",
+    "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5), **GEMMA_1,
+}
+GEMMA_2 = {
+    "attention_softcap": key("attn_logit_softcapping"),
+    "logit_softcap": key("final_logit_softcapping"), **GEMMA,
+}
+# Why in code: configs of other families must have these sizes. Gemma 3's published ones lack them.
+GEMMA_2_DEFAULTS = {"max_position_embeddings": 8192}
+GEMMA_3_DEFAULTS = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072,
+}
+
+GEMMA_4 = Family(
+    "gemma4_text",
+    plan=plan(
+        only={"hidden_activation": (GELU,), "use_bidirectional_attention": ("vision", False, None)},
+        norms="both", norm="wide", head_norm="head", activation=GELU, attention_scale=1.0,
+        embedding_scale=key("hidden_size", lambda n: n**0.5), varied=varied,
+        logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
+    ),
+    windows=per_layer.all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
+    moe=moe.where_any(key("enable_moe_block"), moe.experts(taken="top_k_experts")),
+    # Why a base: for a config whose `rope_parameters` has none.
+    defaults={**GEMMA_3_DEFAULTS, "vocab_size": 262_144, "rope_theta": 1e6},
+    names={
+        **dense.POST_NORM_NAMES, "post_mlp_norm": "post_feedforward_layernorm_1",
+        "post_experts_norm": "post_feedforward_layernorm_2",
+        "pre_experts_norm": "pre_feedforward_layernorm_2",
+    },
+)
+
+FAMILIES: dict[str, Family] = {
+    "GemmaForCausalLM": Family(
+        # Why gelu too: so the published files call the approximation.
+        "gemma", plan=plan(only={"hidden_act": (GELU, "gelu"), "hidden_activation": (GELU, None)},
+                           **GEMMA_1),
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2", plan=plan(**GEMMA_2), windows=per_layer.all_but_every(2),
+        defaults=GEMMA_2_DEFAULTS, names=dense.POST_NORM_NAMES,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text", plan=plan(head_norm="head", **GEMMA), windows=per_layer.all_but_every(),
+        bases=("rope_theta", "rope_local_base_freq"),
+        defaults={**GEMMA_3_DEFAULTS, "sliding_window_pattern": 6}, names=dense.POST_NORM_NAMES,
+    ),
+    "Gemma4ForCausalLM": GEMMA_4,
+    "Gemma4UnifiedForCausalLM": replace(
+        GEMMA_4, model_type="gemma4_unified_text",
+        defaults={**GEMMA_4.defaults, "max_position_embeddings": 262_144},
+    ),
+    "VaultGemmaForCausalLM": Family(
+        "vaultgemma",
+        plan=plan(**{**GEMMA_2, "norms": "before"}), windows=per_layer.all_but_every(2),
+        defaults=GEMMA_2_DEFAULTS, names={"post_attention_layernorm": "pre_feedforward_layernorm"},
+    ),
+}
+# fmt: on
+"""Architecture -> its family."""
