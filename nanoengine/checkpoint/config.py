@@ -13,18 +13,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import (
-    ALIASES,
-    FAMILIES,
-    OUTSIDE,
-    TEXT_PARTS,
-    Family,
-    every_family,
-)
+from nanoengine.checkpoint import families
+from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family, every_family
 from nanoengine.checkpoint.families.per_layer import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
@@ -141,16 +134,9 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     """
     directory = Path(directory)
     if is_gguf(directory):
-        from nanoengine.checkpoint.gguf_keys import GGUFKeys
-        from nanoengine.checkpoint.gguf_models import as_in_file, config_json, in_its_words
-        from nanoengine.checkpoint.gguf_tensors import GGUFModel
+        from nanoengine.checkpoint.gguf_models import read_config
 
-        model = GGUFModel(directory)
-        try:
-            config = parse_model_config(*config_json(model), partial(GGUFKeys, model.given))
-            return as_in_file(model, config)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(in_its_words(model, str(error))) from error
+        return read_config(directory, parse_model_config)
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)
@@ -258,7 +244,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                     f"text_config of {name} has model_type={shown(kind)}; supported:"
                     f" {', '.join(by_type)}"
                 )
-            outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
+            outside = {key: given[key] for key in families.OUTSIDE if given.get(key) is not None}
             return {**text, **outside}, by_type[kind], True
     own = OWN_NAMES.get(given.get("model_type") or "")
     if own and len(named) == 1 and named[0].endswith("ForCausalLM"):
@@ -267,8 +253,8 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
         if name in FAMILIES:
             return raw, name, False
     every = every_family()
-    if len(named) == 1 and named[0] in ALIASES:
-        named = [ALIASES[named[0]]]
+    if len(named) == 1 and named[0] in families.ALIASES:
+        named = [families.ALIASES[named[0]]]
         raw = {**raw, "architectures": named}
     by_type = {family.model_type: name for name, family in every.items()}
     for name in named or [by_type.get(given.get("model_type", ""))]:

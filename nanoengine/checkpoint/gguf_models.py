@@ -1,25 +1,28 @@
 """A GGUF file's metadata as a config.json, and where the two differ.
 
 A key that changes the maths and is not implemented is refused by name and value. Called by
-`config.py` where a model is a GGUF file; `gguf_keys.py` reads keys, `gguf_rows.py` has what each
-architecture is, `gguf_tensors.py` its tensors.
+`config.py` where a model is a GGUF file; `gguf_keys.py` reads keys, `gguf_tensors.py` names
+tensors, `Family.gguf` has what a family's files have of their own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nanoengine.checkpoint.families import every_family
 from nanoengine.checkpoint.families.per_layer import FULL, SLIDING
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, read_rows
-from nanoengine.checkpoint.gguf_keys import SCORES, Metadata, windows
+from nanoengine.checkpoint.gguf_keys import SCORES, GGUFKeys, Metadata
 from nanoengine.checkpoint.gguf_tensors import ROTATIONS, Entry, GGUFModel
 from nanoengine.checkpoint.keys import KEYS, Json, Keys
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.rope import ORIGINAL
+from nanoengine.errors import UnsupportedModelError
 
 # fmt: off
 YARN = "attention_factor", "beta_fast", "beta_slow"
@@ -46,6 +49,22 @@ CONTROL = 3
 # fmt: on
 
 
+def read_config(path: Path, parse: Callable[..., Any]) -> Any:
+    """The ModelConfig of a GGUF file.
+
+    Args:
+        parse: makes it of a config.json, as `config.parse_model_config` does.
+
+    Raises:
+        UnsupportedModelError: as `parse` does, by the names of the file's keys.
+    """
+    model = GGUFModel(path)
+    try:
+        return as_in_file(model, parse(*config_json(model), partial(GGUFKeys, model.given)))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(in_its_words(model, str(error))) from error
+
+
 def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a config.json and a generation_config.json of the same model would say, where `GGUFKeys`
     does not find it; None: nothing.
@@ -54,11 +73,11 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
         UnsupportedModelError: a key that changes the maths is not implemented, or is of the wrong
             type; the message names file, key, value and what is allowed.
     """
-    given, row, tensors = model.given, model.row, model.tensors
-    family, more = every_family()[row.name], row.more(given)
-    raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
+    given, files, tensors = model.given, model.files, model.tensors
+    family, more = every_family()[model.name], files.read(given)
+    raw: dict[str, Any] = {"architectures": [model.name], "eos_token_id": [], **files.fixed}
     experts = () if family.moe is None else ("expert_count", "expert_used_count")
-    for name in ("feed_forward_length", *experts, *row.unread):
+    for name in ("feed_forward_length", *experts, *files.unread):
         given.get(name, Any)
     raw["num_hidden_layers"] = given.main_layers
     if "num_key_value_heads" not in more:
@@ -88,7 +107,7 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
         size = tensors["token_embd.weight"].shape[0]
         raw |= {"vocab_size": size, "vocab_size_per_layer_input": size}
     raw["tie_word_embeddings"] = "output.weight" not in tensors
-    raw |= windows(given, row.slides, raw["num_hidden_layers"]) | _rotation(model) | more
+    raw |= given.windows(files.slides, raw["num_hidden_layers"]) | _rotation(model) | more
     found = {theirs: given.read(f"general.sampling.{n}", float) for n, theirs in SAMPLING.items()}
     return raw, {key: value for key, value in found.items() if value is not None}
 
@@ -120,7 +139,7 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
     if moe is not None:
         moe = replace(moe, inputs_first=False, correction_bias=bool(moe.correction_bias))
     if states is not None:
-        states = replace(states, merged=False, tiled=model.row.tiled)
+        states = replace(states, merged=False, tiled=model.files.tiled)
     if states is not None and states.kind == "mamba":
         parts = {name.partition(".mamba.")[2] for name in here}
         norm_of = states.norm if "norm.weight" in parts else None
@@ -141,7 +160,7 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
 def _rotation(model: GGUFModel) -> Json:
     """How positions become angles. A tensor of factors slows each pair of dimensions by its own:
     llama3's rule as numbers, or longrope's two lists."""
-    given, family = model.given, every_family()[model.row.name]
+    given, family = model.given, every_family()[model.name]
     base = given.get("rope.freq_base", float, 1e4)
     full, sliding = family.bases or ("rope_theta", "rope_theta")
     usual = base if sliding == full or given.architecture == "mellum" else 1e4

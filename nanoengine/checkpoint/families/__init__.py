@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from nanoengine.checkpoint.families.dense import FAMILIES
 from nanoengine.checkpoint.families.family import Family
 
-__all__ = ["ALIASES", "FAMILIES", "OUTSIDE", "TEXT_PARTS", "Family", "every_family"]
+__all__ = ["FAMILIES", "Family"]
 
 
 def every_family() -> Mapping[str, Family]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoengine.checkpoint.families import per_layer
 from nanoengine.checkpoint.keys import KEYS, Json, Keys
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from nanoengine.checkpoint.gguf_keys import Metadata
 
 T = TypeVar("T")
 Reader = Callable[[Keys], T]
@@ -60,6 +63,43 @@ def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Re
     return read
 
 
+@dataclass(frozen=True, slots=True)
+class GGUF:
+    """What GGUF files of a family have that differs from its checkpoints.
+
+    Attributes:
+        when: whether a file is of this family, where several families have its architecture; None:
+            it is, unless it is of another one.
+        fixed: keys of config.json that the files leave unsaid.
+        read: reads keys that say something else than a key of config.json does.
+        names: parts of its tensors' names -> ours, where they differ from `gguf_tensors.NAMES`.
+        pairs: rows of queries and keys are ordered for interleaved RoPE, but not in the family's
+            checkpoints.
+        slides: where the file has a window, all layers but each n-th have it; 0: its family knows.
+        unread: keys of its metadata that change nothing of a text.
+        tiled: rows of value heads of linear attention have another order: see `gguf_tensors.py`.
+    """
+
+    when: Callable[[Metadata], Any] | None = None
+    fixed: Json = field(default_factory=dict)
+    read: Callable[[Metadata], Json] = lambda given: {}
+    names: Mapping[str, str] = field(default_factory=dict)
+    pairs: bool = False
+    slides: int = 0
+    unread: tuple[str, ...] = ()
+    tiled: bool = False
+
+
+def files(*architectures: str, **fields: Any) -> dict[str, GGUF]:
+    """GGUF files of these architectures."""
+    return dict.fromkeys(architectures, GGUF(**fields))
+
+
+def has(key: str) -> Callable[[Metadata], Any]:
+    """Whether a key of a GGUF file asks for something."""
+    return lambda given: given.get(key, Any)
+
+
 PLAIN, INTERMEDIATE_SIZE = plan(), size("intermediate_size")
 
 
@@ -86,6 +126,7 @@ class Family:
         left_out: expression that begins the names of tensors that are for drafts.
         intermediate_size: the MLP's.
         norm_eps: the key of what norms add to a variance.
+        gguf: the architectures that its GGUF files have, and what is different there.
     """
 
     model_type: str
@@ -103,8 +144,4 @@ class Family:
     left_out: str = ""
     intermediate_size: Reader[int] = INTERMEDIATE_SIZE
     norm_eps: str = "rms_norm_eps"
-
-
-ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
-LLAMA = {"mlp_bias": key("mlp_bias"), **ATTENTION_BIAS}
-GELU = "gelu_pytorch_tanh"
+    gguf: Mapping[str, GGUF] = field(default_factory=dict)

@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 
 from nanoengine.checkpoint.families import dense, moe, per_layer
-from nanoengine.checkpoint.families.family import ATTENTION_BIAS, GELU, Family, key, plan
+from nanoengine.checkpoint.families.family import Family, files, key, plan
 from nanoengine.checkpoint.families.per_layer import FULL, SLIDING
-from nanoengine.checkpoint.keys import Keys
+from nanoengine.checkpoint.gguf_keys import Metadata
+from nanoengine.checkpoint.keys import Json, Keys
 from nanoengine.checkpoint.varied_plan import VariedPlan
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
@@ -61,12 +62,41 @@ def varied(keys: Keys) -> VariedPlan:
 
 
 # fmt: off
+def score_scale(given: Metadata) -> Json:
+    """By what scores are scaled: a head's size, but in the largest models, which their number of
+    layers shows, the hidden size a head."""
+    heads, width = given.one("attention.head_count", int, 1), given.get("embedding_length", int, 0)
+    wide = given.layers in (46, 62)
+    return {"query_pre_attn_scalar": width // max(1, heads) if wide else given.head_dim}
+
+
+def gemma_4(given: Metadata) -> Json:
+    """What differs in layers that see everything, and which last layers have no keys."""
+    kinds = given.windows(6, given.layers)["layer_types"]
+    heads, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
+    by_kind = dict(zip(kinds, heads, strict=False))
+    window = given.get("attention.key_length_swa", int)
+    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if given.get(name, int, window) != window:
+            given.refuse(name, f"{window}, the size of keys")
+    other = {"head_dim": given.head_dim, "num_key_value_heads": by_kind.get(FULL, 0)}
+    full = [n for n, kind in enumerate(kinds) if kind == FULL]
+    return {
+        "head_dim": window, "num_key_value_heads": by_kind.get(SLIDING, heads[0]),
+        "per_layer_config": {str(n): other for n in full},
+        "intermediate_size": inner[0], "use_double_wide_mlp": inner[-1] > inner[0],
+        "attention_k_eq_v": f"blk.{min(full, default=0)}.attn_v.weight" not in given.tensors,
+        "enable_moe_block": bool(given.get("expert_count", int)),
+        "top_k_experts": given.get("expert_used_count", int), "num_experts_per_tok": None,
+    }
+
+
 GEMMA_1 = {
-    "norm": "centered", "activation": GELU,
-    "embedding_scale": key("hidden_size", lambda n: n**0.5), **ATTENTION_BIAS,
+    "norm": "centered", "activation": dense.GELU,
+    "embedding_scale": key("hidden_size", lambda n: n**0.5), **dense.ATTENTION_BIAS,
 }
 GEMMA = {
-    "only": {"hidden_act": (GELU, None), "hidden_activation": (GELU,)}, "norms": "both",
+    "only": {"hidden_act": (dense.GELU, None), "hidden_activation": (dense.GELU,)}, "norms": "both",
     "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5), **GEMMA_1,
 }
 GEMMA_2 = {
@@ -82,10 +112,13 @@ GEMMA_3_DEFAULTS = {
 GEMMA_4 = Family(
     "gemma4_text",
     plan=plan(
-        only={"hidden_activation": (GELU,), "use_bidirectional_attention": ("vision", False, None)},
-        norms="both", norm="wide", head_norm="head", activation=GELU, attention_scale=1.0,
+        only={
+            "hidden_activation": (dense.GELU,),
+            "use_bidirectional_attention": ("vision", False, None),
+        },
+        norms="both", norm="wide", head_norm="head", activation=dense.GELU, attention_scale=1.0,
         embedding_scale=key("hidden_size", lambda n: n**0.5), varied=varied,
-        logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
+        logit_softcap=key("final_logit_softcapping"), **dense.ATTENTION_BIAS,
     ),
     windows=per_layer.all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
     moe=moe.where_any(key("enable_moe_block"), moe.experts(taken="top_k_experts")),
@@ -98,22 +131,42 @@ GEMMA_4 = Family(
     },
 )
 
+GGUF_GEMMA_4 = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "layer_output_scale.weight": "layer_scalar", "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+    "post_ffw_norm_1": "post_mlp_norm", "post_ffw_norm_2": "post_experts_norm",
+    "pre_ffw_norm_2": "pre_experts_norm", "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    **{f"ffn_{x}_exps": f"experts.{{}}.{x}_proj" for x in ("gate", "up", "down")},
+    "ffn_gate_up_exps": "experts.{}.{}_proj",
+}
+
 FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": Family(
         # Why gelu too: so the published files call the approximation.
-        "gemma", plan=plan(only={"hidden_act": (GELU, "gelu"), "hidden_activation": (GELU, None)},
-                           **GEMMA_1),
+        "gemma", gguf=files("gemma"), plan=plan(
+            only={"hidden_act": (dense.GELU, "gelu"), "hidden_activation": (dense.GELU, None)},
+            **GEMMA_1,
+        ),
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2", plan=plan(**GEMMA_2), windows=per_layer.all_but_every(2),
         defaults=GEMMA_2_DEFAULTS, names=dense.POST_NORM_NAMES,
+        gguf=files("gemma2", read=score_scale, slides=2),
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text", plan=plan(head_norm="head", **GEMMA), windows=per_layer.all_but_every(),
         bases=("rope_theta", "rope_local_base_freq"),
         defaults={**GEMMA_3_DEFAULTS, "sliding_window_pattern": 6}, names=dense.POST_NORM_NAMES,
+        gguf=files("gemma3", read=score_scale, slides=6),
     ),
-    "Gemma4ForCausalLM": GEMMA_4,
+    "Gemma4ForCausalLM": replace(GEMMA_4, gguf=files(
+        "gemma4", read=gemma_4, names=GGUF_GEMMA_4, slides=6,
+        unread=("expert_feed_forward_length",),
+    )),
     "Gemma4UnifiedForCausalLM": replace(
         GEMMA_4, model_type="gemma4_unified_text",
         defaults={**GEMMA_4.defaults, "max_position_embeddings": 262_144},

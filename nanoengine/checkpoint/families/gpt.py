@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nanoengine.checkpoint.families import per_layer
-from nanoengine.checkpoint.families.family import ATTENTION_BIAS, LLAMA, Family, biases, key, plan
+from nanoengine.checkpoint.families import dense, per_layer
+from nanoengine.checkpoint.families.family import Family, biases, key, plan
 from nanoengine.checkpoint.keys import Json, Keys
 
 BEFORE = {"gelu_fast": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
@@ -93,7 +93,7 @@ GPT_2_NAMES = GPT_NAMES | {
 
 FAMILIES: dict[str, Family] = {
     "ExaoneForCausalLM": Family(
-        "exaone", older, plan=plan(**LLAMA), norm_eps="layer_norm_epsilon",
+        "exaone", older, plan=plan(**dense.LLAMA), norm_eps="layer_norm_epsilon",
         names={
             **GPT_NAMES, "self_attn": "attn.attention", "o_proj": "out_proj",
             "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
@@ -128,7 +128,7 @@ FAMILIES: dict[str, Family] = {
         "gpt_neox", older,
         plan=plan(
             norms=key("use_parallel_residual", lambda on: "parallel each" if on else "before"),
-            merged="heads", mlp_bias=True, **PLAIN, **ATTENTION_BIAS,
+            merged="heads", mlp_bias=True, **PLAIN, **dense.ATTENTION_BIAS,
         ),
         partial=True,
         names={

@@ -6,19 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from nanoengine.checkpoint.families import dense, moe, per_layer
-from nanoengine.checkpoint.families.family import (
-    ATTENTION_BIAS,
-    LLAMA,
-    Family,
-    Reader,
-    key,
-    plan,
-    size,
-)
+from nanoengine.checkpoint.families.family import Family, Reader, files, has, key, plan, size
 from nanoengine.checkpoint.families.per_layer import ATTENTION, CONV, FULL, LINEAR, MAMBA, SLIDING
-from nanoengine.checkpoint.keys import Json, Keys
+from nanoengine.checkpoint.gguf_keys import Metadata
+from nanoengine.checkpoint.keys import KEYS, Json, Keys
 from nanoengine.checkpoint.plan import Factors, StatePlan
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
@@ -230,13 +224,73 @@ def _limits(keys: Keys) -> tuple[float, float]:
     return low, high
 
 
-# --- the families ---------------------------------------------------------------------------------
+# --- keys of GGUF files ---------------------------------------------------------------------------
+
 
 # fmt: off
+def attending(given: Metadata, without: str = CONV) -> Json:
+    """Layers without keys are convolutions."""
+    heads = given.each("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": [FULL if count else without for count in heads],
+    }
+
+
+def delta(given: Metadata) -> Json:
+    """Which layers have linear attention, and the sizes of its heads."""
+    every, layers = given.get("full_attention_interval", int, 4) or 1, given.layers
+    kinds = given.get("attention.recurrent_layers", list[bool])
+    kinds = kinds or [(n + 1) % every != 0 for n in range(layers)]
+    heads, inner = given.get("ssm.time_step_rank", int), given.get("ssm.inner_size", int, 0)
+    return {
+        "layer_types": [LINEAR if linear else FULL for linear in kinds[: given.main_layers]],
+        "linear_num_value_heads": heads, "linear_value_head_dim": inner // (heads or 1),
+    }
+
+
+def mamba_heads(given: Metadata) -> Json:
+    """The sizes of Mamba's heads."""
+    heads, inner = given.get("ssm.time_step_rank", int, 0), given.get("ssm.inner_size", int, 0)
+    return {"mamba_n_heads": heads, "mamba_d_head": inner // (heads or 1), "mamba_d_ssm": inner}
+
+
+def granite_hybrid(given: Metadata) -> Json:
+    """Layers without keys are Mamba's."""
+    found = {**attending(given, LINEAR), **mamba_heads(given)}
+    turned, count = given.get("rope.scaling.finetuned", bool), given.get("expert_count", int, 0)
+    if turned is None:
+        given.refuse("rope.scaling.finetuned", "a key that says whether heads are turned")
+    if turned:
+        return found
+    none = {} if count else dict.fromkeys(("intermediate_size", "num_experts_per_tok"))
+    return found | none | {"num_local_experts": count}
+
+
+def nemotron(given: Metadata) -> Json:
+    """A layer is one thing: attention has keys, an MLP or experts have an inner size."""
+    keys, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
+    is_dense, sizes = given.architecture == "nemotron_h", mamba_heads(given)
+    # Why: writers name experts of such files too, of which there are none.
+    none = [name for name in KEYS if is_dense and KEYS[name].gguf.startswith("expert_")]
+    for name in none:
+        given.get(KEYS[name].gguf, Any)
+    mlp = "mlp" if is_dense else "moe"
+    both = list(zip(keys, inner, strict=True))[: given.main_layers]
+    return {
+        "layers_block_type": [FULL if kv else mlp if size else LINEAR for kv, size in both],
+        "num_key_value_heads": max(keys), "intermediate_size": max(inner) or None,
+        "mamba_num_heads": sizes["mamba_n_heads"], "mamba_head_dim": sizes["mamba_d_head"],
+        **dict.fromkeys(none),
+    }
+
+
+# --- the families ---------------------------------------------------------------------------------
+
 LFM2 = plan(only={"tie_embedding": (True,)}, head_norm="head")
 QWEN_NEXT = plan(
     only={"attn_output_gate": (True,)}, norm="centered", head_norm="head", output_gate="behind",
-    **ATTENTION_BIAS,
+    **dense.ATTENTION_BIAS,
 )
 
 LFM_NAMES = {
@@ -263,22 +317,46 @@ NEMOTRON_NAMES = {
     "input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer",
 }
 
+GGUF_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+GGUF_MAMBA = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj", "ssm_a": "mamba.A_log", "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+}
+
 FAMILIES: dict[str, Family] = {
     "BambaForCausalLM": Family(
-        "bamba", plan=plan(**LLAMA), states=mamba_states, partial=True, names=FALCON_NAMES,
+        "bamba", plan=plan(**dense.LLAMA), states=mamba_states, partial=True, names=FALCON_NAMES,
+        gguf=files(
+            "granitehybrid", when=has("rope.scaling.finetuned"), pairs=True,
+            read=granite_hybrid, names=GGUF_MAMBA,
+        ),
     ),
     "FalconH1ForCausalLM": Family(
         "falcon_h1",
         plan=plan(
             factors=factors, embedding_scale=key("embedding_multiplier"),
-            logit_scale=key("lm_head_multiplier"), **LLAMA,
+            logit_scale=key("lm_head_multiplier"), **dense.LLAMA,
             # Why here: a factor on keys is one on q.k.
             attention_scale=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
         ),
         states=falcon_states, names=FALCON_NAMES,
+        gguf=files(
+            "falcon-h1", read=mamba_heads,
+            names=GGUF_MAMBA | {"ffn_norm": "post_attention_layernorm.weight"},
+            fixed={"mamba_norm_before_gate": False, "mamba_rms_norm": True},
+        ),
     ),
     "GraniteMoeHybridForCausalLM": Family(
-        "granitemoehybrid", plan=plan(merged_gate=True, **dense.GRANITE_KEYS, **ATTENTION_BIAS),
+        "granitemoehybrid",
+        plan=plan(merged_gate=True, **dense.GRANITE_KEYS, **dense.ATTENTION_BIAS),
         states=mamba_states, rope_layers=per_layer.if_named_rope,
         moe=moe.where_any(
             key("num_local_experts"),
@@ -289,10 +367,12 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
         },
         names=GRANITE_4_NAMES, intermediate_size=size("shared_intermediate_size"),
+        gguf=files("granitehybrid", pairs=True, read=granite_hybrid, names=GGUF_MAMBA),
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2", plan=LFM2, states=conv_states,
         names=LFM2_NAMES, intermediate_size=lfm2_inner_size, norm_eps="norm_eps",
+        gguf=files("lfm2", read=attending, fixed={"block_auto_adjust_ff_dim": False}),
     ),
     "Lfm2MoeForCausalLM": Family(
         "lfm2_moe", plan=LFM2, states=conv_states,
@@ -301,7 +381,7 @@ FAMILIES: dict[str, Family] = {
             **{**moe.SCALED, "norm_epsilon": 1e-6},
         ),
         names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
-        norm_eps="norm_eps",
+        norm_eps="norm_eps", gguf=files("lfm2moe", read=attending),
     ),
     "Lfm3ForCausalLM": Family(
         "lfm3", lfm3_layers,
@@ -310,7 +390,7 @@ FAMILIES: dict[str, Family] = {
             norms=key("use_sandwich_norm", lambda asked: "both" if asked else "before"),
             output_gate=key("use_attention_gate", lambda asked: "heads" if asked else False),
         ),
-        states=conv_states, windows=per_layer.windows(per_layer.no_layer),
+        states=conv_states, windows=per_layer.windows(lambda keys, layer: False),
         bases=("rope_theta", "rope_local_base_freq"),
         names={
             "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
@@ -335,10 +415,14 @@ FAMILIES: dict[str, Family] = {
             "layers": nemotron_experts, "gated": False,
         })),
         names=NEMOTRON_NAMES, left_out=moe.DRAFTS, norm_eps="layer_norm_epsilon",
+        gguf=files("nemotron_h", "nemotron_h_moe", read=nemotron, names=GGUF_MAMBA),
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text", plan=QWEN_NEXT, states=delta_states(merged=False),
         partial=True, rope_extra=dense.M_ROPE, left_out=moe.DRAFTS,
+        gguf=files(
+            "qwen35", read=delta, names=GGUF_DELTA, unread=dense.IMAGES, tiled=True,
+        ),
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text", plan=QWEN_NEXT, states=delta_states(merged=False),
@@ -346,10 +430,14 @@ FAMILIES: dict[str, Family] = {
         moe=moe.QWEN_SHARED, partial=True, defaults={"norm_topk_prob": True},
         rope_extra=dense.M_ROPE, names=moe.SHARED_NAMES, left_out=moe.DRAFTS,
         intermediate_size=moe.EXPERT_SIZE,
+        gguf=files(
+            "qwen35moe", read=delta, names=GGUF_DELTA, unread=dense.IMAGES, tiled=True,
+        ),
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next", plan=QWEN_NEXT, states=delta_states(merged=True),
         moe=moe.QWEN_SHARED, partial=True, names=moe.SHARED_NAMES, left_out=moe.DRAFTS,
+        gguf=files("qwen3next", read=delta, names=GGUF_DELTA),
     ),
 }
 # fmt: on

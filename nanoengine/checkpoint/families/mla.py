@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from nanoengine.checkpoint.families import moe
-from nanoengine.checkpoint.families.family import ATTENTION_BIAS, LLAMA, Family, Reader, key, plan
-from nanoengine.checkpoint.keys import Keys
+from typing import Any
+
+from nanoengine.checkpoint.families import dense, moe
+from nanoengine.checkpoint.families.family import Family, Reader, files, key, plan
+from nanoengine.checkpoint.gguf_keys import Metadata
+from nanoengine.checkpoint.keys import Json, Keys
 from nanoengine.checkpoint.plan import LatentPlan
 from nanoengine.errors import UnsupportedModelError
 
@@ -44,8 +47,57 @@ def limited(name: str) -> Reader[int]:
 
 
 # fmt: off
+def has_no_experts(given: Metadata) -> bool:
+    return not given.get("expert_count", int)
+
+
+def has_sigmoid_experts(given: Metadata) -> bool:
+    """Why not by the key alone: first files of GLM-4.7-Flash lack it, and only a sigmoid has such a
+    bias."""
+    biased = any(name.endswith(".exp_probs_b.bias") for name in given.tensors)
+    score = given.get("expert_gating_func", int, 2 if biased else 1)
+    return score == 2 and not has_no_experts(given)
+
+
+def mla_sizes(given: Metadata) -> Json:
+    """The sizes of attention over latents. Files without those of MLA name them as of plain
+    heads."""
+    turned = given.get("rope.dimension_count", int, 0)
+    key = given.get("attention.key_length_mla", int) or given.head_dim
+    # Why read: it is one, or as many as there are heads, by the writer.
+    given.get("attention.head_count_kv", Any)
+    value = given.get("attention.value_length_mla", int)
+    value = value or given.one("attention.value_length", int)
+    return {
+        "q_lora_rank": given.get("attention.q_lora_rank", int),
+        "qk_rope_head_dim": turned, "qk_nope_head_dim": key - turned, "v_head_dim": value,
+        "num_key_value_heads": given.get("attention.head_count", int), "head_dim": max(2, turned),
+    }
+
+
+def deepseek(given: Metadata) -> Json:
+    """The same, and experts as llama.cpp has them where keys are absent; what has none names some
+    sizes nevertheless."""
+    groups = given.get("expert_group_count", int) or 1
+    found = {
+        "n_group": groups, "topk_group": given.get("expert_group_used_count", int) or 1,
+        "norm_topk_prob": given.get("expert_weights_norm", bool, False),
+        "routed_scaling_factor": given.get("expert_weights_scale", float) or 1.0,
+        "first_k_dense_replace": given.get("leading_dense_block_count", int, 0),
+        "n_shared_experts": given.get("expert_shared_count", int, 0),
+        "moe_intermediate_size": given.get("expert_feed_forward_length", int),
+    }
+    if has_no_experts(given):
+        found = dict.fromkeys(found)
+    elif not has_sigmoid_experts(given) and groups > 1:
+        found["topk_method"] = "group_limited_greedy"
+    elif not has_sigmoid_experts(given):
+        found |= {"n_group": None, "topk_group": None}
+    return found | mla_sizes(given)
+
+
 DEEPSEEK_PLAN = plan(
-    only={"topk_method": ("noaux_tc",)}, latent=latent, **ATTENTION_BIAS,
+    only={"topk_method": ("noaux_tc",)}, latent=latent, **dense.ATTENTION_BIAS,
     interleaved=key("rope_interleave"),
 )
 # Why in code: a key of `COMMON`. Published checkpoints have one layer for drafts.
@@ -58,7 +110,7 @@ FAMILIES: dict[str, Family] = {
             only={
                 "topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,),
             },
-            latent=latent, interleaved=True, **LLAMA,
+            latent=latent, interleaved=True, **dense.LLAMA,
         ),
         moe=moe.experts(
             count="n_routed_experts", norm_topk_prob=False, shared_size=moe.shared_size(),
@@ -67,10 +119,11 @@ FAMILIES: dict[str, Family] = {
             num_groups=limited("n_group"), groups_per_token=limited("topk_group"),
             best_of_group=1,
         ),
-        defaults=UNUSED_HEAD,
+        defaults=UNUSED_HEAD, gguf=files("deepseek2", read=deepseek),
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3", plan=DEEPSEEK_PLAN, moe=moe.DEEPSEEK, defaults=UNUSED_HEAD | moe.DRAFT_LAYER,
+        gguf=files("deepseek2", when=has_sigmoid_experts, read=deepseek),
     ),
     "Glm4MoeLiteForCausalLM": Family(
         "glm4_moe_lite", plan=DEEPSEEK_PLAN,
@@ -81,21 +134,23 @@ FAMILIES: dict[str, Family] = {
         "minicpm3",
         plan=plan(
             latent=minicpm_latent, embedding_scale=key("scale_emb"),
-            residual_scale=depth_scale, **LLAMA,
+            residual_scale=depth_scale, **dense.LLAMA,
             logit_scale=lambda keys: keys.require("dim_model_base") / keys.require("hidden_size"),
         ),
         # Why in code: other families with MLA must have these sizes.
         defaults={
             "head_dim": 32, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
         },
+        gguf=files("minicpm3", read=mla_sizes),
     ),
     "YoutuForCausalLM": Family(
         "youtu",
-        plan=plan(latent=latent, interleaved=key("rope_interleave"), **ATTENTION_BIAS),
+        plan=plan(latent=latent, interleaved=key("rope_interleave"), **dense.ATTENTION_BIAS),
         defaults={
             "head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
             "v_head_dim": 128,
         },
+        gguf=files("deepseek2", when=has_no_experts, read=deepseek),
     ),
 }
 # fmt: on

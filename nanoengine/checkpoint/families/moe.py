@@ -5,17 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from nanoengine.checkpoint.families import dense, per_layer
-from nanoengine.checkpoint.families.family import (
-    ATTENTION_BIAS,
-    LLAMA,
-    Family,
-    Reader,
-    key,
-    made,
-    plan,
-    size,
-)
-from nanoengine.checkpoint.keys import Keys
+from nanoengine.checkpoint.families.family import Family, Reader, files, has, key, made, plan, size
+from nanoengine.checkpoint.gguf_keys import Metadata
+from nanoengine.checkpoint.keys import Json, Keys
 from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
@@ -120,6 +112,28 @@ def mup_scale(keys: Keys) -> float:
 
 # fmt: off
 # fmt: off
+def expert_size(given: Metadata) -> Json:
+    """For families whose config.json has the size of experts as that of an MLP."""
+    return {"intermediate_size": given.one("expert_feed_forward_length", int)}
+
+
+def always_normed(given: Metadata) -> Json:
+    """For families that always divide the weights of a token's experts by their sum."""
+    if not given.get("expert_weights_norm", bool, True):
+        given.refuse("expert_weights_norm", "True")
+    return {}
+
+
+def hunyuan_3(given: Metadata) -> Json:
+    """How many experts are shared, by their size; layers without a router are dense."""
+    size = given.get("expert_feed_forward_length", int) or 1
+    routers = [f"blk.{n}.ffn_gate_inp.weight" in given.tensors for n in range(given.main_layers)]
+    return always_normed(given) | {
+        "num_shared_experts": given.get("expert_shared_feed_forward_length", int, 0) // size,
+        "first_k_dense_replace": routers.index(True) if True in routers else len(routers),
+    }
+
+
 # Why: where all layers have experts, configs need name no other MLP.
 EXPERT_SIZE = size("intermediate_size", "moe_intermediate_size")
 NORM_TOPK = {"norm_topk_prob": key("norm_topk_prob")}
@@ -177,11 +191,16 @@ FAMILIES: dict[str, Family] = {
             "mlp_output_norm": "post_mlp_layernorm",
             "mlp.gate": "mlp.router.gate", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
         },
+        gguf=files(
+            "afmoe", slides=4, fixed={"mup_enabled": True}, read=always_normed,
+            names={"attn_gate": "self_attn.gate_proj"},
+        ),
     ),
     "Dots1ForCausalLM": Family(
         "dots1", plan=dense.QWEN3, moe=DEEPSEEK,
         windows=per_layer.windows(per_layer.from_max_window_layers),
         defaults={"n_shared_experts": None},  # Why: the class has None, which is no number.
+        gguf=files("dots1"),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         "ernie4_5_moe",
@@ -193,6 +212,7 @@ FAMILIES: dict[str, Family] = {
         ),
         names={"mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
         left_out=r"model\.mtp_",
+        gguf=files("ernie4_5-moe", unread=("expert_shared_feed_forward_length",)),
     ),
     "ExaoneMoeForCausalLM": Family(
         "exaone_moe", plan=plan(head_norm="head"), windows=per_layer.all_but_every(),
@@ -200,6 +220,9 @@ FAMILIES: dict[str, Family] = {
         moe=experts(**{**DEEPSEEK_KEYS, "count": "num_experts", **SHARED,
                        "layers": named_sparse_layers}),
         names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}, left_out=DRAFTS,
+        gguf=files(
+            "exaone-moe", slides=4, unread=("expert_shared_feed_forward_length",),
+        ),
     ),
     "FlexOlmoForCausalLM": Family(
         "flex_olmo", plan=dense.OLMO2, moe=experts(inner="intermediate_size", **NORM_TOPK),
@@ -212,6 +235,9 @@ FAMILIES: dict[str, Family] = {
             head_norm=key("use_qk_norm", lambda asked: "head" if asked else None),
         ),
         moe=DEEPSEEK, partial=True, defaults=DRAFT_LAYER,
+        gguf=files(
+            "glm4moe", fixed={"use_qk_norm": True}, unread=dense.IMAGES, names=dense.BEFORE_MLP,
+        ),
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
@@ -233,18 +259,23 @@ FAMILIES: dict[str, Family] = {
             "torch_dtype": "bfloat16",
         },
         names={"mlp.gate": "mlp.router"},
+        gguf=files("gpt-oss", read=expert_size, names=dense.BEFORE_MLP, slides=2),
     ),
     "GraniteMoeForCausalLM": Family(
         "granitemoe", plan=dense.GRANITE, moe=experts(**MIXTRAL), names=GRANITE_NAMES,
+        gguf=files("granitemoe", pairs=True),
     ),
     "GraniteMoeSharedForCausalLM": Family(
-        "granitemoeshared", plan=plan(**dense.GRANITE_KEYS, **LLAMA, merged_gate=True),
+        "granitemoeshared", plan=plan(**dense.GRANITE_KEYS, **dense.LLAMA, merged_gate=True),
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         names=GRANITE_SHARED_NAMES,
+        gguf=files(
+            "granitemoe", when=has("expert_shared_feed_forward_length"), pairs=True,
+        ),
     ),
     "GraniteMoeSWAForCausalLM": Family(
         "granitemoe_swa",
-        plan=plan(**dense.GRANITE_KEYS, **ATTENTION_BIAS, merged_gate=True, sinks=True),
+        plan=plan(**dense.GRANITE_KEYS, **dense.ATTENTION_BIAS, merged_gate=True, sinks=True),
         windows=per_layer.all_but_first_of_four, rope_layers=per_layer.layer_bases,
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         names={
@@ -253,7 +284,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "HunYuanMoEV1ForCausalLM": Family(
-        "hunyuan_v1_moe", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
+        "hunyuan_v1_moe", plan=plan(head_norm="rotated", **dense.ATTENTION_BIAS),
         moe=experts(
             inner="intermediate_size", taken="moe_topk", shared_size=size("intermediate_size"),
         ),
@@ -262,9 +293,16 @@ FAMILIES: dict[str, Family] = {
             "mlp.gate": "mlp.gate.wg", "mlp.shared_experts": "mlp.shared_mlp",
             **dense.HUNYUAN_NAMES,
         },
+        gguf=files(
+            "hunyuan-moe",
+            unread=(
+                "expert_feed_forward_length", "expert_shared_count",
+                "expert_shared_feed_forward_length",
+            ),
+        ),
     ),
     "HYV3ForCausalLM": Family(
-        "hy_v3", plan=plan(head_norm="head", **LLAMA),
+        "hy_v3", plan=plan(head_norm="head", **dense.LLAMA),
         moe=experts(
             score="sigmoid", scaling_factor=key("router_scaling_factor"), norm_epsilon=1e-20,
             layers=named_sparse_layers, **SHARED,
@@ -274,11 +312,13 @@ FAMILIES: dict[str, Family] = {
             "mlp.gate": "mlp.router.gate", "mlp.shared_experts": "mlp.shared_mlp",
             "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
         },
+        gguf=files("hy_v3", read=hunyuan_3),
     ),
     "MellumForCausalLM": Family(
-        "mellum", plan=dense.QWEN3, windows=per_layer.windows(per_layer.no_layer),
+        "mellum", plan=dense.QWEN3, windows=per_layer.windows(lambda keys, layer: False),
         bases=("rope_theta", "rope_local_base_freq"),
         moe=experts(layers=named_sparse_layers, **NORM_TOPK), left_out=DRAFTS,
+        gguf=files("mellum", fixed={"norm_topk_prob": True}, slides=4),
     ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
@@ -287,30 +327,37 @@ FAMILIES: dict[str, Family] = {
             **MIXTRAL_NAMES,
             "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
         },
+        gguf=files("minimax-m2", read=expert_size),
     ),
     "MixtralForCausalLM": Family(
         "mixtral", windows=dense.WINDOW, moe=experts(**MIXTRAL), names=MIXTRAL_NAMES,
+        gguf=files("llama", when=has("expert_count"), pairs=True),
     ),
     "OlmoeForCausalLM": Family(
-        "olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
-        moe=experts(inner="intermediate_size", **NORM_TOPK),
+        "olmoe", plan=plan(head_norm="width", **dense.ATTENTION_BIAS),
+        moe=experts(inner="intermediate_size", **NORM_TOPK), gguf=files("olmoe"),
     ),
     "PhimoeForCausalLM": Family(
         "phimoe",
         plan=plan(
-            norm="layer", norm_bias=True, head_bias=key("lm_head_bias"), **ATTENTION_BIAS,
+            norm="layer", norm_bias=True, head_bias=key("lm_head_bias"), **dense.ATTENTION_BIAS,
         ),
         windows=dense.WINDOW,
         moe=experts(**MIXTRAL, score="sparsemixer", jitter=key("router_jitter_noise")),
         rope_extra={"short_mscale": True, "long_mscale": True}, names=MIXTRAL_NAMES,
+        gguf=files("phimoe"),
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe", plan=plan(qkv_bias=key("qkv_bias")), moe=QWEN_SHARED, names=SHARED_NAMES,
-        windows=per_layer.windows(per_layer.alternate, asked=True),
+        windows=per_layer.windows(
+            lambda keys, n: n % 2 == 0 and n < keys.get("max_window_layers"), asked=True,
+        ), gguf=files("qwen2moe"),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", plan=dense.QWEN3, moe=experts(**QWEN),
-        windows=per_layer.windows(per_layer.every_layer, asked=True, named=False),
+        windows=per_layer.windows(asked=True, named=False),
+        gguf=files("qwen3moe", fixed={"norm_topk_prob": True})
+        | files("qwen3vlmoe", fixed={"norm_topk_prob": True}, unread=dense.IMAGES),
     ),
     "SolarOpenForCausalLM": Family(
         "solar_open", plan=plan(qkv_bias=key("attention_bias")),

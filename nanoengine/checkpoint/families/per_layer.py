@@ -32,12 +32,17 @@ def never(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
 
 
 def windows(
-    pattern: Callable[[Keys, int], list[bool]], *, asked: bool = False, named: bool = True
+    pattern: Callable[[Keys, int], bool] = lambda keys, layer: True,
+    *,
+    asked: bool = False,
+    named: bool = True,
 ) -> WindowsReader:
-    """None slide if `sliding_window` is null, else as `layer_types` says, else by a pattern.
+    """No layer has one if `sliding_window` is null, else those that `layer_types` says, else those
+    of a pattern.
 
     Args:
-        asked: none do unless `use_sliding_window` says so either.
+        pattern: whether this layer has one.
+        asked: none has one unless `use_sliding_window` is set.
         named: the family has `layer_types`.
     """
 
@@ -45,29 +50,18 @@ def windows(
         wanted = not asked or keys.get("use_sliding_window")
         if keys.get("sliding_window") is None or not wanted:
             return [False] * layers
-        return _named(kinds) if named and kinds else pattern(keys, layers)
+        return _named(kinds) if named and kinds else [pattern(keys, n) for n in range(layers)]
 
     return slides
 
 
-def every_layer(keys: Keys, layers: int) -> list[bool]:
-    return [True] * layers
+def from_max_window_layers(keys: Keys, layer: int) -> bool:
+    return layer >= keys.get("max_window_layers")
 
 
-def from_max_window_layers(keys: Keys, layers: int) -> list[bool]:
-    return [n >= keys.get("max_window_layers") for n in range(layers)]
-
-
-def no_layer(keys: Keys, layers: int) -> list[bool]:
-    return [False] * layers
-
-
-def alternate(keys: Keys, layers: int) -> list[bool]:
-    return [n % 2 == 0 and n < keys.get("max_window_layers") for n in range(layers)]
-
-
-def without_rope(keys: Keys, layers: int) -> list[bool]:
-    return [not rope for rope in smollm_rope(keys, never(keys, None, layers))]
+def smollm_window(keys: Keys, layer: int) -> bool:
+    """The layers that do not apply RoPE."""
+    return not smollm_rope(keys, [False] * keys.require("num_hidden_layers"))[layer]
 
 
 def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader:
