@@ -111,7 +111,7 @@ class ModelConfig:
     @property
     def largest_head(self) -> int:
         """The head dim of the layers that have the largest."""
-        varied = self.plan.varied
+        varied = self.plan.gemma4
         return self.head_dim if varied is None else max(size for size, _ in varied.shapes)
 
     @property
@@ -173,9 +173,9 @@ def parse_model_config(
     if plan.latent is not None:
         kv_heads, head_dim = 1, plan.latent.size
         plan = replace(plan, rotary_dim=plan.latent.rope_dim)
-    if plan.varied is not None:
-        head_dim, kv_heads = plan.varied.widest
-        left_out += _unused_keys(keys, plan.varied.num_shared)
+    if plan.gemma4 is not None:
+        head_dim, kv_heads = plan.gemma4.widest
+        left_out += _unused_keys(keys, plan.gemma4.num_shared)
     if family.partial:
         turned = read_rotary_dim(keys, head_dim)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)

@@ -132,7 +132,7 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
     # Why wide: writers add the 1 that such norms leave out.
     norm = {"centered": "wide", "centered layer": "layer"}.get(plan.norm, plan.norm)
     drafting = range(config.num_hidden_layers, model.given.layers)
-    left_out = [config.left_out] if plan.varied else []
+    left_out = [config.left_out] if plan.gemma4 else []
     left_out += [rf"model\.layers\.({'|'.join(map(str, drafting))})\."] if drafting else []
     kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
     merged = plan.merged_gate and not any(name.endswith(".gate_proj.weight") for name in here)

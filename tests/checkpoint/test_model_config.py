@@ -182,6 +182,15 @@ def test_values_of_a_llama_3_config() -> None:
     assert config.moe is None
 
 
+def test_a_plan_of_an_unknown_word_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="norms must be one of pre, post, sandwich"):
+        LayerPlan(norms="both")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="score must be one of softmax, sigmoid"):
+        MoEConfig(  # type: ignore[arg-type]
+            num_experts=8, num_experts_per_tok=2, intermediate_size=32, layers=(0,), score="relu"
+        )
+
+
 def test_which_layers_slide() -> None:
     def windows(case: str, **overrides: Any) -> tuple[int | None, ...]:
         return parse_model_config({**BASE, **VERSION_4[case], **overrides}).sliding_windows

@@ -151,7 +151,7 @@ RARELY = {
     "solar_open", "vaultgemma",
 }  # fmt: skip
 """Cases of mechanisms that others have too: they run where what a model is made of has changed."""
-GROUND = ("nanoengine/checkpoint/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py")
+GROUND = ("nanoengine/checkpoint/**/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py")
 EACH = [
     pytest.param(case, marks=[pytest.mark.guards(*GROUND)] if case in RARELY else [])
     for case in CASES

@@ -221,7 +221,7 @@ def found_logits(path: Path, option: str | None = None, **fields: Any) -> torch.
 
 def often(names: Iterable[str], *always: str) -> list[Any]:
     """Names as parameters, of which all but `always` run where what reads a file has changed."""
-    rarely = pytest.mark.guards("nanoengine/checkpoint/*.py", "nanoengine/layers/*.py")
+    rarely = pytest.mark.guards("nanoengine/checkpoint/**/*.py", "nanoengine/layers/*.py")
     return [pytest.param(name, marks=() if name in always else rarely) for name in names]
 
 

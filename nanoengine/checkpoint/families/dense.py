@@ -9,8 +9,8 @@ from nanoengine.checkpoint.families.family import Family, biases, files, has, ke
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
 LLAMA = {"mlp_bias": key("mlp_bias"), **ATTENTION_BIAS}
 GELU = "gelu_pytorch_tanh"
-QWEN3 = plan(head_norm="head", **ATTENTION_BIAS)
-OLMO2 = plan(norms="behind", norm="wide", head_norm="width", **ATTENTION_BIAS)
+QWEN3 = plan(qk_norm="per_head", **ATTENTION_BIAS)
+OLMO2 = plan(norms="post", norm="wide", qk_norm="all_heads", **ATTENTION_BIAS)
 GLM = {"qkv_bias": key("attention_bias"), "merged_gate": True, "interleaved": True}
 COHERE = plan(
     norms="parallel", norm="layer", interleaved=True, logit_scale=key("logit_scale"),
@@ -56,7 +56,7 @@ FAMILIES: dict[str, Family] = {
     "ApertusForCausalLM": Family(
         "apertus",
         plan=plan(
-            only={"hidden_act": ("xielu",)}, head_norm="head", gated=False, activation="xielu",
+            only={"hidden_act": ("xielu",)}, qk_norm="per_head", gated=False, activation="xielu",
             **ATTENTION_BIAS,
         ),
         names={
@@ -85,7 +85,7 @@ FAMILIES: dict[str, Family] = {
         "ernie4_5", plan=plan(interleaved=True, **biases("use_bias")), gguf=files("ernie4_5"),
     ),
     "Exaone4ForCausalLM": Family(
-        "exaone4", plan=plan(norms="behind", head_norm="head"), windows=per_layer.all_but_every(),
+        "exaone4", plan=plan(norms="post", qk_norm="per_head"), windows=per_layer.all_but_every(),
         rope_layers=per_layer.exaone_rope, names=POST_NORM_NAMES, gguf=files("exaone4", slides=4),
     ),
     "GlmForCausalLM": Family(
@@ -93,7 +93,7 @@ FAMILIES: dict[str, Family] = {
         gguf=files("chatglm", names=MERGED_GATE),
     ),
     "Glm4ForCausalLM": Family(
-        "glm4", plan=plan(norms="both", **GLM), partial=True, defaults=GLM_DEFAULTS,
+        "glm4", plan=plan(norms="sandwich", **GLM), partial=True, defaults=GLM_DEFAULTS,
         names={
             "attention_output_norm": "post_self_attn_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
@@ -112,13 +112,13 @@ FAMILIES: dict[str, Family] = {
         plan=plan(interleaved=True, qkv_bias=key("attention_bias"), mlp_bias=key("mlp_bias")),
     ),
     "HunYuanDenseV1ForCausalLM": Family(
-        "hunyuan_v1_dense", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
+        "hunyuan_v1_dense", plan=plan(qk_norm="post_rope", **ATTENTION_BIAS),
         rope_extra=HUNYUAN_ROPE, names=HUNYUAN_NAMES, gguf=files("hunyuan-dense"),
     ),
     "HyperCLOVAXForCausalLM": Family(
         "hyperclovax",
         plan=plan(
-            norms=key("use_post_norm", lambda asked: "both" if asked else "before"),
+            norms=key("use_post_norm", lambda asked: "sandwich" if asked else "pre"),
             **{**GRANITE_KEYS, "logit_scale": key("logits_scaling"),
                "attention_scale":
                    lambda keys: keys.get("attention_multiplier") or keys.head_dim**-0.5},
@@ -146,7 +146,7 @@ FAMILIES: dict[str, Family] = {
     "NanoChatForCausalLM": Family(
         "nanochat",
         plan=plan(
-            only={"hidden_act": ("relu2",)}, norm="bare", head_norm="rotated", backwards=True,
+            only={"hidden_act": ("relu2",)}, norm="bare", qk_norm="post_rope", backwards=True,
             embedding_norm=True, gated=False, activation="relu2",
             logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
         ),
@@ -212,7 +212,7 @@ FAMILIES: dict[str, Family] = {
     "StableLmForCausalLM": Family(
         "stablelm",
         plan=plan(
-            norms=key("use_parallel_residual", lambda asked: "parallel" if asked else "before"),
+            norms=key("use_parallel_residual", lambda asked: "parallel" if asked else "pre"),
             norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
         ),
         partial=True, norm_eps="layer_norm_eps", gguf=files("stablelm"),

@@ -10,12 +10,12 @@ from nanoengine.checkpoint.families.family import Family, files, key, plan
 from nanoengine.checkpoint.families.per_layer import FULL, SLIDING
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.varied_plan import VariedPlan
+from nanoengine.checkpoint.plan import Gemma4Plan
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
 
 
-def varied(keys: Keys) -> VariedPlan:
+def gemma_4_plan(keys: Keys) -> Gemma4Plan:
     """Gemma 4: layers without a window have other heads, and the last ones no keys."""
     layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
     kinds = kinds or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
@@ -39,7 +39,7 @@ def varied(keys: Keys) -> VariedPlan:
                 f" num_key_value_heads, the same for each layer of {FULL!r}"
             )
         full = first.get("head_dim", window[0]), first.get("num_key_value_heads", window[1])
-    found = VariedPlan(
+    found = Gemma4Plan(
         shapes=(window, full),
         keys_are_values=keys_are_values,
         num_shared=shared,
@@ -96,8 +96,9 @@ GEMMA_1 = {
     "embedding_scale": key("hidden_size", lambda n: n**0.5), **dense.ATTENTION_BIAS,
 }
 GEMMA = {
-    "only": {"hidden_act": (dense.GELU, None), "hidden_activation": (dense.GELU,)}, "norms": "both",
-    "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5), **GEMMA_1,
+    "only": {"hidden_act": (dense.GELU, None), "hidden_activation": (dense.GELU,)},
+    "norms": "sandwich", **GEMMA_1,
+    "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5),
 }
 GEMMA_2 = {
     "attention_softcap": key("attn_logit_softcapping"),
@@ -116,8 +117,9 @@ GEMMA_4 = Family(
             "hidden_activation": (dense.GELU,),
             "use_bidirectional_attention": ("vision", False, None),
         },
-        norms="both", norm="wide", head_norm="head", activation=dense.GELU, attention_scale=1.0,
-        embedding_scale=key("hidden_size", lambda n: n**0.5), varied=varied,
+        norms="sandwich", norm="wide", qk_norm="per_head", activation=dense.GELU,
+        attention_scale=1.0, gemma4=gemma_4_plan,
+        embedding_scale=key("hidden_size", lambda n: n**0.5),
         logit_softcap=key("final_logit_softcapping"), **dense.ATTENTION_BIAS,
     ),
     windows=per_layer.all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
@@ -158,7 +160,7 @@ FAMILIES: dict[str, Family] = {
         gguf=files("gemma2", read=score_scale, slides=2),
     ),
     "Gemma3ForCausalLM": Family(
-        "gemma3_text", plan=plan(head_norm="head", **GEMMA), windows=per_layer.all_but_every(),
+        "gemma3_text", plan=plan(qk_norm="per_head", **GEMMA), windows=per_layer.all_but_every(),
         bases=("rope_theta", "rope_local_base_freq"),
         defaults={**GEMMA_3_DEFAULTS, "sliding_window_pattern": 6}, names=dense.POST_NORM_NAMES,
         gguf=files("gemma3", read=score_scale, slides=6),
@@ -173,7 +175,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "VaultGemmaForCausalLM": Family(
         "vaultgemma",
-        plan=plan(**{**GEMMA_2, "norms": "before"}), windows=per_layer.all_but_every(2),
+        plan=plan(**{**GEMMA_2, "norms": "pre"}), windows=per_layer.all_but_every(2),
         defaults=GEMMA_2_DEFAULTS, names={"post_attention_layernorm": "pre_feedforward_layernorm"},
     ),
 }

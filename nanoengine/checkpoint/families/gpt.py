@@ -127,7 +127,7 @@ FAMILIES: dict[str, Family] = {
     "GPTNeoXForCausalLM": Family(
         "gpt_neox", older,
         plan=plan(
-            norms=key("use_parallel_residual", lambda on: "parallel each" if on else "before"),
+            norms=key("use_parallel_residual", lambda on: "parallel each" if on else "pre"),
             merged="heads", mlp_bias=True, **PLAIN, **dense.ATTENTION_BIAS,
         ),
         partial=True,

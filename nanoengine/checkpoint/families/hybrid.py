@@ -287,9 +287,9 @@ def nemotron(given: Metadata) -> Json:
 
 # --- the families ---------------------------------------------------------------------------------
 
-LFM2 = plan(only={"tie_embedding": (True,)}, head_norm="head")
+LFM2 = plan(only={"tie_embedding": (True,)}, qk_norm="per_head")
 QWEN_NEXT = plan(
-    only={"attn_output_gate": (True,)}, norm="centered", head_norm="head", output_gate="behind",
+    only={"attn_output_gate": (True,)}, norm="centered", qk_norm="per_head", output_gate="q_proj",
     **dense.ATTENTION_BIAS,
 )
 
@@ -386,9 +386,9 @@ FAMILIES: dict[str, Family] = {
     "Lfm3ForCausalLM": Family(
         "lfm3", lfm3_layers,
         plan=plan(
-            only={"attention_bias": (False,)}, head_norm="head",
-            norms=key("use_sandwich_norm", lambda asked: "both" if asked else "before"),
-            output_gate=key("use_attention_gate", lambda asked: "heads" if asked else False),
+            only={"attention_bias": (False,)}, qk_norm="per_head",
+            norms=key("use_sandwich_norm", lambda asked: "sandwich" if asked else "pre"),
+            output_gate=key("use_attention_gate", lambda asked: "per_head" if asked else False),
         ),
         states=conv_states, windows=per_layer.windows(lambda keys, layer: False),
         bases=("rope_theta", "rope_local_base_freq"),

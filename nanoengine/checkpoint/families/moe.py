@@ -176,8 +176,8 @@ FAMILIES: dict[str, Family] = {
     "AfmoeForCausalLM": Family(
         "afmoe",
         plan=plan(
-            only={"attention_bias": (False,)}, norms="both", norm="wide", head_norm="head",
-            output_gate="beside", embedding_scale=mup_scale,
+            only={"attention_bias": (False,)}, norms="sandwich", norm="wide", qk_norm="per_head",
+            output_gate="gate_proj", embedding_scale=mup_scale,
         ),
         windows=per_layer.all_but_every("global_attn_every_n_layers"),
         rope_layers=per_layer.only_with_window,
@@ -215,7 +215,7 @@ FAMILIES: dict[str, Family] = {
         gguf=files("ernie4_5-moe", unread=("expert_shared_feed_forward_length",)),
     ),
     "ExaoneMoeForCausalLM": Family(
-        "exaone_moe", plan=plan(head_norm="head"), windows=per_layer.all_but_every(),
+        "exaone_moe", plan=plan(qk_norm="per_head"), windows=per_layer.all_but_every(),
         rope_layers=per_layer.exaone_rope,
         moe=experts(**{**DEEPSEEK_KEYS, "count": "num_experts", **SHARED,
                        "layers": named_sparse_layers}),
@@ -232,7 +232,7 @@ FAMILIES: dict[str, Family] = {
         "glm4_moe",
         plan=plan(
             qkv_bias=key("attention_bias"),
-            head_norm=key("use_qk_norm", lambda asked: "head" if asked else None),
+            qk_norm=key("use_qk_norm", lambda asked: "per_head" if asked else None),
         ),
         moe=DEEPSEEK, partial=True, defaults=DRAFT_LAYER,
         gguf=files(
@@ -284,7 +284,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "HunYuanMoEV1ForCausalLM": Family(
-        "hunyuan_v1_moe", plan=plan(head_norm="rotated", **dense.ATTENTION_BIAS),
+        "hunyuan_v1_moe", plan=plan(qk_norm="post_rope", **dense.ATTENTION_BIAS),
         moe=experts(
             inner="intermediate_size", taken="moe_topk", shared_size=size("intermediate_size"),
         ),
@@ -302,7 +302,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "HYV3ForCausalLM": Family(
-        "hy_v3", plan=plan(head_norm="head", **dense.LLAMA),
+        "hy_v3", plan=plan(qk_norm="per_head", **dense.LLAMA),
         moe=experts(
             score="sigmoid", scaling_factor=key("router_scaling_factor"), norm_epsilon=1e-20,
             layers=named_sparse_layers, **SHARED,
@@ -321,7 +321,7 @@ FAMILIES: dict[str, Family] = {
         gguf=files("mellum", fixed={"norm_topk_prob": True}, slides=4),
     ),
     "MiniMaxM2ForCausalLM": Family(
-        "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
+        "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, qk_norm="all_heads"),
         moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True), partial=True,
         names={
             **MIXTRAL_NAMES,
@@ -334,7 +334,7 @@ FAMILIES: dict[str, Family] = {
         gguf=files("llama", when=has("expert_count"), pairs=True),
     ),
     "OlmoeForCausalLM": Family(
-        "olmoe", plan=plan(head_norm="width", **dense.ATTENTION_BIAS),
+        "olmoe", plan=plan(qk_norm="all_heads", **dense.ATTENTION_BIAS),
         moe=experts(inner="intermediate_size", **NORM_TOPK), gguf=files("olmoe"),
     ),
     "PhimoeForCausalLM": Family(
