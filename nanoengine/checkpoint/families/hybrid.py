@@ -6,13 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from nanoengine.checkpoint.families import dense, moe, per_layer
 from nanoengine.checkpoint.families.family import Family, Reader, files, has, key, plan, size
 from nanoengine.checkpoint.families.per_layer import ATTENTION, CONV, FULL, LINEAR, MAMBA, SLIDING
 from nanoengine.checkpoint.gguf_keys import Metadata
-from nanoengine.checkpoint.keys import KEYS, Json, Keys
+from nanoengine.checkpoint.keys import Json, Keys
 from nanoengine.checkpoint.plan import Factors, StatePlan
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
@@ -270,18 +269,13 @@ def granite_hybrid(given: Metadata) -> Json:
 def nemotron(given: Metadata) -> Json:
     """A layer is one thing: attention has keys, an MLP or experts have an inner size."""
     keys, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
-    is_dense, sizes = given.architecture == "nemotron_h", mamba_heads(given)
-    # Why: writers name experts of such files too, of which there are none.
-    none = [name for name in KEYS if is_dense and KEYS[name].gguf.startswith("expert_")]
-    for name in none:
-        given.get(KEYS[name].gguf, Any)
-    mlp = "mlp" if is_dense else "moe"
+    sizes = mamba_heads(given)
+    mlp = "mlp" if given.architecture == "nemotron_h" else "moe"
     both = list(zip(keys, inner, strict=True))[: given.main_layers]
     return {
         "layers_block_type": [FULL if kv else mlp if size else LINEAR for kv, size in both],
         "num_key_value_heads": max(keys), "intermediate_size": max(inner) or None,
         "mamba_num_heads": sizes["mamba_n_heads"], "mamba_head_dim": sizes["mamba_d_head"],
-        **dict.fromkeys(none),
     }
 
 
@@ -415,7 +409,10 @@ FAMILIES: dict[str, Family] = {
             "layers": nemotron_experts, "gated": False,
         })),
         names=NEMOTRON_NAMES, left_out=moe.DRAFTS, norm_eps="layer_norm_epsilon",
-        gguf=files("nemotron_h", "nemotron_h_moe", read=nemotron, names=GGUF_MAMBA),
+        # Why unread: writers name experts of files too that have none.
+        gguf=files(
+            "nemotron_h", "nemotron_h_moe", read=nemotron, names=GGUF_MAMBA, unread=moe.GGUF_KEYS,
+        ),
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text", plan=QWEN_NEXT, states=delta_states(merged=False),

@@ -7,7 +7,7 @@ from typing import Any
 from nanoengine.checkpoint.families import dense, moe
 from nanoengine.checkpoint.families.family import Family, Reader, files, key, plan
 from nanoengine.checkpoint.gguf_keys import Metadata
-from nanoengine.checkpoint.keys import Json, Keys
+from nanoengine.checkpoint.keys import KEYS, Json, Keys
 from nanoengine.checkpoint.plan import LatentPlan
 from nanoengine.errors import UnsupportedModelError
 
@@ -60,40 +60,39 @@ def has_sigmoid_experts(given: Metadata) -> bool:
 
 
 def mla_sizes(given: Metadata) -> Json:
-    """The sizes of attention over latents. Files without those of MLA name them as of plain
-    heads."""
-    turned = given.get("rope.dimension_count", int, 0)
-    key = given.get("attention.key_length_mla", int) or given.head_dim
+    """The sizes of MLA. Older files name them as those of plain heads."""
+    rope_dim = given.get("rope.dimension_count", int, 0)
+    size = given.get("attention.key_length_mla", int) or given.head_dim
     # Why read: it is one, or as many as there are heads, by the writer.
     given.get("attention.head_count_kv", Any)
     value = given.get("attention.value_length_mla", int)
     value = value or given.one("attention.value_length", int)
     return {
         "q_lora_rank": given.get("attention.q_lora_rank", int),
-        "qk_rope_head_dim": turned, "qk_nope_head_dim": key - turned, "v_head_dim": value,
-        "num_key_value_heads": given.get("attention.head_count", int), "head_dim": max(2, turned),
+        "qk_rope_head_dim": rope_dim, "qk_nope_head_dim": size - rope_dim, "v_head_dim": value,
+        "num_key_value_heads": given.get("attention.head_count", int),
+        "head_dim": max(2, rope_dim),
     }
+
+
+ABSENT = {
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0, "n_shared_experts": 0,
+}
+"""Keys -> what a GGUF file without them means. Source: llama.cpp."""
 
 
 def deepseek(given: Metadata) -> Json:
-    """The same, and experts as llama.cpp has them where keys are absent; what has none names some
-    sizes nevertheless."""
-    groups = given.get("expert_group_count", int) or 1
-    found = {
-        "n_group": groups, "topk_group": given.get("expert_group_used_count", int) or 1,
-        "norm_topk_prob": given.get("expert_weights_norm", bool, False),
-        "routed_scaling_factor": given.get("expert_weights_scale", float) or 1.0,
-        "first_k_dense_replace": given.get("leading_dense_block_count", int, 0),
-        "n_shared_experts": given.get("expert_shared_count", int, 0),
-        "moe_intermediate_size": given.get("expert_feed_forward_length", int),
-    }
-    if has_no_experts(given):
-        found = dict.fromkeys(found)
-    elif not has_sigmoid_experts(given) and groups > 1:
-        found["topk_method"] = "group_limited_greedy"
-    elif not has_sigmoid_experts(given):
-        found |= {"n_group": None, "topk_group": None}
+    found = {key: given.get(KEYS[key].gguf, Any) or value for key, value in ABSENT.items()}
     return found | mla_sizes(given)
+
+
+def deepseek_2(given: Metadata) -> Json:
+    """The same; groups of experts are limited in the large model alone."""
+    found = deepseek(given)
+    if found["n_group"] == 1:
+        return found | {"n_group": None, "topk_group": None}
+    return found | {"topk_method": "group_limited_greedy"}
 
 
 DEEPSEEK_PLAN = plan(
@@ -119,7 +118,7 @@ FAMILIES: dict[str, Family] = {
             num_groups=limited("n_group"), groups_per_token=limited("topk_group"),
             best_of_group=1,
         ),
-        defaults=UNUSED_HEAD, gguf=files("deepseek2", read=deepseek),
+        defaults=UNUSED_HEAD, gguf=files("deepseek2", read=deepseek_2),
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3", plan=DEEPSEEK_PLAN, moe=moe.DEEPSEEK, defaults=UNUSED_HEAD | moe.DRAFT_LAYER,
@@ -150,7 +149,10 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
             "v_head_dim": 128,
         },
-        gguf=files("deepseek2", when=has_no_experts, read=deepseek),
+        gguf=files(
+            # Why: such files name some sizes of experts nevertheless.
+            "deepseek2", when=has_no_experts, read=mla_sizes, unread=moe.GGUF_KEYS,
+        ),
     ),
 }
 # fmt: on

@@ -7,7 +7,7 @@ from typing import Any
 from nanoengine.checkpoint.families import dense, per_layer
 from nanoengine.checkpoint.families.family import Family, Reader, files, has, key, made, plan, size
 from nanoengine.checkpoint.gguf_keys import Metadata
-from nanoengine.checkpoint.keys import Json, Keys
+from nanoengine.checkpoint.keys import KEYS, Json, Keys
 from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
@@ -151,6 +151,11 @@ DEEPSEEK_KEYS = {
     "layers": layers_from("first_k_dense_replace"), **SCALED,
 }
 DEEPSEEK = experts(**DEEPSEEK_KEYS)
+GGUF_KEYS = (
+    *sorted({key.gguf for key in KEYS.values() if key.gguf.startswith("expert_")}),
+    "leading_dense_block_count",
+)
+"""What GGUF files call the keys of experts."""
 # Why no key of norms: a softmax over the experts taken is one over all, divided by their sum.
 MIXTRAL = {"count": "num_local_experts", "inner": "intermediate_size"}
 # Why another key: these families name experts so that all take.
