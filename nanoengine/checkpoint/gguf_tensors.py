@@ -93,7 +93,7 @@ class GGUFModel:
         self.tensors, metadata = read_gguf(path)[::-1]
         self.given = given = Metadata(path, metadata, self.tensors)
         kind, every = given.read("general.type", str, "model"), every_family()
-        known = {architecture for family in every.values() for architecture in family.gguf}
+        known = sorted({name for family in every.values() for name in family.gguf})
         if kind != "model" or given.architecture not in known:
             what = {"architecture": given.architecture} if kind == "model" else {"type": kind}
             ((key, value),) = what.items()
