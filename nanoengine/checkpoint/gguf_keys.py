@@ -93,7 +93,7 @@ class Metadata:
         )
 
     def refuse_others(self) -> None:
-        """Raises UnsupportedModelError for a key of the architecture that nobody has read, unless
+        """Raises UnsupportedModelError for a key of the architecture that was not read, unless
         it is harmless, or asks for nothing."""
         for key in self.raw.keys() - self._read:
             name = key.removeprefix(f"{self.architecture}.")

@@ -94,10 +94,10 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     raw[family.norm_eps] = found[0] if found else given.refuse(epsilons[1], "a number")
     if not given.get("attention.causal", bool, True):
         given.refuse("attention.causal", "True")
-    turned = given.get("rope.dimension_count", int, head_dim)
+    rotary_dim = given.get("rope.dimension_count", int, head_dim)
     if family.partial:
-        raw["rotary_dim"] = turned
-    elif turned != head_dim and not is_latent:
+        raw["rotary_dim"] = rotary_dim
+    elif rotary_dim != head_dim and not is_latent:
         given.refuse("rope.dimension_count", f"{head_dim}, the size of a head")
     if score := given.get("expert_gating_func", int):
         raw["scoring_func"] = SCORES.get(score) or given.refuse("expert_gating_func", "1 and 2")
@@ -246,12 +246,12 @@ def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:
 
 # fmt: off
 def _proportional(given: Metadata, factors: list[list[float]], full: float, sliding: float) -> Json:
-    """Gemma 4: of layers that see everything, pairs that are not turned are slowed without end."""
+    """Gemma 4: the factors of pairs without RoPE in layers with full attention are huge."""
     each = factors[0] if factors else [1.0]
-    turned = each.count(1.0)
-    if len(factors) > 1 or min(each[turned:], default=1e30) < 1e29:
+    rotated = each.count(1.0)
+    if len(factors) > 1 or min(each[rotated:], default=1e30) < 1e29:
         given.refuse("rope.scaling.type", f"1 and then 1e30 in {ROTATIONS[0]}")
-    part = {"rope_type": "proportional", "partial_rotary_factor": turned / len(each)}
+    part = {"rope_type": "proportional", "partial_rotary_factor": rotated / len(each)}
     return {"rope_parameters": {
         FULL: {**part, "rope_theta": full},
         SLIDING: {"rope_type": "default", "rope_theta": sliding},

@@ -108,7 +108,7 @@ class GGUFModel:
 
     def entries(self) -> dict[str, Entry]:
         """All tensors by our names. One that is nothing here keeps its part of the name, and is
-        told as unexpected."""
+        reported as unexpected."""
         found, changes = dict[str, Entry](), self._changes()
 
         def put(ours: str, tensor: GGUFTensor, shape: tuple[int, ...], *first: Change) -> None:
@@ -153,7 +153,7 @@ class GGUFModel:
         return found
 
     def _changes(self) -> dict[str, Change]:
-        """What our names have behind their layer -> what rows become when they are read."""
+        """Our name after that of the layer -> what rows become when they are read."""
         given, found = self.given, dict[str, Change]()
         if self.files.pairs:
             unpaired = partial(_unpaired, head_dim=given.head_dim)

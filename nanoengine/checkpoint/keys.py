@@ -1,8 +1,8 @@
 """Keys: a config.json read key by key, so that no key is ignored that would change the maths.
 
-`KEYS` says of each key once what it may be, what a config without it means, and what becomes of one
-that nobody reads. Every value is checked before anything else looks at it. A family reads the keys
-that it obeys. Plain json, neither torch nor transformers.
+`KEYS` says of each key once what it may be, what a config without it means, what happens to one
+that the family does not read, and what GGUF files call it. Every value is checked before it is used. A family
+reads the keys that it honours. Plain json, neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Key(NamedTuple):
         default: what a config without the key means, unless its family or transformers' config
             class (`defaults.json`) says otherwise. null means the same where this is None, and is
             refused elsewhere.
-        unread: what becomes of the key where its family doesn't obey it. "refused": any value but
-            the default would change the maths; "told": nobody knows; "harmless".
+        unread: what happens to a key that its family doesn't read. "refused": any value but the
+            default would change the maths; "warned": its effect is unknown, and a warning names it;
+            "harmless": it changes no result.
         off: null means None, whatever the default.
         gguf: its name in the metadata of a GGUF file, after the architecture's. Keys that several
             families call differently have the same name there.
@@ -41,7 +42,7 @@ class Key(NamedTuple):
     least: float | None = None
     most: float | None = None
     default: Any = None
-    unread: Literal["refused", "told", "harmless"] = "told"
+    unread: Literal["refused", "warned", "harmless"] = "warned"
     off: bool = False
     gguf: str = ""
 
@@ -226,7 +227,7 @@ KEYS: dict[str, Key] = {
     ),
     "position_embedding_type": Key(str, unread="harmless"),
 }
-"""Key that is obeyed, or would change the maths -> what it may be."""
+"""Key that a family honours, or that would change the maths -> what it may be."""
 
 PER_LAYER = "moe_topk", "moe_intermediate_size"
 """Keys that may have a number for each layer, all the same."""
@@ -268,7 +269,7 @@ HARMLESS = frozenset((
     # the sum of two others; where two addends are rounded
     "qk_head_dim", "enable_moe_fp32_combine",
 ))  # fmt: skip
-"""Further keys that change no result of generating. Any other key that nobody reads is told: see
+"""Further keys that change no result of generating. A warning names any other key that is not read: see
 `Keys.unread`."""
 
 
@@ -313,7 +314,7 @@ class Keys:
 
     Attributes:
         given: what the file says, checked.
-        ignored: further keys, of dicts, that nobody reads.
+        ignored: further keys, of dicts, that no family reads.
     """
 
     def __init__(
@@ -336,7 +337,7 @@ class Keys:
         return class_defaults().get(self._model_type, {})
 
     def get(self, key: str) -> Any:
-        """The key's value, which the caller obeys.
+        """The key's value, which the caller honours.
 
         Raises:
             UnsupportedModelError: it is null, and has a default that null doesn't replace.
@@ -385,14 +386,14 @@ class Keys:
             )
 
     def refuse_others(self) -> None:
-        """Raises UnsupportedModelError for a key that nobody has read and that asks for other
+        """Raises UnsupportedModelError for a key that was not read and that asks for other
         maths. null asks for none."""
         for key, spec in KEYS.items():
             if spec.unread == "refused" and key in self.given.keys() - self._read:
                 self.allow(key, spec.default, None)
 
     def unread(self) -> list[str]:
-        """Keys that nobody has read and of which nothing is known.
+        """Keys that were not read and whose effect is unknown.
 
         What the config class of transformers has for a type is read, refused or harmless, which a
         test holds. So these are another library's, or a newer model's. Names that begin with "_"

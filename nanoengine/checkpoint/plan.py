@@ -47,7 +47,7 @@ class LatentPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """Falcon-H1's, of layers in which Mamba and attention stand side by side.
+    """The multipliers of Falcon-H1, whose layers have Mamba and attention in parallel.
 
     Attributes:
         mamba_in, attention_in: on what goes into each.
@@ -191,10 +191,10 @@ class StatePlan:
     """Layers that keep a state of fixed size a sequence in place of keys and values.
 
     Attributes:
-        kind: "delta": a matrix a value head, written by the gated delta rule, behind a short
-            convolution; "conv": the convolution alone, between two gates; "mamba": a matrix a head
-            behind a convolution, by Mamba-2's rule. Its value heads are Mamba's heads, its key
-            heads the groups, `key_dim` is the size of b and c.
+        kind: "delta": a matrix per value head, by the gated delta rule, after a short convolution;
+            "conv": the convolution alone, between two gates; "mamba": a matrix per head, by
+            Mamba-2's rule, after a convolution. Its value heads are Mamba's heads, its key heads
+            the groups, `key_dim` is the size of b and c.
         layers: which ones.
         kernel: how many tokens the convolution sees.
         channels: how wide it is.
@@ -207,7 +207,7 @@ class StatePlan:
         bias: the projections and the convolution of "conv" have biases, the first projection of
             "mamba".
         conv_bias, output_bias: the convolution and the last projection of "mamba" have.
-        norm: of "mamba", where it stands: "behind" the gate, or "before" it; None: there is none.
+        norm: of "mamba": after the gate ("behind"), or "before" it; None: there is none.
         step_limits: between which the dt of "mamba" stays.
     """
 

@@ -28,7 +28,7 @@ QWEN_WINDOWS = per_layer.windows(per_layer.from_max_window_layers, asked=True)
 
 # Why: in other families no token ends a text that the files don't name.
 GLM_DEFAULTS = {"eos_token_id": [151_329, 151_336, 151_338]}
-# Why without effect: a config that has an alpha has these too, and nobody reads them.
+# Why without effect: a config with an alpha has these too, and transformers reads none of them.
 HUNYUAN_ROPE = dict.fromkeys(
     ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), False,
 )

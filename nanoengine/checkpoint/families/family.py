@@ -23,7 +23,7 @@ Reader = Callable[[Keys], T]
 
 
 def key(name: str, make: Callable[[Any], Any] | None = None) -> Reader[Any]:
-    """Reads a key; `make` turns its value into the field's."""
+    """Reads a key; `make` computes the field from its value."""
     return lambda keys: make(keys.get(name)) if make else keys.get(name)
 
 

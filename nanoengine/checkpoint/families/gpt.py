@@ -49,7 +49,7 @@ def falcon(raw: Json) -> Json:
 
 
 def falcon_norms(keys: Keys) -> str:
-    """Attention and MLP side by side, behind one norm, or in the newer form two."""
+    """Attention and MLP are parallel, after one norm, or in the newer form after two."""
     newer, count = keys.get("new_decoder_architecture"), "num_ln_in_parallel_attn"
     keys.allow("parallel_attn", True)
     keys.allow(count, None, 1, 2 if newer else 1)

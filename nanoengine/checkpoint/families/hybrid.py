@@ -257,10 +257,10 @@ def mamba_heads(given: Metadata) -> Json:
 def granite_hybrid(given: Metadata) -> Json:
     """Layers without keys are Mamba's."""
     found = {**attending(given, LINEAR), **mamba_heads(given)}
-    turned, count = given.get("rope.scaling.finetuned", bool), given.get("expert_count", int, 0)
-    if turned is None:
-        given.refuse("rope.scaling.finetuned", "a key that says whether heads are turned")
-    if turned:
+    rope, count = given.get("rope.scaling.finetuned", bool), given.get("expert_count", int, 0)
+    if rope is None:
+        given.refuse("rope.scaling.finetuned", "a key that says whether RoPE is applied")
+    if rope:
         return found
     none = {} if count else dict.fromkeys(("intermediate_size", "num_experts_per_tok"))
     return found | none | {"num_local_experts": count}

@@ -158,7 +158,7 @@ GGUF_KEYS = (
 """What GGUF files call the keys of experts."""
 # Why no key of norms: a softmax over the experts taken is one over all, divided by their sum.
 MIXTRAL = {"count": "num_local_experts", "inner": "intermediate_size"}
-# Why another key: these families name experts so that all take.
+# Why another key: these families call the shared experts so.
 SHARED = {"correction_bias": True, "shared_size": shared_size("num_shared_experts")}
 
 DRAFTS = r"mtp\."
