@@ -1,8 +1,8 @@
 """Keys: a config.json read key by key, so that no key is ignored that would change the maths.
 
 `KEYS` says of each key once what it may be, what a config without it means, what happens to one
-that the family does not read, and what GGUF files call it. Every value is checked before it is used. A family
-reads the keys that it honours. Plain json, neither torch nor transformers.
+that the family does not read, and what GGUF files call it. Every value is checked before it is
+used. A family reads the keys that it honours. Plain json, neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ HARMLESS = frozenset((
     # the sum of two others; where two addends are rounded
     "qk_head_dim", "enable_moe_fp32_combine",
 ))  # fmt: skip
-"""Further keys that change no result of generating. A warning names any other key that is not read: see
-`Keys.unread`."""
+"""Further keys that change no result of generating. A warning names any other key that is not read:
+see `Keys.unread`."""
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Re
 
 
 @dataclass(frozen=True, slots=True)
-class GGUF:
+class GGUFFiles:
     """What GGUF files of a family have that differs from its checkpoints.
 
     Attributes:
@@ -90,9 +90,9 @@ class GGUF:
     tiled: bool = False
 
 
-def files(*architectures: str, **fields: Any) -> dict[str, GGUF]:
+def files(*architectures: str, **fields: Any) -> dict[str, GGUFFiles]:
     """GGUF files of these architectures."""
-    return dict.fromkeys(architectures, GGUF(**fields))
+    return dict.fromkeys(architectures, GGUFFiles(**fields))
 
 
 def has(key: str) -> Callable[[Metadata], Any]:
@@ -144,4 +144,4 @@ class Family:
     left_out: str = ""
     intermediate_size: Reader[int] = INTERMEDIATE_SIZE
     norm_eps: str = "rms_norm_eps"
-    gguf: Mapping[str, GGUF] = field(default_factory=dict)
+    gguf: Mapping[str, GGUFFiles] = field(default_factory=dict)
