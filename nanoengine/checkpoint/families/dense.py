@@ -164,7 +164,9 @@ FAMILIES: dict[str, Family] = {
         "olmo", plan=plan(norm="bare layer", clip=key("clip_qkv"), **ATTENTION_BIAS),
         norm_eps="layer_norm_eps",
     ),
-    "Olmo2ForCausalLM": Family("olmo2", plan=OLMO2, names=POST_NORM_NAMES, gguf=files("olmo2")),
+    "Olmo2ForCausalLM": Family(
+        "olmo2", plan=OLMO2, names=POST_NORM_NAMES, gguf=files("olmo2", slides=4),
+    ),
     "Olmo3ForCausalLM": Family(
         "olmo3", plan=OLMO2, windows=per_layer.all_but_every(4), bases=("rope_theta", "rope_theta"),
         names=POST_NORM_NAMES, gguf=files("olmo2", when=has("attention.sliding_window"), slides=4),
