@@ -19,9 +19,8 @@ from transformers import CONFIG_MAPPING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from nanoengine.checkpoint.families import TEXT_PARTS, Family  # noqa: E402
+from nanoengine.checkpoint.families import TEXT_PARTS, Family, every_family  # noqa: E402
 from nanoengine.checkpoint.keys import COMMON, KEYS  # noqa: E402
-from nanoengine.checkpoint.more_families import every_family  # noqa: E402
 
 FILE = ROOT / "nanoengine" / "checkpoint" / "defaults.json"
 
@@ -73,10 +72,10 @@ def defaults_of(model_type: str, family: Family) -> dict[str, Any]:
     """The entry of a `model_type`."""
     kind = CONFIG_MAPPING[model_type]
     usual = signature_of(kind)
-    if family.rewritten is not None:
+    if family.normalize is not None:
         # Why the layers: one family has their number only as a list, which the class computes.
         listed = {k: v for k, v in kind().to_dict().items() if k == "layers_block_type"}
-        usual = family.rewritten({**usual, **listed})
+        usual = family.normalize({**usual, **listed})
     usual = {**usual, **rope_of(kind, family)}
     found = {}
     for key in sorted(usual.keys() & KEYS.keys() - COMMON - SIZES):

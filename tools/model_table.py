@@ -26,8 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from nanoengine.checkpoint.config import OWN_NAMES, parse_model_config  # noqa: E402
-from nanoengine.checkpoint.families import TEXT_PARTS  # noqa: E402
-from nanoengine.checkpoint.more_families import every_family  # noqa: E402
+from nanoengine.checkpoint.families import TEXT_PARTS, every_family  # noqa: E402
 from nanoengine.errors import NanoEngineError  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
 from tests.support.model_helpers import all_logits, build, random_prompts  # noqa: E402

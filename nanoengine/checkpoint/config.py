@@ -3,7 +3,7 @@
 `load_model_config` reads what transformers 4 wrote (rope_theta, rope_scaling, torch_dtype) and what
 transformers 5 writes (rope_parameters, dtype, layer_types) into equal values. A key that changes
 the maths and is not implemented is refused by name and value: a model that runs is the model that
-was asked for. What families differ in stands in `families.py`. Called by whoever starts an engine;
+was asked for. What families differ in is in `families/`. Called by whoever starts an engine;
 plain json, neither torch nor transformers.
 """
 
@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_PARTS, Family
+from nanoengine.checkpoint import families
+from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family, every_family
+from nanoengine.checkpoint.families.per_layer import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization
-from nanoengine.checkpoint.readers import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 from nanoengine.settings.checks import check_value, listed, shown
@@ -110,7 +111,7 @@ class ModelConfig:
     @property
     def largest_head(self) -> int:
         """The head dim of the layers that have the largest."""
-        varied = self.plan.varied
+        varied = self.plan.gemma4
         return self.head_dim if varied is None else max(size for size, _ in varied.shapes)
 
     @property
@@ -133,14 +134,9 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     """
     directory = Path(directory)
     if is_gguf(directory):
-        from nanoengine.checkpoint.gguf_models import as_in_file, config_json, in_its_words
-        from nanoengine.checkpoint.gguf_tensors import GGUFModel
+        from nanoengine.checkpoint.gguf_models import read_config
 
-        model = GGUFModel(directory)
-        try:
-            return as_in_file(model, parse_model_config(*config_json(model)))
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(in_its_words(model, str(error))) from error
+        return read_config(directory, parse_model_config)
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)
@@ -149,15 +145,18 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     return parse_model_config(raw, read_object(generation_path, ModelError) if found else {})
 
 
-def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig:
-    """The normalised form of a parsed config.json; see `load_model_config`."""
+def parse_model_config(
+    raw: Json, generation: Json | None = None, make_keys: Callable[..., Keys] = Keys
+) -> ModelConfig:
+    """The normalised form of a parsed config.json, read as `make_keys` does; see
+    `load_model_config`."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
-    family = FAMILIES.get(architecture) or _every_family()[architecture]
-    raw = family.rewritten(raw) if family.rewritten else raw
+    family = FAMILIES.get(architecture) or every_family()[architecture]
+    raw = family.normalize(raw) if family.normalize else raw
     left_out = [VISION] if is_part else []
     left_out += [family.left_out] if family.left_out else []
     model_type = raw["model_type"] if is_part else family.model_type
-    keys = Keys(raw, family.defaults, model_type=model_type)
+    keys = make_keys(raw, family.defaults, model_type=model_type)
     heads, hidden_size = keys.require("num_attention_heads"), keys.require("hidden_size")
     kv_heads = keys.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -174,9 +173,9 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     if plan.latent is not None:
         kv_heads, head_dim = 1, plan.latent.size
         plan = replace(plan, rotary_dim=plan.latent.rope_dim)
-    if plan.varied is not None:
-        head_dim, kv_heads = plan.varied.widest
-        left_out += _unused_keys(keys, plan.varied.num_shared)
+    if plan.gemma4 is not None:
+        head_dim, kv_heads = plan.gemma4.widest
+        left_out += _unused_keys(keys, plan.gemma4.num_shared)
     if family.partial:
         turned = read_rotary_dim(keys, head_dim)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
@@ -189,8 +188,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     else:
         rope = read_rope(keys, extra=family.rope_extra, partial=family.partial)
         ropes = tuple(
-            replace(rope, theta=float(turned)) if turned > 1 else rope if turned else None
-            for turned in family.turned(keys, slides)
+            replace(rope, theta=float(base)) if base > 1 else rope if base else None
+            for base in family.rope_layers(keys, slides)
         )
     named = raw.get("architectures") or [architecture]
     headless = not is_part and architecture not in named
@@ -201,13 +200,13 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=family.inner(keys),
+        intermediate_size=family.intermediate_size(keys),
         num_hidden_layers=keys.require("num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=_longest_context(keys, ropes),
-        rms_norm_eps=keys.get(family.eps),
+        rms_norm_eps=keys.get(family.norm_eps),
         tie_word_embeddings=tied,
         plan=plan,
         ropes=ropes,
@@ -245,7 +244,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                     f"text_config of {name} has model_type={shown(kind)}; supported:"
                     f" {', '.join(by_type)}"
                 )
-            outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
+            outside = {key: given[key] for key in families.OUTSIDE if given.get(key) is not None}
             return {**text, **outside}, by_type[kind], True
     own = OWN_NAMES.get(given.get("model_type") or "")
     if own and len(named) == 1 and named[0].endswith("ForCausalLM"):
@@ -253,11 +252,9 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in named:
         if name in FAMILIES:
             return raw, name, False
-    from nanoengine.checkpoint.more_families import OTHER_NAMES
-
-    every = _every_family()
-    if len(named) == 1 and named[0] in OTHER_NAMES:
-        named = [OTHER_NAMES[named[0]]]
+    every = every_family()
+    if len(named) == 1 and named[0] in families.ALIASES:
+        named = [families.ALIASES[named[0]]]
         raw = {**raw, "architectures": named}
     by_type = {family.model_type: name for name, family in every.items()}
     for name in named or [by_type.get(given.get("model_type", ""))]:
@@ -272,12 +269,6 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     raise UnsupportedModelError(
         f"unsupported architecture {what}; supported: {listed([*every, *TEXT_PARTS], like=what)}"
     )
-
-
-def _every_family() -> Mapping[str, Family]:
-    from nanoengine.checkpoint.more_families import every_family
-
-    return every_family()
 
 
 def _states(family: Family, keys: Keys, plan: LayerPlan) -> StatePlan | None:

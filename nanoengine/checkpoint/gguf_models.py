@@ -1,37 +1,33 @@
 """A GGUF file's metadata as a config.json, and where the two differ.
 
 A key that changes the maths and is not implemented is refused by name and value. Called by
-`config.py` where a model is a GGUF file; `gguf_keys.py` reads keys, `gguf_rows.py` has what each
-architecture is, `gguf_tensors.py` its tensors.
+`config.py` where a model is a GGUF file; `gguf_keys.py` reads keys, `gguf_tensors.py` names
+tensors, `Family.gguf` has what a family's files have of their own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from nanoengine.checkpoint.families import every_family
+from nanoengine.checkpoint.families.per_layer import FULL, SLIDING
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, read_rows
-from nanoengine.checkpoint.gguf_keys import SCORES, Metadata, windows
-from nanoengine.checkpoint.gguf_rows import KEYS
+from nanoengine.checkpoint.gguf_keys import SCORES, GGUFKeys, Metadata
 from nanoengine.checkpoint.gguf_tensors import ROTATIONS, Entry, GGUFModel
-from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.more_families import every_family
+from nanoengine.checkpoint.keys import KEYS, Json, Keys
 from nanoengine.checkpoint.quantization import StoredQuantization
-from nanoengine.checkpoint.readers import FULL, SLIDING
 from nanoengine.checkpoint.rope import ORIGINAL
+from nanoengine.errors import UnsupportedModelError
 
 # fmt: off
-YARN = {
-    "yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-GROWING = {
-    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
-    "attention.temperature_scale": "llama_4_scaling_beta",
-}
-"""Keys of models whose queries grow with their position -> those of `rope_parameters`."""
+YARN = "attention_factor", "beta_fast", "beta_slow"
+GROWING = "mscale_all_dim", "llama_4_scaling_beta"
+"""Keys of `rope_parameters` of models whose queries grow with their position."""
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
@@ -50,54 +46,59 @@ ENDS = (
 generation_config.json has. Source: `llama_vocab::impl::load` of llama.cpp."""
 CONTROL = 3
 """The type of a control token."""
-OTHER_KEYS = {
-    "block_count": "num_hidden_layers", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "rope.freq_base": "rope_theta", "expert_count":
-    "num_local_experts", "rope.dimension_count": "rotary_dim", "rope.scaling.factor": "factor",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_used_count": "num_experts_per_tok",
-    "attention.layer_norm_epsilon": "layer_norm_eps", "attention.sliding_window": "sliding_window",
-}
-"""Keys that are read by hand, for messages -> those of config.json."""
 # fmt: on
 
 
+def read_config(path: Path, parse: Callable[..., Any]) -> Any:
+    """The ModelConfig of a GGUF file.
+
+    Args:
+        parse: makes it of a config.json, as `config.parse_model_config` does.
+
+    Raises:
+        UnsupportedModelError: as `parse` does, by the names of the file's keys.
+    """
+    model = GGUFModel(path)
+    try:
+        return as_in_file(model, parse(*config_json(model), partial(GGUFKeys, model.given)))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(in_its_words(model, str(error))) from error
+
+
 def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a config.json and a generation_config.json of the same model would say.
+    """What a config.json and a generation_config.json of the same model would say, where `GGUFKeys`
+    does not find it; None: nothing.
 
     Raises:
         UnsupportedModelError: a key that changes the maths is not implemented, or is of the wrong
             type; the message names file, key, value and what is allowed.
     """
-    given, row, tensors = model.given, model.row, model.tensors
-    family, more = every_family()[row.name], row.more(given)
-    raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
-    keys = {name: key for name, key in (KEYS | row.keys).items() if more.get(key) is None}
-    raw |= {key: given.one(name, float | bool) for name, key in keys.items()}
-    for name in row.unread:
+    given, files, tensors = model.given, model.files, model.tensors
+    family, more = every_family()[model.name], files.read(given)
+    raw: dict[str, Any] = {"architectures": [model.name], "eos_token_id": [], **files.fixed}
+    experts = () if family.moe is None else ("expert_count", "expert_used_count")
+    for name in ("feed_forward_length", *experts, *files.unread):
         given.get(name, Any)
     raw["num_hidden_layers"] = given.main_layers
     if "num_key_value_heads" not in more:
-        heads = raw["num_attention_heads"]
+        heads = given.one("attention.head_count", int)
         raw["num_key_value_heads"] = given.one("attention.head_count_kv", int, heads)
     head_dim = raw["head_dim"] = given.head_dim
-    is_latent = "kv_lora_rank" in more
+    is_latent = "qk_rope_head_dim" in more
     if given.one("attention.value_length", int, head_dim) != head_dim and not is_latent:
         given.refuse("attention.value_length", f"{head_dim}, the size of keys")
     epsilons = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
     # Why both: a norm of either kind may have the key of the other one.
-    names = epsilons if family.eps != "rms_norm_eps" else epsilons[::-1]
+    names = epsilons if family.norm_eps != "rms_norm_eps" else epsilons[::-1]
     found = [value for name in names if (value := given.get(name, float)) is not None]
-    raw[family.eps] = found[0] if found else given.refuse(epsilons[1], "a number")
+    raw[family.norm_eps] = found[0] if found else given.refuse(epsilons[1], "a number")
     if not given.get("attention.causal", bool, True):
         given.refuse("attention.causal", "True")
-    turned = given.get("rope.dimension_count", int, head_dim)
+    rotary_dim = given.get("rope.dimension_count", int, head_dim)
     if family.partial:
-        raw["rotary_dim"] = turned
-    elif turned != head_dim and not is_latent:
+        raw["rotary_dim"] = rotary_dim
+    elif rotary_dim != head_dim and not is_latent:
         given.refuse("rope.dimension_count", f"{head_dim}, the size of a head")
-    if family.moe is not None:
-        raw["num_local_experts"] = given.get("expert_count", int)
-        raw["num_experts_per_tok"] = given.one("expert_used_count", int)
     if score := given.get("expert_gating_func", int):
         raw["scoring_func"] = SCORES.get(score) or given.refuse("expert_gating_func", "1 and 2")
     if "use_qk_norm" in raw:
@@ -106,9 +107,7 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
         size = tensors["token_embd.weight"].shape[0]
         raw |= {"vocab_size": size, "vocab_size_per_layer_input": size}
     raw["tie_word_embeddings"] = "output.weight" not in tensors
-    raw |= windows(given, row.slides, raw["num_hidden_layers"]) | _rotation(model)
-    raw = {key: value for key, value in raw.items() if value is not None} | more
-    given.refuse_others()
+    raw |= given.windows(files.slides, raw["num_hidden_layers"]) | _rotation(model) | more
     found = {theirs: given.read(f"general.sampling.{n}", float) for n, theirs in SAMPLING.items()}
     return raw, {key: value for key, value in found.items() if value is not None}
 
@@ -117,10 +116,10 @@ def in_its_words(model: GGUFModel, message: str) -> str:
     """A message about what `config_json` made, with the keys of the file."""
     if (path := str(model.given.path)) in message:
         return message
-    own, other = f"{model.given.architecture}.", {"vocab_size": "tokens"}
-    names = {ours: own + key for key, ours in (OTHER_KEYS | KEYS | model.row.keys).items()} | other
+    own = f"{model.given.architecture}."
+    names = {key: own + spec.gguf for key, spec in KEYS.items() if spec.gguf}
     names |= {ours: f"general.sampling.{key}" for key, ours in SAMPLING.items()}
-    names["eos_token_id"] = "tokenizer.ggml.eos_token_id"
+    names |= {"vocab_size": "tokens", "eos_token_id": "tokenizer.ggml.eos_token_id"}
     message = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], message)
     return f"{path}: {re.sub(r'(generation_)?config.json:? ', '', message)}"
 
@@ -133,14 +132,14 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
     # Why wide: writers add the 1 that such norms leave out.
     norm = {"centered": "wide", "centered layer": "layer"}.get(plan.norm, plan.norm)
     drafting = range(config.num_hidden_layers, model.given.layers)
-    left_out = [config.left_out] if plan.varied else []
+    left_out = [config.left_out] if plan.gemma4 else []
     left_out += [rf"model\.layers\.({'|'.join(map(str, drafting))})\."] if drafting else []
     kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
     merged = plan.merged_gate and not any(name.endswith(".gate_proj.weight") for name in here)
     if moe is not None:
         moe = replace(moe, inputs_first=False, correction_bias=bool(moe.correction_bias))
     if states is not None:
-        states = replace(states, merged=False, tiled=model.row.tiled)
+        states = replace(states, merged=False, tiled=model.files.tiled)
     if states is not None and states.kind == "mamba":
         parts = {name.partition(".mamba.")[2] for name in here}
         norm_of = states.norm if "norm.weight" in parts else None
@@ -161,7 +160,7 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
 def _rotation(model: GGUFModel) -> Json:
     """How positions become angles. A tensor of factors slows each pair of dimensions by its own:
     llama3's rule as numbers, or longrope's two lists."""
-    given, family = model.given, every_family()[model.row.name]
+    given, family = model.given, every_family()[model.name]
     base = given.get("rope.freq_base", float, 1e4)
     full, sliding = family.bases or ("rope_theta", "rope_theta")
     usual = base if sliding == full or given.architecture == "mellum" else 1e4
@@ -186,9 +185,9 @@ def _rotation(model: GGUFModel) -> Json:
             given.refuse("rope.scaling.type", f"none beside tensors such as {ROTATIONS[0]}")
     elif kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor, "truncate": usual_rope.get("truncate")}
-        scaling |= {key: given.get(f"rope.scaling.{name}", float) for name, key in YARN.items()}
+        scaling |= {key: given.get(KEYS[key].gguf, float) for key in YARN}
         if "llama_4_scaling_beta" in usual_rope:
-            scaling |= {key: given.get(name, float) for name, key in GROWING.items()}
+            scaling |= {key: given.get(KEYS[key].gguf, float) for key in GROWING}
             scaling["mscale"] = 1.0  # Why: no file says another one.
         elif given.architecture == "deepseek2":
             # Why ten times: writers multiply it by 0.1. No file says another one for `mscale`.
@@ -247,12 +246,12 @@ def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:
 
 # fmt: off
 def _proportional(given: Metadata, factors: list[list[float]], full: float, sliding: float) -> Json:
-    """Gemma 4: of layers that see everything, pairs that are not turned are slowed without end."""
+    """Gemma 4: the factors of pairs without RoPE in layers with full attention are huge."""
     each = factors[0] if factors else [1.0]
-    turned = each.count(1.0)
-    if len(factors) > 1 or min(each[turned:], default=1e30) < 1e29:
+    rotated = each.count(1.0)
+    if len(factors) > 1 or min(each[rotated:], default=1e30) < 1e29:
         given.refuse("rope.scaling.type", f"1 and then 1e30 in {ROTATIONS[0]}")
-    part = {"rope_type": "proportional", "partial_rotary_factor": turned / len(each)}
+    part = {"rope_type": "proportional", "partial_rotary_factor": rotated / len(each)}
     return {"rope_parameters": {
         FULL: {**part, "rope_theta": full},
         SLIDING: {"rope_type": "default", "rope_theta": sliding},

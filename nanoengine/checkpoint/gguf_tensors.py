@@ -8,7 +8,6 @@ that models and kernels are those of the original checkpoint. Called by `files.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -16,14 +15,50 @@ from typing import NamedTuple
 
 import torch
 
+from nanoengine.checkpoint.families import every_family
 from nanoengine.checkpoint.gguf import FLOATS, GGUFTensor, StoredRows, read_gguf, read_rows
 from nanoengine.checkpoint.gguf_keys import Metadata
-from nanoengine.checkpoint.gguf_rows import ARCHITECTURES, NAMES, SPLIT
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.settings.checks import listed, shown
 
 ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are read with the config."""
+
+# fmt: off
+MATRICES = ("gate", "up", "down")
+NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "attention_output_norm", "post_ffw_norm": "mlp_output_norm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks.weight": "self_attn.sinks",
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj",
+    **{f"ffn_{x}": f"mlp.{x}_proj" for x in MATRICES},
+    **{f"ffn_{x}_exps": f"mlp.experts.{{}}.{x}_proj" for x in MATRICES},
+    **{f"ffn_{x}_exps.bias": f"mlp.experts.{x}_proj_bias" for x in MATRICES},
+    **{f"ffn_{x}_shexp": f"mlp.shared_experts.{x}_proj" for x in MATRICES},
+    "ffn_gate_up_exps": "mlp.experts.{}.{}_proj",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj", "token_embd_norm": "model.norm",
+}
+"""A tensor's name, without the layer before it and mostly without ".weight" -> ours; {} is the
+number of an expert in a stack; where there are two, rows of its gate and its up lie together."""
+SPLIT: dict[str, dict[str, tuple[int, ...]]] = {
+    "attn_qkv": {"self_attn.q_proj": (0,), "self_attn.k_proj": (1,), "self_attn.v_proj": (2,)},
+    "ssm_in": {"linear_attn.in_proj_qkv": (0, 1, 2), "linear_attn.in_proj_z": (3,)},
+    "ssm_ba": {"linear_attn.in_proj_b": (0,), "linear_attn.in_proj_a": (1,)},
+}
+"""A tensor that is several of ours, unless its architecture names it -> which parts of its rows are
+each: see `GGUFModel._sizes`."""
+# fmt: on
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -45,6 +80,10 @@ class Entry(NamedTuple):
 class GGUFModel:
     """One file, or set of files, of a known architecture.
 
+    Attributes:
+        name: its family, by the architecture of a config.json.
+        files: what differs in GGUF files of this family.
+
     Raises:
         UnsupportedModelError: the architecture is unknown, or the file is no language model.
         WeightLoadError: the file is damaged.
@@ -53,20 +92,23 @@ class GGUFModel:
     def __init__(self, path: Path) -> None:
         self.tensors, metadata = read_gguf(path)[::-1]
         self.given = given = Metadata(path, metadata, self.tensors)
-        kind = given.read("general.type", str, "model")
-        if kind != "model" or given.architecture not in ARCHITECTURES:
+        kind, every = given.read("general.type", str, "model"), every_family()
+        known = sorted({name for family in every.values() for name in family.gguf})
+        if kind != "model" or given.architecture not in known:
             what = {"architecture": given.architecture} if kind == "model" else {"type": kind}
             ((key, value),) = what.items()
             raise UnsupportedModelError(
                 f"{path} has general.{key}={shown(value)}; supported are language models of"
-                f" {listed(ARCHITECTURES, like=given.architecture)}"
+                f" {listed(known, like=given.architecture)}"
             )
-        row = ARCHITECTURES[given.architecture]
-        self.row = replace(row, name=row.also(given) or row.name)
+        own = given.architecture
+        found = [(name, family.gguf[own]) for name, family in every.items() if own in family.gguf]
+        asked = [one for one in found if one[1].when is not None and one[1].when(given)]
+        self.name, self.files = (asked or [one for one in found if one[1].when is None])[0]
 
     def entries(self) -> dict[str, Entry]:
         """All tensors by our names. One that is nothing here keeps its part of the name, and is
-        told as unexpected."""
+        reported as unexpected."""
         found, changes = dict[str, Entry](), self._changes()
 
         def put(ours: str, tensor: GGUFTensor, shape: tuple[int, ...], *first: Change) -> None:
@@ -86,7 +128,7 @@ class GGUFModel:
                     each = ours.format(n // len(parts), parts[n % len(parts)])
                     put(each, one._replace(offset=place), one.shape)
                 continue
-            if stem in SPLIT and stem not in self.row.names:
+            if stem in SPLIT and stem not in self.files.names:
                 groups, sizes = self._sizes(stem)
                 if (expected := groups * sum(sizes)) != shape[0]:
                     raise WeightLoadError(
@@ -111,16 +153,16 @@ class GGUFModel:
         return found
 
     def _changes(self) -> dict[str, Change]:
-        """What our names have behind their layer -> what rows become when they are read."""
+        """Our name after that of the layer -> what rows become when they are read."""
         given, found = self.given, dict[str, Change]()
-        if self.row.pairs:
+        if self.files.pairs:
             unpaired = partial(_unpaired, head_dim=given.head_dim)
             found |= {
                 f"self_attn.{x}_proj.{end}": unpaired for x in "qk" for end in ("weight", "bias")
             }
         found |= dict.fromkeys(("linear_attn.A_log", "mamba.A_log"), lambda rows: (-rows).log())
         key_heads, heads = (given.get(f"ssm.{n}", int) for n in ("group_count", "time_step_rank"))
-        if self.row.tiled and key_heads and heads:
+        if self.files.tiled and key_heads and heads:
             grouped = partial(_grouped, key_heads=key_heads, each=max(1, heads // key_heads))
             skipping = partial(grouped, skipped=2 * key_heads * given.get("ssm.state_size", int, 0))
             names = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "dt_bias")
@@ -150,7 +192,7 @@ class GGUFModel:
         begin, _, rest = name.partition(".")
         layer, _, part = rest.partition(".") if begin == "blk" else ("", "", name)
         stem, _, end = part.rpartition(".")
-        names = NAMES | self.row.names
+        names = NAMES | self.files.names
         ours = names.get(part) or f"{names.get(stem, stem)}.{end}"
         return f"model.layers.{layer}.{ours}" if layer else ours
 

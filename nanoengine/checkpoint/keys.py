@@ -1,8 +1,8 @@
 """Keys: a config.json read key by key, so that no key is ignored that would change the maths.
 
-`KEYS` says of each key once what it may be, what a config without it means, and what becomes of one
-that nobody reads. Every value is checked before anything else looks at it. A family reads the keys
-that it obeys. Plain json, neither torch nor transformers.
+`KEYS` says of each key once what it may be, what a config without it means, what happens to one
+that the family does not read, and what GGUF files call it. Every value is checked before it is
+used. A family reads the keys that it honours. Plain json, neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ class Key(NamedTuple):
         default: what a config without the key means, unless its family or transformers' config
             class (`defaults.json`) says otherwise. null means the same where this is None, and is
             refused elsewhere.
-        unread: what becomes of the key where its family doesn't obey it. "refused": any value but
-            the default would change the maths; "told": nobody knows; "harmless".
+        unread: what happens to a key that its family doesn't read. "refused": any value but the
+            default would change the maths; "warned": its effect is unknown, and a warning names it;
+            "harmless": it changes no result.
         off: null means None, whatever the default.
+        gguf: its name in the metadata of a GGUF file, after the architecture's. Keys that several
+            families call differently have the same name there.
     """
 
     kind: Any
     least: float | None = None
     most: float | None = None
     default: Any = None
-    unread: Literal["refused", "told", "harmless"] = "told"
+    unread: Literal["refused", "warned", "harmless"] = "warned"
     off: bool = False
+    gguf: str = ""
 
 
 MOST_POSITIONS = 2**31 - 1
@@ -48,6 +52,8 @@ _LAYERS, _EXPERTS, _FACTOR = (0, 10_000), (0, 4096), (1e-3, 1e6)
 _HARMLESS: dict[str, Any] = {"unread": "harmless"}
 _FLAG, _MATHS_FLAG = Key(bool, default=False), Key(bool, default=False, unread="refused")
 _REFUSED, _SOFTCAP = Key(Any, unread="refused"), Key(float, *_FACTOR, None, "refused", off=True)
+_MULTIPLIER, _RANK = Key(float, *_FACTOR, 1.0, "refused"), Key(int, 1, 2**15, None, "refused")
+_FIRST_LAYERS = Key(int, *_LAYERS, 0, "refused")
 
 
 def _each(names: str, key: Key) -> dict[str, Key]:
@@ -63,48 +69,56 @@ KEYS: dict[str, Key] = {
     "compression_config": _REFUSED,
     "eos_token_id": Key(int | list[int], **_HARMLESS),
     "vocab_size": Key(int, 1, 2**19),  # the sampler's sums of weights are exact up to here
-    "hidden_size": Key(int, 1, 2**20),
-    "num_hidden_layers": Key(int, 1, 10_000),
-    "max_position_embeddings": Key(int, 1, MOST_POSITIONS),
+    "hidden_size": Key(int, 1, 2**20, gguf="embedding_length"),
+    "num_hidden_layers": Key(int, 1, 10_000, gguf="block_count"),
+    "max_position_embeddings": Key(int, 1, MOST_POSITIONS, gguf="context_length"),
     "num_nextn_predict_layers": Key(int, 0, 100, 0),
     **_each("tie_word_embeddings tie_embedding", _FLAG),
-    **_each(
-        "embedding_multiplier residual_multiplier logits_scaling logit_scale",
-        Key(float, *_FACTOR, 1.0, "refused"),
-    ),
-    **_each("final_logit_softcapping attn_logit_softcapping clip_qkv", _SOFTCAP),
+    "embedding_multiplier": _MULTIPLIER._replace(gguf="embedding_scale"),
+    "residual_multiplier": _MULTIPLIER._replace(gguf="residual_scale"),
+    **_each("logits_scaling logit_scale", _MULTIPLIER._replace(gguf="logit_scale")),
+    "final_logit_softcapping": _SOFTCAP._replace(gguf="final_logit_softcapping"),
+    "attn_logit_softcapping": _SOFTCAP._replace(gguf="attn_logit_softcapping"),
+    "clip_qkv": _SOFTCAP,
     **_each("scale_emb scale_depth", Key(float, *_FACTOR, None, "refused")),
     "dim_model_base": Key(int, 1, 2**20, None, "refused"),
     **_each("lm_head_bias mup_enabled", _MATHS_FLAG),
     # norms
-    "rms_norm_eps": Key(float, 0, 1, 1e-6),
-    **_each("layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon", Key(float, 0, 1, 1e-5)),
-    **_each("qk_layernorm use_qk_norm use_parallel_residual", _MATHS_FLAG),
+    "rms_norm_eps": Key(float, 0, 1, 1e-6, gguf="attention.layer_norm_rms_epsilon"),
+    **_each(
+        "layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon",
+        Key(float, 0, 1, 1e-5, gguf="attention.layer_norm_epsilon"),
+    ),
+    **_each("qk_layernorm use_qk_norm", _MATHS_FLAG),
+    "use_parallel_residual": _MATHS_FLAG._replace(gguf="use_parallel_residual"),
     **_each("use_post_norm use_sandwich_norm use_attention_gate", Key(bool, default=True)),
     # attention
-    **_each("num_attention_heads num_key_value_heads", Key(int, 1, 2**16)),
-    "head_dim": Key(int, 2, 2**16),
+    "num_attention_heads": Key(int, 1, 2**16, gguf="attention.head_count"),
+    "num_key_value_heads": Key(int, 1, 2**16, gguf="attention.head_count_kv"),
+    "head_dim": Key(int, 2, 2**16, gguf="attention.key_length"),
     **_each("attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias", _MATHS_FLAG),
     **_each("attention_chunk_size dual_chunk_attention_config", _REFUSED),
     "is_causal": Key(bool, default=True, unread="refused"),
     **_each("use_mla attn_output_gate attention_k_eq_v", _MATHS_FLAG),
-    **_each(
-        "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
-        Key(int, 1, 2**15, None, "refused"),
-    ),
-    "q_lora_rank": Key(int, 1, 2**15, None, "refused", off=True),
-    "num_kv_shared_layers": Key(int, 0, 10_000, 0, "refused"),
+    "kv_lora_rank": _RANK._replace(gguf="attention.kv_lora_rank"),
+    **_each("qk_nope_head_dim qk_rope_head_dim v_head_dim", _RANK),
+    "q_lora_rank": _RANK._replace(off=True, gguf="attention.q_lora_rank"),
+    "num_kv_shared_layers": _FIRST_LAYERS._replace(gguf="attention.shared_kv_layers"),
     "use_bidirectional_attention": Key(bool | str, default=False, unread="refused"),
     "global_head_dim": Key(int, 2, 2**16, 512),
     "num_global_key_value_heads": Key(int, 1, 2**16),
     "per_layer_config": Key(dict[str, Any], unread="refused"),
-    "hidden_size_per_layer_input": Key(int, 0, 2**16, 0, "refused"),
+    "hidden_size_per_layer_input": Key(
+        int, 0, 2**16, 0, "refused", gguf="embedding_length_per_layer_input"
+    ),
     "vocab_size_per_layer_input": Key(int, 1, 2**19, **_HARMLESS),
     "query_pre_attn_scalar": Key(int, 1, 2**20, None, "refused"),
-    "attention_multiplier": Key(float, 1e-6, 1e6, None, "refused"),
+    "attention_multiplier": Key(float, 1e-6, 1e6, None, "refused", gguf="attention.scale"),
     "attn_temperature_tuning": Key(bool | int, default=False, unread="refused"),
     **_each("layer_types layers_block_type", Key(list[str])),
-    "sliding_window": Key(int, 0, MOST_POSITIONS, None, "refused", off=True),
+    "sliding_window": Key(
+        int, 0, MOST_POSITIONS, None, "refused", off=True, gguf="attention.sliding_window"
+    ),
     "use_sliding_window": _MATHS_FLAG,
     "max_window_layers": Key(int, *_LAYERS, 28, "harmless"),
     "sliding_window_pattern": Key(int | str, default=4, **_HARMLESS),
@@ -112,23 +126,29 @@ KEYS: dict[str, Key] = {
     # rotation: in config.json, or in a dict of their own
     **_each("rope_parameters rope_scaling", Key(dict[str, Any], off=True)),
     **_each("rope_type type", Key(str, default="default")),
-    **_each("rope_theta rope_local_base_freq", Key(float, 1.001, 1e15, 1e4)),
+    "rope_theta": Key(float, 1.001, 1e15, 1e4, gguf="rope.freq_base"),
+    "rope_local_base_freq": Key(float, 1.001, 1e15, 1e4, gguf="rope.freq_base_swa"),
     "original_max_position_embeddings": Key(int, 1, MOST_POSITIONS, 0, "harmless"),
-    **_each("factor low_freq_factor high_freq_factor beta_fast beta_slow", Key(float, *_FACTOR)),
-    "attention_factor": Key(float, 1e-3, 1e3),
-    **_each("mscale mscale_all_dim short_mscale long_mscale", Key(float, 0, 1e3)),
+    "factor": Key(float, *_FACTOR, gguf="rope.scaling.factor"),
+    **_each("low_freq_factor high_freq_factor", Key(float, *_FACTOR)),
+    "beta_fast": Key(float, *_FACTOR, gguf="rope.scaling.yarn_beta_fast"),
+    "beta_slow": Key(float, *_FACTOR, gguf="rope.scaling.yarn_beta_slow"),
+    "attention_factor": Key(float, 1e-3, 1e3, gguf="rope.scaling.yarn_attn_factor"),
+    "mscale_all_dim": Key(float, 0, 1e3, gguf="rope.scaling.yarn_log_multiplier"),
+    **_each("mscale short_mscale long_mscale", Key(float, 0, 1e3)),
     "alpha": Key(float, 1, 1e6),
     "truncate": Key(bool, default=True),
     **_each("short_factor long_factor", Key(list[float])),
-    "llama_4_scaling_beta": Key(float, 0, 1e3, 0.0),
+    "llama_4_scaling_beta": Key(float, 0, 1e3, 0.0, gguf="attention.temperature_scale"),
     "partial_rotary_factor": Key(float, 0, 1, 1.0, "refused"),
-    "rotary_dim": Key(int, 2, 2**16, None, "refused"),
+    "rotary_dim": Key(int, 2, 2**16, None, "refused", gguf="rope.dimension_count"),
     "rope_interleaved": _MATHS_FLAG,
     "rope_interleave": Key(bool, default=True, unread="refused"),
     "no_rope_layers": Key(list[int], unread="refused"),
     "layer_rope_theta": Key(list[float], unread="refused"),
     # the MLP
-    **_each("intermediate_size block_ff_dim", Key(int, 1, 2**22)),
+    "intermediate_size": Key(int, 1, 2**22, gguf="feed_forward_length"),
+    "block_ff_dim": Key(int, 1, 2**22),
     **_each("hidden_act hidden_activation", Key(str, default="silu", unread="refused")),
     **_each("mlp_bias use_double_wide_mlp enable_moe_block", _MATHS_FLAG),
     **_each("swiglu_alpha swiglu_limit", Key(float, unread="refused")),
@@ -144,43 +164,55 @@ KEYS: dict[str, Key] = {
         Key(bool, default=True, unread="refused"),
     ),
     # experts
-    **_each("num_experts num_local_experts num_experts_per_tok", Key(int, *_EXPERTS)),
-    **_each("moe_num_experts moe_k moe_topk top_k_experts", Key(int, *_EXPERTS)),
+    "num_local_experts": Key(int, *_EXPERTS, gguf="expert_count"),
+    "num_experts_per_tok": Key(int, *_EXPERTS, gguf="expert_used_count"),
+    **_each("num_experts moe_num_experts moe_k moe_topk top_k_experts", Key(int, *_EXPERTS)),
+    "n_routed_experts": Key(int, *_EXPERTS, 0, "refused"),
     **_each(
-        "n_routed_experts n_shared_experts num_shared_experts moe_num_shared_experts",
-        Key(int, *_EXPERTS, 0, "refused"),
+        "n_shared_experts num_shared_experts moe_num_shared_experts",
+        Key(int, *_EXPERTS, 0, "refused", gguf="expert_shared_count"),
     ),
-    "moe_intermediate_size": Key(int, 0, 2**22),
+    "moe_intermediate_size": Key(int, 0, 2**22, gguf="expert_feed_forward_length"),
     **_each(
         "shared_expert_intermediate_size shared_intermediate_size",
-        Key(int, 0, 2**22, 0, "refused"),
+        Key(int, 0, 2**22, 0, "refused", gguf="expert_shared_feed_forward_length"),
     ),
-    **_each("n_group topk_group", Key(int, *_EXPERTS, 1)),
-    **_each("routed_scaling_factor router_scaling_factor route_scale", Key(float, *_FACTOR, 1.0)),
+    "n_group": Key(int, *_EXPERTS, 1, gguf="expert_group_count"),
+    "topk_group": Key(int, *_EXPERTS, 1, gguf="expert_group_used_count"),
+    **_each(
+        "routed_scaling_factor router_scaling_factor route_scale",
+        Key(float, *_FACTOR, 1.0, gguf="expert_weights_scale"),
+    ),
     "router_jitter_noise": Key(float, 0, 1, 0.01, "harmless"),
     "moe_norm_min": Key(float, 0, 1, 1e-12, "refused"),
     "topk_method": Key(str, unread="refused"),
     "mlp_layer_types": Key(list[str], unread="refused"),
     "moe_layer_freq": Key(int, 1, 10_000, 1, "refused"),
     "scoring_func": Key(str, default="softmax", unread="refused"),
-    "first_k_dense_replace": Key(int, *_LAYERS, 0, "refused"),
-    **_each("num_dense_layers moe_layer_start_index", Key(int, *_LAYERS)),
+    "first_k_dense_replace": _FIRST_LAYERS._replace(gguf="leading_dense_block_count"),
+    **_each(
+        "num_dense_layers moe_layer_start_index",
+        Key(int, *_LAYERS, gguf="leading_dense_block_count"),
+    ),
     "moe_layer_end_index": Key(int, -1, 10_000, -1),
     # every n-th layer, or a list of them
     "full_attention_interval": Key(int, 1, 10_000, 4),
-    **_each("no_rope_layer_interval moe_layer_interval", Key(int, 1, 10_000)),
+    "no_rope_layer_interval": Key(int, 1, 10_000),
+    "moe_layer_interval": Key(int, 1, 10_000, gguf="interleave_moe_layer_step"),
     "decoder_sparse_step": Key(int, 1, 10_000, 1),
     **_each("mlp_only_layers full_attn_idxs attn_layer_indices", Key(list[int])),
     # linear attention, short convolutions, Mamba
-    **_each("linear_conv_kernel_dim conv_L_cache mamba_d_conv", Key(int, 2, 64)),
-    **_each("linear_key_head_dim linear_value_head_dim", Key(int, 1, 2**12)),
-    **_each("linear_num_key_heads linear_num_value_heads", Key(int, 1, 2**12)),
-    **_each("mamba_n_heads mamba_n_groups mamba_d_state", Key(int, 1, 2**12)),
+    "conv_L_cache": Key(int, 2, 64, gguf="shortconv.l_cache"),
+    **_each("linear_conv_kernel_dim mamba_d_conv", Key(int, 2, 64, gguf="ssm.conv_kernel")),
+    **_each("linear_key_head_dim mamba_d_state", Key(int, 1, 2**12, gguf="ssm.state_size")),
+    **_each("linear_num_key_heads mamba_n_groups", Key(int, 1, 2**12, gguf="ssm.group_count")),
+    **_each("linear_value_head_dim linear_num_value_heads mamba_n_heads", Key(int, 1, 2**12)),
     "conv_bias": _MATHS_FLAG,
     "mamba_d_head": Key(int | str, default="auto"),
     "mamba_expand": Key(int, 1, 64, 2),
     **_each("use_expert_bias mamba_conv_bias mamba_norm_before_gate", Key(bool, default=True)),
-    **_each("norm_topk_prob mamba_proj_bias mamba_rms_norm projectors_bias", _FLAG),
+    "norm_topk_prob": _FLAG._replace(gguf="expert_weights_norm"),
+    **_each("mamba_proj_bias mamba_rms_norm projectors_bias", _FLAG),
     "time_step_limit": Key(list[Any], default=[0.0, math.inf]),
     "mamba_d_ssm": Key(int, 1, 2**22, off=True),
     **_each(
@@ -190,10 +222,12 @@ KEYS: dict[str, Key] = {
     ),
     **_each("mlp_multipliers ssm_multipliers", Key(list[float])),
     "moe_latent_size": Key(int, unread="refused"),
-    "moe_shared_expert_intermediate_size": Key(int, 1, 2**22),
+    "moe_shared_expert_intermediate_size": Key(
+        int, 1, 2**22, gguf="expert_shared_feed_forward_length"
+    ),
     "position_embedding_type": Key(str, unread="harmless"),
 }
-"""Key that is obeyed, or would change the maths -> what it may be."""
+"""Key that a family honours, or that would change the maths -> what it may be."""
 
 PER_LAYER = "moe_topk", "moe_intermediate_size"
 """Keys that may have a number for each layer, all the same."""
@@ -235,8 +269,8 @@ HARMLESS = frozenset((
     # the sum of two others; where two addends are rounded
     "qk_head_dim", "enable_moe_fp32_combine",
 ))  # fmt: skip
-"""Further keys that change no result of generating. Any other key that nobody reads is told: see
-`Keys.unread`."""
+"""Further keys that change no result of generating. A warning names any other key that is not read:
+see `Keys.unread`."""
 
 
 @functools.cache
@@ -280,7 +314,7 @@ class Keys:
 
     Attributes:
         given: what the file says, checked.
-        ignored: further keys, of dicts, that nobody reads.
+        ignored: further keys, of dicts, that no family reads.
     """
 
     def __init__(
@@ -303,7 +337,7 @@ class Keys:
         return class_defaults().get(self._model_type, {})
 
     def get(self, key: str) -> Any:
-        """The key's value, which the caller obeys.
+        """The key's value, which the caller honours.
 
         Raises:
             UnsupportedModelError: it is null, and has a default that null doesn't replace.
@@ -352,14 +386,14 @@ class Keys:
             )
 
     def refuse_others(self) -> None:
-        """Raises UnsupportedModelError for a key that nobody has read and that asks for other
+        """Raises UnsupportedModelError for a key that was not read and that asks for other
         maths. null asks for none."""
         for key, spec in KEYS.items():
-            if spec.unread == "refused" and key not in self._read:
+            if spec.unread == "refused" and key in self.given.keys() - self._read:
                 self.allow(key, spec.default, None)
 
     def unread(self) -> list[str]:
-        """Keys that nobody has read and of which nothing is known.
+        """Keys that were not read and whose effect is unknown.
 
         What the config class of transformers has for a type is read, refused or harmless, which a
         test holds. So these are another library's, or a newer model's. Names that begin with "_"

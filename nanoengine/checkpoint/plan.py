@@ -1,33 +1,35 @@
 """LayerPlan, StatePlan and MoEConfig: what the layers of a family compute, as data.
 
-`families.py` makes them from a config's keys, `models/` builds layers from them. A mechanism is a
+`families/` makes them from a config's keys, `models/` builds layers from them. A mechanism is a
 field here and a few lines there; a family is a choice of values.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from nanoengine.checkpoint.varied_plan import VariedPlan
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import checked
 
-Norms = Literal["before", "behind", "both", "parallel", "parallel each"]
+Norms = Literal["pre", "post", "sandwich", "parallel", "parallel each"]
 NormKind = Literal["rms", "wide", "centered", "bare", "layer", "centered layer", "bare layer"]
 ANY_STEP = (0.0, math.inf)
-HeadNormKind = Literal["head", "width", "rotated"]
+QKNorm = Literal["per_head", "all_heads", "post_rope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentPlan:
-    """Sizes of attention whose keys and values are made of one short vector a token.
+    """Sizes of multi-head latent attention (MLA): keys and values are made of one short vector per
+    token.
 
     Attributes:
         rank: numbers of that vector.
         query_rank: of the one that queries are made of; None: of the hidden state itself.
-        nope_dim, rope_dim: of each head's query and key, what is not turned and what is; the
-            latter is the same in the keys of all heads.
+        nope_dim, rope_dim: of each head's query and key, the dimensions without and with RoPE; the
+            latter are the same in the keys of all heads.
         value_dim: of each head's value.
     """
 
@@ -45,7 +47,7 @@ class LatentPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """Falcon-H1's, of layers in which Mamba and attention stand side by side.
+    """The multipliers of Falcon-H1, whose layers have Mamba and attention in parallel.
 
     Attributes:
         mamba_in, attention_in: on what goes into each.
@@ -64,60 +66,101 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPlan:
-    """One decoder layer, and what stands before the first and behind the last; by default Llama's.
+class Gemma4Plan:
+    """Gemma 4: layers of two shapes, of which the last may attend to the KV cache of earlier ones.
 
     Attributes:
-        norms: where they stand: "before" attention and MLP, "behind" them, "both"; "parallel": one
-            norm before, from which attention and MLP both start; "parallel each": both start from
-            the same, each behind a norm of its own.
+        shapes: head dim and number of KV heads, of layers with a window and of the others.
+        keys_are_values: in layers without a window, keys and values are one projection.
+        num_shared: so many last layers attend to the keys and values of the last layer of their
+            kind before them.
+        shared_width: the width of their MLP, as a multiple of that of the other layers.
+        input_size: width of the per-layer input embeddings; 0: there are none.
+    """
+
+    shapes: tuple[tuple[int, int], tuple[int, int]]
+    keys_are_values: bool
+    num_shared: int
+    shared_width: int
+    input_size: int
+
+    @property
+    def widest(self) -> tuple[int, int]:
+        """The shape of the layers that keep the most."""
+        return max(self.shapes, key=math.prod)
+
+    def in_a_slice(self, window: int | None) -> int:
+        """How many layers with this window share a slice of the KV cache."""
+        return math.prod(self.widest) // math.prod(self.shapes[window is None])
+
+    def slices(self, windows: Sequence[int | None]) -> list[tuple[int, ...]]:
+        """The layers that keep keys and values, those together that share a slice."""
+        own, found = windows[: len(windows) - self.num_shared], []
+        for window in dict.fromkeys(own):
+            alike = [n for n, other in enumerate(own) if other == window]
+            size = self.in_a_slice(window)
+            found += [tuple(alike[n : n + size]) for n in range(0, len(alike), size)]
+        return sorted(found)
+
+
+@checked(UnsupportedModelError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """One decoder layer, the embeddings and the head; by default Llama's.
+
+    Attributes:
+        norms: "pre": before attention and MLP; "post": after them; "sandwich": both; "parallel":
+            attention and MLP have the same input, and share one pre-norm; "parallel each": they
+            have the same input, and a pre-norm each.
         norm: "rms"; "wide": its weight is multiplied before rounding to the model's dtype;
             "centered": wide, and the factor is 1 + weight; "layer": LayerNorm; "centered layer":
             that with the factor 1 + weight; "bare", "bare layer": RMSNorm and LayerNorm that have
             no weight.
         norm_bias: LayerNorm adds a bias.
-        head_norm: query and key heads are normed each ("head"), over all heads together ("width"),
-            or each behind the rotation ("rotated"); None: not at all.
+        qk_norm: the norm of queries and keys: of each head, before RoPE ("per_head") or after it
+            ("post_rope"), or of "all_heads" as one; None: there is none.
         qkv_bias, output_bias, mlp_bias: which projections have biases.
-        output_gate: a sigmoid of this weighs what a query head has attended; in the checkpoint it
-            stands "behind" the head's query, or "beside" that projection in one of its own;
-            "heads": so too, but each head has one number.
+        output_gate: attention's output is multiplied by a sigmoid of this: in the checkpoint, rows
+            of "q_proj", or a "gate_proj" of its own; "per_head": the latter with one number per
+            head.
         gated: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
         activation: a key of `layers.kernels.GATES`, of an MLP without a gate one of
             `models.variants.ACTIVATIONS`; that of experts too.
-        merged: q, k and v are one tensor of the checkpoint: all queries, keys and values as
-            "parts" behind each other, or by "heads": of each KV head its queries, key and value.
+        merged: q, k and v are one tensor of the checkpoint, in which all queries, all keys and all
+            values follow each other ("parts"), or the queries, key and value of each KV head
+            ("heads").
         merged_gate: gate and up are one tensor.
         inputs_first: the matrices of layers are [inputs, outputs] in the checkpoint.
-        clip: heads are clipped to this much around 0, before they are normed and turned.
-        rotary_dim: how many of a head's first dimensions are turned; None: all.
-        interleaved: neighbours are turned together, not the halves of a head.
-        backwards: heads are turned the other way round.
-        positions: a learned vector of each position is added to the embeddings, and the table of
-            these has so many rows before that of the first; None: there is none.
+        clip: queries, keys and values are clipped to this absolute value, before norms and RoPE.
+        rotary_dim: RoPE is applied to the first so many dimensions of a head; None: to all.
+        interleaved: RoPE rotates pairs of neighbours, not of the two halves of a head.
+        backwards: RoPE rotates in the other direction.
+        positions: a learned vector per position is added to the embeddings, and their table has so
+            many rows before that of position 0; None: there is none.
         embedding_norm: the last norm norms the embeddings as well.
         embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and
             MLP add, and on logits.
         attention_scale: factor on q.k; None: head_dim ** -0.5.
         sinks: each head has a learned score in the sum of its softmax (`AttentionSpec.sinks`).
-        latent: keys and values are made of one short vector a token; None: of the hidden state.
-        varied: layers differ in their shapes; None: all are alike.
+        latent: multi-head latent attention (MLA); None: keys and values are made of the hidden
+            state.
+        gemma4: layers differ in their shapes, as in Gemma 4; None: all are alike.
         head_bias: logits have biases.
-        factors: every layer with a state attends as well, side by side, with these factors; None:
-            none does.
-        blocks: what each layer is alone, behind one norm: as `layers_block_type` says it; None:
+        factors: every layer has Mamba and attention in parallel, with these factors; None: none
+            has.
+        blocks: each layer is only one block after one norm, named as in `layers_block_type`; None:
             each has a mixer and an MLP.
         attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
     """
 
-    norms: Norms = "before"
+    norms: Norms = "pre"
     norm: NormKind = "rms"
     norm_bias: bool = False
-    head_norm: HeadNormKind | None = None
+    qk_norm: QKNorm | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    output_gate: Literal[False, "behind", "beside", "heads"] = False
+    output_gate: Literal[False, "q_proj", "gate_proj", "per_head"] = False
     gated: bool = True
     activation: str = "silu"
     merged: Literal[False, "parts", "heads"] = False
@@ -135,7 +178,7 @@ class LayerPlan:
     attention_scale: float | None = None
     sinks: bool = False
     latent: LatentPlan | None = None
-    varied: VariedPlan | None = None
+    gemma4: Gemma4Plan | None = None
     factors: Factors | None = None
     blocks: tuple[str, ...] | None = None
     attention_softcap: float | None = None
@@ -148,10 +191,10 @@ class StatePlan:
     """Layers that keep a state of fixed size a sequence in place of keys and values.
 
     Attributes:
-        kind: "delta": a matrix a value head, written by the gated delta rule, behind a short
-            convolution; "conv": the convolution alone, between two gates; "mamba": a matrix a head
-            behind a convolution, by Mamba-2's rule. Its value heads are Mamba's heads, its key
-            heads the groups, `key_dim` is the size of b and c.
+        kind: "delta": a matrix per value head, by the gated delta rule, after a short convolution;
+            "conv": the convolution alone, between two gates; "mamba": a matrix per head, by
+            Mamba-2's rule, after a convolution. Its value heads are Mamba's heads, its key heads
+            the groups, `key_dim` is the size of b and c.
         layers: which ones.
         kernel: how many tokens the convolution sees.
         channels: how wide it is.
@@ -164,7 +207,7 @@ class StatePlan:
         bias: the projections and the convolution of "conv" have biases, the first projection of
             "mamba".
         conv_bias, output_bias: the convolution and the last projection of "mamba" have.
-        norm: of "mamba", where it stands: "behind" the gate, or "before" it; None: there is none.
+        norm: of "mamba": after the gate ("behind"), or "before" it; None: there is none.
         step_limits: between which the dt of "mamba" stays.
     """
 
@@ -191,6 +234,7 @@ class StatePlan:
         return matrices + (self.kernel - 1) * self.channels
 
 
+@checked(UnsupportedModelError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
     """Mixture of experts: in `layers` the MLP is `num_experts` small ones, of which a token takes

@@ -1,7 +1,7 @@
 """RopeConfig: how positions become angles, from the keys of either writer of configs.
 
 transformers 4 wrote `rope_theta` and `rope_scaling`, transformers 5 nests all of it in
-`rope_parameters`. Called by `families.py`; the angles themselves are made in `layers/rotary.py`.
+`rope_parameters`. Called by `config.py`; the angles themselves are made in `layers/rotary.py`.
 """
 
 from __future__ import annotations

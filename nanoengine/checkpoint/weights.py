@@ -55,16 +55,16 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
     check("vocab_size", config.vocab_size, 0, "model.embed_tokens.weight")
     check("hidden_size", config.hidden_size, 1, "model.embed_tokens.weight")
     name, kv_heads = f"model.layers.{config.attending[0]}.self_attn", config.num_key_value_heads
-    heads, gates = config.num_attention_heads, "2 * " if config.plan.output_gate == "behind" else ""
+    heads, gates = config.num_attention_heads, "2 * " if config.plan.output_gate == "q_proj" else ""
     for key, count, part in (
         (f"{gates}num_attention_heads", 2 * heads if gates else heads, "q_proj"),
         ("num_key_value_heads", kv_heads, "k_proj"),
         ("heads of q, k and v", heads + 2 * kv_heads, "qkv_proj"),
     ):
-        if config.plan.latent is None and config.plan.varied is None:
+        if config.plan.latent is None and config.plan.gemma4 is None:
             check_outputs(f"{key} * head_dim", count * config.head_dim, f"{name}.{part}")
     sparse = config.moe.layers if config.moe else ()
-    for layer in range(0 if config.plan.varied else config.num_hidden_layers):
+    for layer in range(0 if config.plan.gemma4 else config.num_hidden_layers):
         mlp = f"model.layers.{layer}.mlp"
         if config.moe is None or layer not in sparse:
             for matrix, count in (("gate_proj", 1), ("up_proj", 1), ("gate_up_proj", 2)):

@@ -141,7 +141,7 @@ def model_lines(
     """The model's shape, and what its KV cache costs."""
     from nanoengine.runner.kv_cache import block_bytes, state_bytes
 
-    m, states, moe, varied = model, model.states, model.moe, model.plan.varied
+    m, states, moe, varied = model, model.states, model.moe, model.plan.gemma4
     slices = m.attending if varied is None else varied.slices(m.sliding_windows)
     sizes = {"num_kv_heads": m.num_key_value_heads, "head_dim": m.head_dim, "dtype": kv_dtype}
     parts = 2 if m.plan.latent is None else 1

@@ -113,11 +113,11 @@ class OtherQKV(QKVLinear):
 
     def __init__(self, name: str, config: ModelConfig, context: ModelContext) -> None:
         where = config.plan.output_gate
-        gates = 1 if where == "heads" else config.head_dim if where else 0
+        gates = 1 if where == "per_head" else config.head_dim if where else 0
         super().__init__(name, config, context, gates)
         self.head_order, self.head_dim = head_order(config), config.head_dim
-        self.gated = where == "behind"
-        if where in ("beside", "heads"):
+        self.gated = where == "q_proj"
+        if where in ("gate_proj", "per_head"):
             size = config.num_attention_heads * gates
             self.parts = {"gate_proj": size, **self.parts, "q_proj": self.parts["q_proj"] - size}
             self.shards = {"gate_proj": context.shard, **self.shards}

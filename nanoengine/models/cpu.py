@@ -144,7 +144,7 @@ class CPUKernels(Kernels):
             from nanoengine.layers.cpu_latent import LatentParts
 
             of_layer = LatentParts
-        elif plan.varied is not None:
+        elif plan.gemma4 is not None:
             from nanoengine.layers.cpu_varied import VariedLayers, VariedParts
 
             of_layer, fused = VariedParts, VariedLayers

@@ -159,7 +159,7 @@ class SelfAttention(Layer):
         )
         spec = self.make_spec(index, config, context)
         self.norm_weights: HeadNormWeights | None = None
-        if config.plan.head_norm is not None:
+        if config.plan.qk_norm is not None:
             self.head_norm = self.make_norm(spec, config, context)
             self.norm_weights = self.head_norm.weights
         self.attention = Attention(spec, context.kernels.attention)

@@ -101,7 +101,7 @@ def load_model(
     for module in model.modules():
         if isinstance(module, LinearMethod):
             module.finish()
-    if context.int8_cache and config.plan.qkv_bias and config.plan.head_norm is None:
+    if context.int8_cache and config.plan.qkv_bias and config.plan.qk_norm is None:
         from nanoengine.models.key_factors import balance_keys
 
         balance_keys(model, context.dtype)
@@ -129,13 +129,13 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
     """`CausalLM` for what Llama and Qwen3 compute, with or without biases, whichever family it is;
     else its variant."""
     named = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "activation": "silu"}
-    plans = LayerPlan(**named), LayerPlan(**named, head_norm="head")
+    plans = LayerPlan(**named), LayerPlan(**named, qk_norm="per_head")
     (rope, *others) = set(config.ropes)
     alike = not others and rope is not None and not rope.llama_4_scaling_beta
     dense = config.moe is None and config.states is None
     if dense and alike and replace(config.plan, **named) in plans:
         return CausalLM
-    if config.plan.varied is not None:
+    if config.plan.gemma4 is not None:
         from nanoengine.models.varied import VariedLM
 
         return VariedLM

@@ -197,7 +197,7 @@ class VariantLayer(DecoderLayer):
         self.mixer, self.mlp = mixer, make_mlp(f"{path}.mlp", index, config, context)
         norms, self.scale = config.plan.norms, config.plan.residual_scale
         self.is_parallel = norms in ("parallel", "parallel each")
-        before, behind = norms != "behind", norms in ("behind", "both")
+        before, behind = norms != "post", norms in ("post", "sandwich")
 
         def norm(wanted: bool) -> Norm:
             return variants.make_norm(config, context) if wanted else None
@@ -355,7 +355,7 @@ class VariantAttention(SelfAttention):
         return replace(plain, scale=scale, softcap=plan.attention_softcap, sinks=self.sinks)
 
     def make_norm(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> Layer:
-        norm = variants.WidthNorm if config.plan.head_norm == "width" else variants.OtherHeadNorm
+        norm = variants.WidthNorm if config.plan.qk_norm == "all_heads" else variants.OtherHeadNorm
         return norm(spec, config, context)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
@@ -382,10 +382,10 @@ def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
 
 def needs_torch(index: int, config: ModelConfig, context: ModelContext) -> bool:
     """Whether the attention of layer `index` has what `TorchAttention` does, but for a gate."""
-    norm, rope = config.plan.head_norm, config.ropes[index]
-    split = norm == "width" and context.shard.world_size > 1
+    norm, rope = config.plan.qk_norm, config.ropes[index]
+    split = norm == "all_heads" and context.shard.world_size > 1
     grows = rope is not None and rope.llama_4_scaling_beta != 0
-    return split or grows or norm == "rotated" or config.plan.clip is not None
+    return split or grows or norm == "post_rope" or config.plan.clip is not None
 
 
 class TorchAttention(VariantAttention):
@@ -396,10 +396,10 @@ class TorchAttention(VariantAttention):
         super().__init__(path, index, config, context)
         plan, rope, spec = config.plan, config.ropes[index], self.attention.spec
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
-        each = 1 if plan.output_gate == "heads" else self.head_dim if plan.output_gate else 0
+        each = 1 if plan.output_gate == "per_head" else self.head_dim if plan.output_gate else 0
         self.num_gates = each * spec.num_heads
-        self.norm_is_last = plan.head_norm == "rotated"
-        self.norm_is_split = plan.head_norm == "width" and self.norm_weights is None
+        self.norm_is_last = plan.qk_norm == "post_rope"
+        self.norm_is_split = plan.qk_norm == "all_heads" and self.norm_weights is None
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
         self.clip, self.needs_torch = plan.clip, needs_torch(index, config, context)

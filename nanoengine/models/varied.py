@@ -56,7 +56,7 @@ from nanoengine.models.variants import (
 
 def of_layer(config: ModelConfig, index: int) -> ModelConfig:
     """The config of a model all of whose layers are as this one is."""
-    varied = config.plan.varied
+    varied = config.plan.gemma4
     assert varied is not None
     head_dim, kv_heads = varied.shapes[config.sliding_windows[index] is None]
     first = config.num_hidden_layers - varied.num_shared
@@ -72,7 +72,7 @@ class VariedLM(VariantLM):
     """
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariedDecoder:
-        varied, ranks = config.plan.varied, context.shard.world_size
+        varied, ranks = config.plan.gemma4, context.shard.world_size
         assert varied is not None
         least = min(heads for _, heads in varied.shapes)
         if ranks > least and len({heads for _, heads in varied.shapes}) > 1:
@@ -85,7 +85,7 @@ class VariedLM(VariantLM):
     @property
     def attention_layers(self) -> list[SharedSlice]:
         """What the KV cache's slices are bound to, in the order of the first layer of each."""
-        varied = self.config.plan.varied
+        varied = self.config.plan.gemma4
         assert varied is not None
         layers = [layer.mixer.attention for layer in self.model.layers]
         slices = varied.slices(self.config.sliding_windows)
@@ -127,7 +127,7 @@ class VariedDecoder(VariantDecoder):
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         plan, hidden, depth = config.plan, config.hidden_size, config.num_hidden_layers
-        varied = plan.varied
+        varied = plan.gemma4
         assert varied is not None
         self.embed_tokens = ScaledEmbedding(
             plan.embedding_scale, config.vocab_size, hidden, context=context
@@ -234,7 +234,7 @@ class VariedLayer(VariantLayer):
     ) -> None:
         Layer.__init__(self)
         path, plan, moe = f"model.layers.{index}", config.plan, config.moe
-        varied, hidden = plan.varied, config.hidden_size
+        varied, hidden = plan.gemma4, config.hidden_size
         assert varied is not None
         self.index, self.rotation, self.scale = index, rotation, plan.residual_scale
         self.self_attn = self.mixer = VariedAttention(
@@ -328,7 +328,7 @@ class VariedAttention(VariantAttention):
         shared: VariedAttention | None,
         context: ModelContext,
     ) -> None:
-        varied = config.plan.varied
+        varied = config.plan.gemma4
         assert varied is not None
         # Why before the base is made: it makes projections and norms by these.
         self.is_shared, self.eps = shared is not None, config.rms_norm_eps

@@ -30,7 +30,7 @@ def other_groups(
     Raises:
         ConfigError: a cache of bytes for layers whose rows are parts of one another.
     """
-    windows, states, varied = config.sliding_windows, config.states, config.plan.varied
+    windows, states, varied = config.sliding_windows, config.states, config.plan.gemma4
     if kv_dtype.itemsize == 1 and (varied is not None or config.plan.latent is not None):
         raise ConfigError(
             f"kv_cache_dtype of 8 bits is not implemented for {config.architecture}, whose keys and"

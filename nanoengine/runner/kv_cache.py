@@ -76,7 +76,7 @@ def make_groups(
 ) -> tuple[KVGroup, ...]:
     """The KV groups of a model of `dtype`: one, where all layers keep the same of a token."""
     plan = config.plan
-    others = config.states, plan.varied, plan.latent, *config.sliding_windows
+    others = config.states, plan.gemma4, plan.latent, *config.sliding_windows
     if not any(others):
         return (KVGroup(layers=tuple(range(config.num_hidden_layers))),)
     from nanoengine.runner.groups import other_groups
@@ -87,7 +87,7 @@ def make_groups(
 
 def in_a_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:
     """How many layers share a slice, in each group; [] where none do."""
-    varied = config.plan.varied
+    varied = config.plan.gemma4
     return [varied.in_a_slice(group.sliding_window) for group in groups] if varied else []
 
 

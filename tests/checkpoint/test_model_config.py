@@ -20,9 +20,8 @@ from nanoengine.checkpoint.config import (
     load_model_config,
     parse_model_config,
 )
-from nanoengine.checkpoint.families import TEXT_PARTS
+from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 from nanoengine.checkpoint.keys import KEYS
-from nanoengine.checkpoint.more_families import every_family
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
@@ -181,6 +180,15 @@ def test_values_of_a_llama_3_config() -> None:
     assert config.sliding_windows == (None,) * 4
     assert config.plan == LayerPlan()
     assert config.moe is None
+
+
+def test_a_plan_of_an_unknown_word_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="norms must be one of pre, post, sandwich"):
+        LayerPlan(norms="both")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="score must be one of softmax, sigmoid"):
+        MoEConfig(  # type: ignore[arg-type]
+            num_experts=8, num_experts_per_tok=2, intermediate_size=32, layers=(0,), score="relu"
+        )
 
 
 def test_which_layers_slide() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nanoengine.checkpoint.families import TEXT_PARTS
-from nanoengine.checkpoint.more_families import every_family
+from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 LINE = re.compile(r"^\| (equal|refused: .*|not (?:written|computed).*) \| (`.*) \|$", re.MULTILINE)

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.checkpoint.config import OWN_NAMES, load_model_config, parse_model_config
-from nanoengine.checkpoint.families import TEXT_PARTS
-from nanoengine.checkpoint.more_families import every_family
+from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.layers.variants import head_order
@@ -152,7 +151,7 @@ RARELY = {
     "solar_open", "vaultgemma",
 }  # fmt: skip
 """Cases of mechanisms that others have too: they run where what a model is made of has changed."""
-GROUND = ("nanoengine/checkpoint/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py")
+GROUND = ("nanoengine/checkpoint/**/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py")
 EACH = [
     pytest.param(case, marks=[pytest.mark.guards(*GROUND)] if case in RARELY else [])
     for case in CASES

@@ -17,9 +17,9 @@ import torch
 
 from nanoengine.checkpoint import gguf_tensors
 from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.families import every_family
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.checkpoint.gguf import read_gguf
-from nanoengine.checkpoint.gguf_rows import ARCHITECTURES
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.cli.main import main
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightLoadError
@@ -221,7 +221,7 @@ def found_logits(path: Path, option: str | None = None, **fields: Any) -> torch.
 
 def often(names: Iterable[str], *always: str) -> list[Any]:
     """Names as parameters, of which all but `always` run where what reads a file has changed."""
-    rarely = pytest.mark.guards("nanoengine/checkpoint/*.py", "nanoengine/layers/*.py")
+    rarely = pytest.mark.guards("nanoengine/checkpoint/**/*.py", "nanoengine/layers/*.py")
     return [pytest.param(name, marks=() if name in always else rarely) for name in names]
 
 
@@ -236,12 +236,12 @@ def test_every_architecture(case: str, tmp_path: Path, caplog: pytest.LogCapture
     assert "not read" not in caplog.text
 
 
-def test_every_row_has_a_case() -> None:
+def test_every_architecture_has_a_case() -> None:
     written = {
         overrides.get("architecture") or gguf_files.ARCHITECTURES.get(family, (family,))[0]
         for family, overrides in CASES.values()
     }
-    assert written == ARCHITECTURES.keys()
+    assert written == {name for family in every_family().values() for name in family.gguf}
 
 
 @pytest.mark.parametrize("type", often(TYPES, "Q4_0"))
@@ -340,42 +340,38 @@ def config_with(tmp_path: Path, family: str = "llama", **keys: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"attention__causal": False}, r"llama\.attention\.causal=False"),
-        ({"rope__scaling__type": "longrope"}, r"llama\.rope\.scaling\.type='longrope'"),
-        ({"rope__dimension_count": 8}, r"rope\.dimension_count=8.*supported: 16"),
-        ({"attention__value_length": 24}, r"attention\.value_length=24"),
-        ({"attention__clamp_kqv": 8.0}, r"llama\.attention\.clamp_kqv=8\.0"),
-        ({"rope__dimension_sections": [4, 4, 4, 4]}, r"rope\.dimension_sections"),
-        ({"attention__sliding_window": 8}, "sliding_window=8 is not implemented"),
-        ({"attention__head_count_kv": [2, 1]}, "one number for all layers"),
-        ({"block_count": 0}, r"llama\.block_count=0"),
-        ({"block_count": "two"}, "llama.block_count must be an integer, got 'two'"),
-        ({"embedding_length": None}, r"needs llama\.embedding_length"),
-        ({"attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon=None.* a number"),
-        ({"general__type": "mmproj"}, "general.type='mmproj'"),
-        ({"general__architecture": "mamba"}, r"general\.architecture='mamba'; supported"),
-    ],
-)
-def test_what_changes_the_maths_is_refused(
-    keys: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        config_with(tmp_path, **keys)
-
-
-@pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
+        ("llama", {"attention__causal": False}, r"llama\.attention\.causal=False"),
+        ("llama", {"rope__scaling__type": "longrope"}, r"llama\.rope\.scaling\.type='longrope'"),
+        ("llama", {"rope__dimension_count": 8}, r"rope\.dimension_count=8.*supported: 16"),
+        ("llama", {"attention__value_length": 24}, r"attention\.value_length=24"),
+        ("llama", {"attention__clamp_kqv": 8.0}, r"llama\.attention\.clamp_kqv=8\.0"),
+        ("llama", {"rope__dimension_sections": [4, 4, 4, 4]}, r"rope\.dimension_sections"),
+        ("llama", {"attention__sliding_window": 8}, "sliding_window=8 is not implemented"),
+        ("llama", {"attention__head_count_kv": [2, 1]}, "one number for all layers"),
+        ("llama", {"block_count": 0}, r"llama\.block_count=0"),
+        ("llama", {"block_count": "two"}, "llama.block_count must be an integer, got 'two'"),
+        ("llama", {"embedding_length": None}, r"needs llama\.embedding_length"),
+        (
+            "llama",
+            {"attention__layer_norm_rms_epsilon": None},
+            "layer_norm_rms_epsilon=None.* a number",
+        ),
+        ("llama", {"general__type": "mmproj"}, "general.type='mmproj'"),
+        ("llama", {"general__architecture": "mamba"}, r"general\.architecture='mamba'; supported"),
         ("ministral3", {"rope__scaling__type": "none"}, r"attention\.temperature_scale=0\.5.*yarn"),
         ("glm4_moe", {"expert_gating_func": 3}, r"glm4moe\.expert_gating_func=3.*1 and 2"),
         ("glm4_moe", {"expert_gating_func": 1}, "scoring_func='softmax'"),
         ("qwen3_moe", {"expert_gating_func": 2}, "scoring_func='sigmoid'"),
         ("deepseek_v3", {"expert_gating_func": 3}, r"expert_gating_func=3.*1 and 2"),
         ("deepseek_v3", {"nextn_predict_layers": 3}, "nextn_predict_layers=3.*0 to 2"),
-        ("deepseek_v2", {"expert_weights_norm": True}, "norm_topk_prob=True"),
-        ("deepseek_v2", {"attention__kv_lora_rank": None}, "needs kv_lora_rank"),
+        ("deepseek_v2", {"expert_weights_norm": True}, r"deepseek2\.expert_weights_norm=True"),
+        (
+            "deepseek_v2",
+            {"attention__kv_lora_rank": None},
+            r"needs deepseek2\.attention\.kv_lora_rank",
+        ),
         ("afmoe", {"expert_weights_norm": False}, r"afmoe\.expert_weights_norm=False"),
         ("granite_hybrid", {"rope__scaling__finetuned": None}, r"rope\.scaling\.finetuned=None"),
         ("nemotron_h", {"moe_latent_size": 8}, r"nemotron_h_moe\.moe_latent_size=8"),
@@ -389,7 +385,7 @@ def test_what_changes_the_maths_is_refused(
         ),
     ],
 )
-def test_what_changes_the_maths_of_a_family_is_refused(
+def test_what_changes_the_maths_is_refused(
     family: str, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
@@ -497,6 +493,12 @@ def test_windows_have_the_usual_base_where_a_file_says_none(tmp_path: Path) -> N
     assert {rope.theta for rope in config.ropes} == {1e4}  # all have a window: three of six
     config = config_with(tmp_path, "gemma3", rope__freq_base=5e5, attention__sliding_window=None)
     assert {rope.theta for rope in config.ropes} == {5e5}
+
+
+def test_a_file_without_a_window_has_none_although_its_config_class_has_one(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "exaone4", attention__sliding_window=None)
+    assert set(config.sliding_windows) == {None}
+    assert None not in config.ropes  # EXAONE 4 applies RoPE to all layers where none has a window
 
 
 def test_ends_and_sampling_of_a_generation_config(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ ACTIVATIONS = ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"]
 PROMPTS = random_prompts(7, (26, 3, 19))
 
 pytestmark = pytest.mark.guards(
-    "nanoengine/checkpoint/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py"
+    "nanoengine/checkpoint/**/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py"
 )
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.checkpoint.config import load_model_config, parse_model_config
-from nanoengine.checkpoint.varied_plan import VariedPlan
+from nanoengine.checkpoint.plan import Gemma4Plan
 from nanoengine.errors import ConfigError, UnsupportedModelError
 from nanoengine.runner.kv_cache import in_a_slice, make_groups
 from nanoengine.settings.params import SamplingParams
@@ -24,9 +24,9 @@ from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixt
 WINDOW = 512
 
 
-def plan(shared: int = 0, **shapes: tuple[int, int]) -> VariedPlan:
+def plan(shared: int = 0, **shapes: tuple[int, int]) -> Gemma4Plan:
     window, full = shapes["window"], shapes["full"]
-    return VariedPlan(
+    return Gemma4Plan(
         shapes=(window, full), keys_are_values=False, num_shared=shared, shared_width=1,
         input_size=0,
     )  # fmt: skip

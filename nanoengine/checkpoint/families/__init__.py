@@ -1,0 +1,51 @@
+"""The families: one description per family, in a module per kind of model.
+
+`dense` has Llama, and is all that a plain prompt loads. A family of known mechanisms is one entry
+of a module's `FAMILIES`. A new mechanism is a field of `LayerPlan`, `StatePlan` or `MoEConfig` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nanoengine.checkpoint.families.dense import FAMILIES
+from nanoengine.checkpoint.families.family import Family
+
+__all__ = ["FAMILIES", "Family"]
+
+
+def every_family() -> Mapping[str, Family]:
+    """Supported architecture -> its family, those of all modules."""
+    from nanoengine.checkpoint.families import gemma, gpt, hybrid, mla, moe
+
+    return {
+        **gemma.FAMILIES, **gpt.FAMILIES, **hybrid.FAMILIES, **mla.FAMILIES, **moe.FAMILIES,
+        **FAMILIES,
+    }  # fmt: skip
+
+
+ALIASES = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Architecture as published checkpoints name it -> as transformers does."""
+
+TEXT_PARTS: dict[str, Mapping[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
+}
+"""Multimodal architecture -> the `model_type` of its `text_config` -> the architecture of its text
+part."""
+
+OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+"""Keys of a multimodal config that count before those of its `text_config`."""

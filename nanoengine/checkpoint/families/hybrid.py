@@ -1,0 +1,441 @@
+"""Families some of whose layers keep a recurrent state in place of keys and values: the gated delta
+rule, short convolutions, Mamba-2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from nanoengine.checkpoint.families import dense, moe, per_layer
+from nanoengine.checkpoint.families.family import Family, Reader, files, has, key, plan, size
+from nanoengine.checkpoint.families.per_layer import ATTENTION, CONV, FULL, LINEAR, MAMBA, SLIDING
+from nanoengine.checkpoint.gguf_keys import Metadata
+from nanoengine.checkpoint.keys import Json, Keys
+from nanoengine.checkpoint.plan import Factors, StatePlan
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import shown
+
+# --- the gated delta rule, and short convolutions -------------------------------------------------
+
+
+def delta_states(*, merged: bool) -> Reader[StatePlan]:
+    """Qwen3-Next: every layer but each `full_attention_interval`-th."""
+
+    def states(keys: Keys) -> StatePlan:
+        key_heads, key_dim = keys.get("linear_num_key_heads"), keys.get("linear_key_head_dim")
+        heads, value_dim = keys.get("linear_num_value_heads"), keys.get("linear_value_head_dim")
+        if heads % key_heads:
+            raise UnsupportedModelError(
+                f"linear_num_value_heads={heads} must be a multiple of"
+                f" linear_num_key_heads={key_heads}"
+            )
+        every = keys.get("full_attention_interval")
+        kinds = keys.get("layer_types") or [
+            FULL if (n + 1) % every == 0 else LINEAR
+            for n in range(keys.require("num_hidden_layers"))
+        ]
+        return StatePlan(
+            kind="delta",
+            layers=per_layer.those(kinds, LINEAR),
+            kernel=keys.get("linear_conv_kernel_dim"),
+            channels=2 * key_heads * key_dim + heads * value_dim,
+            num_key_heads=key_heads,
+            num_value_heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            merged=merged,
+        )
+
+    return states
+
+
+def conv_states(keys: Keys) -> StatePlan:
+    """LFM2: as `layer_types` says, else all but `full_attn_idxs`."""
+    every, full = range(keys.require("num_hidden_layers")), keys.get("full_attn_idxs")
+    kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
+    return StatePlan(
+        kind="conv",
+        layers=per_layer.those(kinds, CONV),
+        kernel=keys.get("conv_L_cache"),
+        channels=keys.require("hidden_size"),
+        bias=keys.get("conv_bias"),
+    )
+
+
+def lfm3_layers(raw: Json) -> Json:
+    """LFM3's config, with what its layers are where it doesn't say."""
+    layers = raw.get("num_hidden_layers")
+    if raw.get("layer_types") is not None or not isinstance(layers, int):
+        return raw
+    return {**raw, "layer_types": [CONV, *([CONV, FULL, CONV, SLIDING] * layers)[: layers - 1]]}
+
+
+def lfm2_inner_size(keys: Keys) -> int:
+    """Two thirds of what the config names, rounded up, unless it says that this is the size."""
+    found = size("block_ff_dim", "intermediate_size")(keys)
+    if keys.get("block_auto_adjust_ff_dim"):
+        found = int(keys.get("block_ffn_dim_multiplier") * int(2 * found / 3))
+        multiple = keys.get("block_multiple_of")
+        found = multiple * -(-found // multiple)
+    return found
+
+
+# --- Mamba-2 --------------------------------------------------------------------------------------
+
+
+def mamba_states(keys: Keys) -> StatePlan:
+    """Granite 4: as `layer_types` says, which may call them "mamba"; Bamba: all but
+    `attn_layer_indices`; others say it in ways of their own."""
+    every, attending = range(keys.require("num_hidden_layers")), keys.get("attn_layer_indices")
+    kinds = keys.get("layer_types") or [FULL if n in (attending or ()) else LINEAR for n in every]
+    heads, size, inner = map(keys.get, ("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"))
+    expanded = keys.get("mamba_expand") * keys.require("hidden_size")
+    inner = expanded if inner is None else inner
+    size = inner // heads if size == "auto" else size
+    if heads * size != inner:
+        raise UnsupportedModelError(
+            f"mamba_n_heads={heads} times mamba_d_head={shown(size)} must be mamba_d_ssm, or"
+            f" mamba_expand * hidden_size where that is null: {inner}"
+        )
+    return _states(keys, [n for n in every if kinds[n : n + 1] in ([LINEAR], [MAMBA])], size)
+
+
+def _states(keys: Keys, layers: Iterable[int], size: int) -> StatePlan:
+    """Such layers, with heads of this size."""
+    heads, groups = keys.get("mamba_n_heads"), keys.get("mamba_n_groups")
+    if heads % groups:
+        raise UnsupportedModelError(
+            f"mamba_n_heads={heads} must be a multiple of mamba_n_groups={groups}"
+        )
+    return StatePlan(
+        kind="mamba",
+        layers=tuple(layers),
+        kernel=keys.get("mamba_d_conv"),
+        channels=heads * size + 2 * groups * keys.get("mamba_d_state"),
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_dim=keys.get("mamba_d_state"),
+        value_dim=size,
+        bias=keys.get("mamba_proj_bias"),
+        conv_bias=keys.get("mamba_conv_bias"),
+        output_bias=keys.get("mamba_proj_bias"),
+        norm="behind",
+        step_limits=_limits(keys),
+    )
+
+
+def falcon_states(keys: Keys) -> StatePlan:
+    """Falcon-H1: in every layer, beside attention."""
+    norm = "before" if keys.get("mamba_norm_before_gate") else "behind"
+    return replace(
+        mamba_states(keys),
+        layers=tuple(range(keys.require("num_hidden_layers"))),
+        norm=norm if keys.get("mamba_rms_norm") else None,
+        output_bias=keys.get("projectors_bias"),
+    )
+
+
+def factors(keys: Keys) -> Factors:
+    """Falcon-H1's multipliers."""
+    of_mlp, projected = keys.get("mlp_multipliers"), keys.get("ssm_multipliers")
+    of_mlp, projected = of_mlp or [1.0] * 2, projected or [1.0] * 5
+    if (len(of_mlp), len(projected)) != (2, 5):
+        raise UnsupportedModelError(
+            f"mlp_multipliers={shown(of_mlp)} must be 2 numbers, and"
+            f" ssm_multipliers={shown(projected)} 5"
+        )
+    return Factors(
+        mamba_in=keys.get("ssm_in_multiplier"),
+        attention_in=keys.get("attention_in_multiplier"),
+        projected=tuple(projected),
+        mamba_out=keys.get("ssm_out_multiplier"),
+        attention_out=keys.get("attention_out_multiplier"),
+        gate=of_mlp[0],
+        down=of_mlp[1],
+    )
+
+
+PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+"""A letter of Nemotron-H's `hybrid_override_pattern` -> what the layer is."""
+NEMOTRON_KEYS = {
+    "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head",
+    "n_groups": "mamba_n_groups", "ssm_state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias",
+    "use_bias": "mamba_proj_bias",
+}  # fmt: skip
+"""What Nemotron-H calls sizes of Mamba -> what others call them."""
+
+
+NEMOTRON_OLDER = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias")
+"""Others' names that older configs have, and that count before its own."""
+
+
+def nemotron_layers(raw: Json) -> Json:
+    """Nemotron-H's config with others' names of keys, and as many layers as it names."""
+    usual = {name: value for name, value in raw.items() if name not in NEMOTRON_KEYS.values()}
+    given = {NEMOTRON_KEYS.get(name, name): value for name, value in usual.items()}
+    given |= {name: raw[name] for name in NEMOTRON_OLDER if name in raw}
+    pattern, named = given.pop("hybrid_override_pattern", ""), given.get("layers_block_type")
+    kinds = [*pattern] if isinstance(pattern, str) and not named else named
+    old = {**PATTERN, MAMBA: LINEAR, ATTENTION: FULL}
+    kinds = [old.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else kinds
+    if not kinds or not isinstance(kinds, list) or {*map(str, kinds)} - {*PATTERN.values()}:
+        raise UnsupportedModelError(
+            f"layers_block_type={shown(named)} or hybrid_override_pattern={shown(pattern)} must say"
+            f" of each layer what it is: {', '.join(PATTERN.values())}, or {' '.join(PATTERN)}"
+        )
+    given.pop("num_nextn_predict_layers", None)  # drafts have names of their own, and are left out
+    return {**given, "layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+
+
+def nemotron_blocks(keys: Keys) -> tuple[str, ...]:
+    return tuple(keys.get("layers_block_type"))
+
+
+def nemotron_states(keys: Keys) -> StatePlan:
+    size = keys.get("mamba_d_head")
+    if not isinstance(size, int) or size < 1:
+        raise UnsupportedModelError(f"mamba_head_dim must be a size, got {shown(size)}")
+    return _states(keys, per_layer.those(nemotron_blocks(keys), LINEAR), size)
+
+
+def nemotron_experts(keys: Keys) -> tuple[int, ...]:
+    """The layers that are experts; a model of none may have keys of them."""
+    for name in ("n_routed_experts", "norm_topk_prob", "routed_scaling_factor"):
+        keys.get(name)
+    return per_layer.those(nemotron_blocks(keys), "moe")
+
+
+def _limits(keys: Keys) -> tuple[float, float]:
+    """Between which Mamba's dt stays. transformers writes infinity as {"__float__": "Infinity"}."""
+    given = keys.get("time_step_limit")
+    try:
+        low, high = (float(each["__float__"] if isinstance(each, dict) else each)
+                     for each in given)  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not 0 <= low < high:
+        raise UnsupportedModelError(
+            f"config.json: time_step_limit must be two numbers, from 0 and the second larger, got"
+            f" {shown(given)}"
+        )
+    return low, high
+
+
+# --- keys of GGUF files ---------------------------------------------------------------------------
+
+
+# fmt: off
+def attending(given: Metadata, without: str = CONV) -> Json:
+    """Layers without keys are convolutions."""
+    heads = given.each("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": [FULL if count else without for count in heads],
+    }
+
+
+def delta(given: Metadata) -> Json:
+    """Which layers have linear attention, and the sizes of its heads."""
+    every, layers = given.get("full_attention_interval", int, 4) or 1, given.layers
+    kinds = given.get("attention.recurrent_layers", list[bool])
+    kinds = kinds or [(n + 1) % every != 0 for n in range(layers)]
+    heads, inner = given.get("ssm.time_step_rank", int), given.get("ssm.inner_size", int, 0)
+    return {
+        "layer_types": [LINEAR if linear else FULL for linear in kinds[: given.main_layers]],
+        "linear_num_value_heads": heads, "linear_value_head_dim": inner // (heads or 1),
+    }
+
+
+def mamba_heads(given: Metadata) -> Json:
+    """The sizes of Mamba's heads."""
+    heads, inner = given.get("ssm.time_step_rank", int, 0), given.get("ssm.inner_size", int, 0)
+    return {"mamba_n_heads": heads, "mamba_d_head": inner // (heads or 1), "mamba_d_ssm": inner}
+
+
+def granite_hybrid(given: Metadata) -> Json:
+    """Layers without keys are Mamba's."""
+    found = {**attending(given, LINEAR), **mamba_heads(given)}
+    rope, count = given.get("rope.scaling.finetuned", bool), given.get("expert_count", int, 0)
+    if rope is None:
+        given.refuse("rope.scaling.finetuned", "a key that says whether RoPE is applied")
+    if rope:
+        return found
+    none = {} if count else dict.fromkeys(("intermediate_size", "num_experts_per_tok"))
+    return found | none | {"num_local_experts": count}
+
+
+def nemotron(given: Metadata) -> Json:
+    """A layer is one thing: attention has keys, an MLP or experts have an inner size."""
+    keys, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
+    sizes = mamba_heads(given)
+    mlp = "mlp" if given.architecture == "nemotron_h" else "moe"
+    both = list(zip(keys, inner, strict=True))[: given.main_layers]
+    return {
+        "layers_block_type": [FULL if kv else mlp if size else LINEAR for kv, size in both],
+        "num_key_value_heads": max(keys), "intermediate_size": max(inner) or None,
+        "mamba_num_heads": sizes["mamba_n_heads"], "mamba_head_dim": sizes["mamba_d_head"],
+    }
+
+
+# --- the families ---------------------------------------------------------------------------------
+
+LFM2 = plan(only={"tie_embedding": (True,)}, qk_norm="per_head")
+QWEN_NEXT = plan(
+    only={"attn_output_gate": (True,)}, norm="centered", qk_norm="per_head", output_gate="q_proj",
+    **dense.ATTENTION_BIAS,
+)
+
+LFM_NAMES = {
+    "model.norm": "model.embedding_norm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp": "feed_forward",
+    **moe.NUMBERED,
+}
+LFM2_NAMES = {
+    "q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj", **LFM_NAMES,
+}
+GRANITE_4_NAMES = moe.GRANITE_NAMES | {
+    f"mlp.{part}{ours}": f"shared_mlp.{theirs}_linear"
+    for ours, theirs in (("gate_up_proj", "input"), ("down_proj", "output"))
+    for part in ("", "shared_experts.")
+}
+FALCON_NAMES = {
+    "model.norm": "model.final_layernorm", "post_attention_layernorm": "pre_ff_layernorm",
+    "mlp": "feed_forward",
+}
+NEMOTRON_NAMES = {
+    "model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f",
+    "input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer",
+}
+
+GGUF_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+GGUF_MAMBA = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj", "ssm_a": "mamba.A_log", "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+}
+
+FAMILIES: dict[str, Family] = {
+    "BambaForCausalLM": Family(
+        "bamba", plan=plan(**dense.LLAMA), states=mamba_states, partial=True, names=FALCON_NAMES,
+        gguf=files(
+            "granitehybrid", when=has("rope.scaling.finetuned"), pairs=True,
+            read=granite_hybrid, names=GGUF_MAMBA,
+        ),
+    ),
+    "FalconH1ForCausalLM": Family(
+        "falcon_h1",
+        plan=plan(
+            factors=factors, embedding_scale=key("embedding_multiplier"),
+            logit_scale=key("lm_head_multiplier"), **dense.LLAMA,
+            # Why here: a factor on keys is one on q.k.
+            attention_scale=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
+        ),
+        states=falcon_states, names=FALCON_NAMES,
+        gguf=files(
+            "falcon-h1", read=mamba_heads,
+            names=GGUF_MAMBA | {"ffn_norm": "post_attention_layernorm.weight"},
+            fixed={"mamba_norm_before_gate": False, "mamba_rms_norm": True},
+        ),
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid",
+        plan=plan(merged_gate=True, **dense.GRANITE_KEYS, **dense.ATTENTION_BIAS),
+        states=mamba_states, rope_layers=per_layer.if_named_rope,
+        moe=moe.where_any(
+            key("num_local_experts"),
+            moe.experts(**moe.MIXTRAL, shared_size=size("shared_intermediate_size")),
+        ),
+        # Why: without, a model would have no experts.
+        defaults={
+            "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
+        },
+        names=GRANITE_4_NAMES, intermediate_size=size("shared_intermediate_size"),
+        gguf=files("granitehybrid", pairs=True, read=granite_hybrid, names=GGUF_MAMBA),
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2", plan=LFM2, states=conv_states,
+        names=LFM2_NAMES, intermediate_size=lfm2_inner_size, norm_eps="norm_eps",
+        gguf=files("lfm2", read=attending, fixed={"block_auto_adjust_ff_dim": False}),
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        "lfm2_moe", plan=LFM2, states=conv_states,
+        moe=moe.experts(
+            correction_bias=key("use_expert_bias"), layers=moe.layers_from("num_dense_layers"),
+            **{**moe.SCALED, "norm_epsilon": 1e-6},
+        ),
+        names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
+        norm_eps="norm_eps", gguf=files("lfm2moe", read=attending),
+    ),
+    "Lfm3ForCausalLM": Family(
+        "lfm3", lfm3_layers,
+        plan=plan(
+            only={"attention_bias": (False,)}, qk_norm="per_head",
+            norms=key("use_sandwich_norm", lambda asked: "sandwich" if asked else "pre"),
+            output_gate=key("use_attention_gate", lambda asked: "per_head" if asked else False),
+        ),
+        states=conv_states, windows=per_layer.windows(lambda keys, layer: False),
+        bases=("rope_theta", "rope_local_base_freq"),
+        names={
+            "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
+            # Why: a name alone, that of the MLP's gate is another.
+            "self_attn.gate_proj": "self_attn.gate_proj", **LFM_NAMES,
+        },
+        norm_eps="norm_eps",
+    ),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h", nemotron_layers,
+        plan=plan(
+            only={
+                "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
+                "residual_in_fp32": (False,), "n_shared_experts": (1,),
+            },
+            blocks=nemotron_blocks, norm="wide", gated=False, activation="relu2",
+            mlp_bias=key("mlp_bias"),
+        ),
+        states=nemotron_states, rope_layers=per_layer.nowhere,
+        moe=moe.where_any(nemotron_experts, moe.experts(**{
+            **moe.DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
+            "layers": nemotron_experts, "gated": False,
+        })),
+        names=NEMOTRON_NAMES, left_out=moe.DRAFTS, norm_eps="layer_norm_epsilon",
+        # Why unread: writers name experts of files too that have none.
+        gguf=files(
+            "nemotron_h", "nemotron_h_moe", read=nemotron, names=GGUF_MAMBA, unread=moe.GGUF_KEYS,
+        ),
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5_text", plan=QWEN_NEXT, states=delta_states(merged=False),
+        partial=True, rope_extra=dense.M_ROPE, left_out=moe.DRAFTS,
+        gguf=files(
+            "qwen35", read=delta, names=GGUF_DELTA, unread=dense.IMAGES, tiled=True,
+        ),
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe_text", plan=QWEN_NEXT, states=delta_states(merged=False),
+        # Why: the class has no such key, its model code divides always.
+        moe=moe.QWEN_SHARED, partial=True, defaults={"norm_topk_prob": True},
+        rope_extra=dense.M_ROPE, names=moe.SHARED_NAMES, left_out=moe.DRAFTS,
+        intermediate_size=moe.EXPERT_SIZE,
+        gguf=files(
+            "qwen35moe", read=delta, names=GGUF_DELTA, unread=dense.IMAGES, tiled=True,
+        ),
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next", plan=QWEN_NEXT, states=delta_states(merged=True),
+        moe=moe.QWEN_SHARED, partial=True, names=moe.SHARED_NAMES, left_out=moe.DRAFTS,
+        gguf=files("qwen3next", read=delta, names=GGUF_DELTA),
+    ),
+}
+# fmt: on
+"""Architecture -> its family."""
