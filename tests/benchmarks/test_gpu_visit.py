@@ -116,6 +116,7 @@ def visit(monkeypatch, folder, steps, repeats=0, **looks):
     monkeypatch.setattr(gpu_parts, "LEAST_S", 0.1)
     monkeypatch.setattr(processes, "ENDINGS", [(s, min(t, 3)) for s, t in processes.ENDINGS])
     monkeypatch.setenv("OUT", str(folder))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # this may be a worker itself
     with pytest.raises(SystemExit) as ended:
         gpu_visit.main()
     return ended.value.code, json.loads((folder / "visit.json").read_text())
