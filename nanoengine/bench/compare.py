@@ -237,7 +237,7 @@ def _logits(llm: LLM, ids: list[int]) -> torch.Tensor:
     import torch
 
     from nanoengine.observe.taps import Taps
-    from nanoengine.runner import scores
+    from nanoengine.runner.sampling import logprobs
     from nanoengine.settings.params import SamplingParams
 
     found: list[torch.Tensor] = []
@@ -246,7 +246,7 @@ def _logits(llm: LLM, ids: list[int]) -> torch.Tensor:
         found.append(logits.cpu().clone())
         return call(logits, *more)
 
-    taps = Taps((scores, "token_logprobs", keep))
+    taps = Taps((logprobs, "token_logprobs", keep))
     try:
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
         llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)

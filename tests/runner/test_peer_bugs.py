@@ -70,7 +70,7 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     runner.start()
     seen = []
     monkeypatch.setattr(
-        "nanoengine.runner.sampler.Sampler.sample",
+        "nanoengine.runner.sampling.sampler.Sampler.sample",
         lambda self, logits, rows, _: seen.append((*logits.shape, self.kind(rows))) or _Fetched(),
     )
     forward = runner.model.forward
