@@ -341,6 +341,12 @@ def test_info_shows_backends_model_and_plan(
     assert "parameters" not in shown
     assert cli.main(["info", str(model), "--load", *SMALL]) == 0
     assert "64 blocks" in capsys.readouterr().out
+    rounded = "--quantization", "int4", "--kv-cache-dtype", "int8"
+    assert cli.main(["info", str(model), "--device", "cpu", *rounded]) == 0
+    shown = capsys.readouterr().out
+    assert "int8 activations, one scale per token and 32 inputs" in shown
+    assert "lossy: int4: mean KL of " in shown
+    assert "  KV cache in int8: mean KL of " in shown
 
 
 def test_two_real_llms_live_side_by_side_and_close(model: Path) -> None:
