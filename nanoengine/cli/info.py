@@ -186,17 +186,16 @@ def arithmetic_lines(
     forms, multiplied = [], f"{dtype} weights and activations"
     if quantization is not None:
         stored, is_int8 = quantization.stored, quantization.activations == "int8"
-        form = f"int{quantization.bits}{'' if is_int8 else '_weight_only'}"
-        if stored is not None and stored.format != "int-quantized":
-            form = "stored" if is_int8 else ""
-        forms, multiplied = [form] * (form != ""), str(quantization)
+        multiplied = str(quantization)
+        if stored is None:
+            forms = [f"int{quantization.bits}{'' if is_int8 else '_weight_only'}"]
+        elif is_int8 and stored.format == "gguf":
+            forms = ["stored"]  # Why no other: it has been measured on GGUF files alone.
         if is_int8:
-            inputs = "64 rotated inputs" if form == "int8" else "32 inputs"
-            multiplied += f", one scale per token and {inputs}"
+            rotated = forms == ["int8"] or (stored and stored.format == "int-quantized")
+            multiplied += f", one scale per token and {'64 rotated' if rotated else '32'} inputs"
     yield f"linear layers: {multiplied}; sums in float32"
-    if kv_cache_dtype == "int8":
-        forms.append("KV cache in int8")
-    for form in forms:
+    for form in (*forms, *["KV cache in int8"] * (kv_cache_dtype == "int8")):
         least, most = MEASURED_KL[form]
         lossy = "lossy: " if most > LOSSY else ""
         yield f"{lossy}{form}: mean KL of {least} to {most} to the same weights in float32"
