@@ -22,9 +22,7 @@ from nanoengine.kernels.attention_tasks import (
     SPLIT,
     plan_tasks,
 )
-from nanoengine.kernels.attention_tiles import KV_TILE, softmax_step
-from nanoengine.kernels.cpu_attention import MASKED
-from tests.support.paged_batches import CPU, Paged
+from tests.support.attention_cases import CPU, Paged
 
 # Sums of up to a thousand products in another order: float64 keeps about 1e-15 of values near 1,
 # float32 half a billionth of that precision, 1e-6.
@@ -53,21 +51,34 @@ def check(**options) -> None:
     torch.testing.assert_close(paged.run("cpu"), expected, rtol=0, atol=TOLERANCE[paged.dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("group_size", [1, 2, 4, 5, 8, 40])
-def test_group_sizes(group_size, dtype):
-    check(group_size=group_size, dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("head_dim", [8, 16, 32, 80, 96, 128, 256])
-def test_head_dims(head_dim, dtype):
-    check(head_dim=head_dim, dtype=dtype)
-
-
-@pytest.mark.parametrize("block_size", [8, 64, 256])
-def test_block_sizes(block_size):
-    check(block_size=block_size, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16),
+        (torch.float32, torch.int8), (torch.float64, torch.int8),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"group_size": size} for size in (1, 4, 5, 8, 40)),
+        *({"head_dim": size} for size in (8, 16, 32, 80, 96, 128, 256)),
+        *({"block_size": size} for size in (8, 64, 128, 256)),
+        *({"sliding_window": window} for window in (1, 6, 101)),
+        {"softcap": 1.5}, {"softcap": 1.5, "sliding_window": 30},
+        # In contexts of one split and of several; far above all scores, and far below.
+        *({"sinks": sinks} for sinks in (2.0, 200.0)),
+        {"sinks": 2.0, "group_size": 5, "sliding_window": 30, "softcap": 1.5},
+        {"lengths": [(1, 90), (1, 70), (20, 84)], "shared": {1: (0, 4), 2: (0, 4)}},
+        # Blocks that another sequence writes in the same step.
+        {"lengths": [(100, 100), (6, 70), (10, 106)], "shared": {1: (0, 4), 2: (0, 6)}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_equals_the_oracle(options, dtype, kv_dtype):
+    """Over a rounded cache as exactly as over floats: what is stored is equal."""
+    check(dtype=dtype, kv_dtype=kv_dtype, **options)
 
 
 @pytest.mark.parametrize("sliding_window", [1, 6, 16, 100, 257])
@@ -77,54 +88,6 @@ def test_sliding_windows_never_touch_blocks_before_them(sliding_window):
         gone = max(0, seq_len - query_len - sliding_window + 1) // paged.block_size
         paged.batch.block_tables[1, i, :gone] = 10**6  # freed: reading there would crash
     torch.testing.assert_close(paged.run("cpu"), paged.run("naive"), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_softcap(dtype):
-    check(softcap=1.5, dtype=dtype)
-    check(softcap=1.5, sliding_window=30, dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sinks", [2.0, 200.0])
-def test_sinks(sinks, dtype):
-    """In contexts of one split and of several; far above all scores, and far below."""
-    check(sinks=sinks, dtype=dtype)
-    check(sinks=sinks, group_size=5, sliding_window=30, softcap=1.5, dtype=dtype)
-
-
-BF16 = {"dtype": torch.float32, "kv_dtype": torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"group_size": 1}, {"group_size": 5}, {"group_size": 40},
-        {"head_dim": 8}, {"head_dim": 80}, {"head_dim": 128},
-        {"block_size": 8}, {"block_size": 128},
-        {"sliding_window": 1}, {"sliding_window": 6}, {"sliding_window": 101}, {"softcap": 1.5},
-    ],
-)  # fmt: skip
-def test_a_cache_of_bfloat16_beside_float32(options):
-    """As exact as one of float32 over the same, rounded numbers."""
-    check(**BF16, **options)
-
-
-INT8 = {"kv_dtype": torch.int8}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"dtype": torch.float32, "group_size": 5}, {"group_size": 1}, {"group_size": 40},
-        {"head_dim": 8}, {"head_dim": 80}, {"head_dim": 128, "dtype": torch.float32},
-        {"block_size": 8}, {"block_size": 128, "dtype": torch.float32}, {"sliding_window": 1},
-        {"sliding_window": 101}, {"softcap": 1.5}, {"sinks": 2.0},
-    ],
-)  # fmt: skip
-def test_a_cache_of_int8(options):
-    """As exact as one of floats over the same, rounded numbers: what is stored is equal."""
-    check(**INT8, **options)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
@@ -147,38 +110,6 @@ def test_a_cache_of_another_dtype_is_refused():
     options = {"device": CPU, "dtype": torch.float64, "head_dim": 64, "block_size": 16}
     with pytest.raises(ConfigError, match="cpu keeps no bfloat16 beside float64 KV cache"):
         make_backend("cpu", **options, kv_dtype=torch.bfloat16)
-
-
-def test_the_softmax_of_a_tile():
-    """Weights, sums and shrinking of rows that go together; each as if it were alone."""
-    rows, generator = 6, torch.Generator().manual_seed(1)
-    scores = torch.randn(2, 8, KV_TILE, generator=generator) * torch.logspace(-1, 2, 8)[:, None]
-    scores[1, 1, 7], scores[1, 2, 3] = torch.nan, 1000.0
-    maximum, total, factors = (torch.full((8,), x) for x in (MASKED, 0.0, 5.0))
-    weights = scores.clone()
-    for tile in weights:
-        arrays = (x.numpy() for x in (tile, maximum, total, factors, tile))
-        softmax_step(next(arrays), 0, rows, *arrays, 0)
-    highest = scores.amax(2).cummax(0).values
-    lowered = scores - highest[..., None]
-    expected = torch.exp2(lowered.double())
-    assert weights[1, 1].isnan().any() and total[1].isnan()
-    checked = [0, 2, 3, 4, 5]
-    torch.testing.assert_close(
-        weights[:, checked], expected[:, checked].float(), rtol=3e-7, atol=2.0**-126
-    )
-    assert (weights[:, checked][lowered[:, checked] < -127] == 0).all()
-    assert factors[2] == 0
-    shrunk = expected.sum(2)[0] * torch.exp2(highest[0] - highest[1]) + expected.sum(2)[1]
-    torch.testing.assert_close(total[checked], shrunk[checked].float(), rtol=1e-6, atol=0)
-
-
-def test_shared_blocks():
-    check(lengths=[(1, 90), (1, 70), (20, 84)], shared={1: (0, 4), 2: (0, 4)})
-
-
-def test_reads_blocks_that_another_sequence_writes_in_the_same_step():
-    check(lengths=[(100, 100), (6, 70), (10, 106)], shared={1: (0, 4), 2: (0, 6)})
 
 
 def test_random_batches():

@@ -155,15 +155,9 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("options", SHAPES)
-def test_a_mixed_batch_is_one_varlen_call(calls, options):
-    case = make_case((1, 9), (1, 258), (3, 20), block_size=256, dtype=torch.float16, **options)
-    case.check(FlashAttnBackend(**OPTIONS))
-    assert calls == ["varlen"]
-
-
-@pytest.mark.parametrize("options", SHAPES)
-def test_decodes_are_one_varlen_call_too(calls, options):
-    case = make_case((1, 1), (1, 256), (1, 258), block_size=256, dtype=torch.float16, **options)
+@pytest.mark.parametrize("lengths", [[(1, 9), (1, 258), (3, 20)], [(1, 1), (1, 256), (1, 258)]])
+def test_any_batch_is_one_varlen_call(calls, lengths, options):
+    case = make_case(*lengths, block_size=256, dtype=torch.float16, **options)
     case.check(FlashAttnBackend(**OPTIONS))
     assert calls == ["varlen"]
 
@@ -197,16 +191,6 @@ def test_an_older_flash_attention_3_plans_in_each_layer(calls, monkeypatch):
     assert calls == ["kvcache 3"]
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_flash_attention_4_alone_is_none_of_them(calls, monkeypatch, capability):
-    """It makes `flash_attn` a folder of `cute` alone, which was taken for version 2."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    with pytest.raises(MissingDependencyError, match="needs FlashAttention-2 or, on Hopper, -3"):
-        FlashAttnBackend(**OPTIONS)
-
-
 def test_hopper_without_flash_attention_3_takes_2(calls, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -237,18 +221,22 @@ def test_refuses_sinks():
         VariantAttention("self_attn", 0, config, context)
 
 
-def test_refuses_old_gpus(calls, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    with pytest.raises(ConfigError, match=r"8\.0 or newer"):
-        FlashAttnBackend(**OPTIONS)
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_a_missing_package_names_the_extra(calls, monkeypatch, capability):
+@pytest.mark.parametrize(
+    ("capability", "package", "error", "words"),
+    [
+        ((7, 5), None, ConfigError, r"8\.0 or newer"),
+        ((8, 0), None, MissingDependencyError, r"nanoengine\[flash\]"),
+        ((9, 0), None, MissingDependencyError, r"nanoengine\[flash\]"),
+        # Version 4 makes `flash_attn` a folder of `cute` alone, which was taken for version 2.
+        ((9, 0), "flash_attn", MissingDependencyError, "FlashAttention-2 or, on Hopper, -3"),
+    ],
+)
+def test_what_is_missing_is_named(calls, monkeypatch, capability, package, error, words):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    module = package and types.ModuleType(package)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    with pytest.raises(MissingDependencyError, match=r"nanoengine\[flash\]"):
+    with pytest.raises(error, match=words):
         FlashAttnBackend(**OPTIONS)
 
 

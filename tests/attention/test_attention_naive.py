@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.attention import make_backend
-from tests.support.paged_batches import CPU, Paged
+from tests.support.attention_cases import CPU, Paged
 
 LENGTHS = [(1, 1), (1, 16), (1, 33), (5, 5), (3, 40), (17, 32)]
 

@@ -9,7 +9,7 @@ from nanoengine.attention import triton as module
 from nanoengine.attention.triton import KernelConfig, TritonBackend, kernel_config
 from nanoengine.attention.triton_kernels import TileConfig
 from nanoengine.errors import ConfigError
-from tests.support.attention_cases import DEVICE, make_case
+from tests.support.attention_cases import DEVICE, backend_of, make_case
 
 pytestmark = [
     pytest.mark.guards("nanoengine/attention/*.py", "tests/support/attention_cases.py"),
@@ -30,20 +30,10 @@ def small(monkeypatch):
     monkeypatch.setattr(module, "kernel_config", lambda *shape: SMALL)
 
 
-def backend_for(case, **options):
-    return TritonBackend(
-        **options,
-        device=DEVICE,
-        dtype=case.q.dtype,
-        head_dim=case.spec.head_dim,
-        block_size=case.k_cache.shape[1],
-    )
-
-
 def run(*lengths, **options):
     """Checks one forward of these sequences against the oracle and returns it."""
     case = make_case(*lengths, **options)
-    return case.check(backend_for(case))
+    return case.check(backend_of(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -52,34 +42,57 @@ def test_head_dims_and_dtypes(head_dim, dtype):
     run((1, 21), (3, 25), head_dim=head_dim, dtype=dtype, group_size=2, block_size=64)
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 4, 7, 8])
-def test_group_sizes(small, group_size):
-    run((1, 19), (3, 21), num_kv_heads=2, group_size=group_size)
-
-
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_ragged_lengths_and_block_sizes(small, block_size):
-    run((1, 1), (1, 40), (1, 17), (3, 20), block_size=block_size)
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        *(([(1, 19), (3, 21)], {"num_kv_heads": 2, "group_size": n}) for n in (1, 2, 4, 7, 8)),
+        *(([(1, 1), (1, 40), (1, 17), (3, 20)], {"block_size": n}) for n in (16, 32, 64)),
+        *(([(1, n), (3, n)], {}) for n in (15, 16, 17, 32, 33)),  # at the ends of blocks
+        *(([(1, n), (1, 3)], {}) for n in (31, 32, 33, 65)),  # at the ends of splits
+        # Tiles of queries: two heads in a tile of 16 rows are 8 tokens.
+        *(([(2, 2), (n, n + 5), (8, 8), (3, 20)], {"group_size": 2}) for n in (7, 8, 9, 17)),
+        *(
+            ([(1, 1), (1, 33), (1, 75), (18, 50)], {"sliding_window": n})
+            for n in (1, 2, 16, 17, 40, 1000)
+        ),
+        *(
+            ([(1, 40), (18, 40)], {"softcap": n, "spread": 40.0, "head_dim": 64})
+            for n in (0.5, 30.0)
+        ),
+        ([(1, 40), (18, 40)], {"scale": 0.37}),
+        # Sinks far above all scores, and far below; decodes of one split and of several.
+        *(
+            (
+                [(1, 1), (1, 30), (1, 90), (18, 40)],
+                {"sinks": n, "num_kv_heads": 2, "group_size": 3, "sliding_window": window},
+            )
+            for n, window in ((2.0, None), (200.0, 37))
+        ),
+        ([(1, 50), (1, 40), (10, 55)], {"shared": {1: (0, 2), 2: (0, 3)}}),
+        # The third sequence owns none of its first two blocks: the second writes them in this step.
+        ([(1, 20), (34, 34), (5, 37)], {"shared": {2: (1, 2)}}),
+        *(
+            ([(1, 21), (1, 40), (3, 25)], {"fp8": True, "group_size": 2, "num_kv_heads": 2, **kind})
+            for kind in ({"head_dim": 64, "dtype": torch.float16}, {"head_dim": 80})
+        ),
+        ([(1, 5), (1, 18)], {}),
+        ([(4, 9), (2, 2)], {}),
+        (
+            [(1, 90), (5, 70)],
+            {
+                "num_kv_heads": 2, "group_size": 4, "head_dim": 80, "block_size": 32, "scale": 0.2,
+                "sliding_window": 37, "softcap": 4.0, "dtype": torch.float16,
+            },
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_equals_the_oracle(small, lengths, options):
+    run(*lengths, **options)
 
 
 def test_one_token_beside_thirty_with_default_tiles():
     run((1, 50), (30, 70), group_size=2, dtype=torch.float16)
-
-
-@pytest.mark.parametrize("seq_len", [15, 16, 17, 32, 33])
-def test_lengths_at_block_boundaries(small, seq_len):
-    run((1, seq_len), (3, seq_len))
-
-
-@pytest.mark.parametrize("query_len", [7, 8, 9, 17])
-def test_query_tile_boundaries_in_many_sequences(small, query_len):
-    # Two heads in a tile of 16 rows: 8 tokens.
-    run((2, 2), (query_len, query_len + 5), (8, 8), (3, 20), group_size=2)
-
-
-@pytest.mark.parametrize("seq_len", [31, 32, 33, 65])
-def test_split_boundaries(small, seq_len):
-    run((1, seq_len), (1, 3))
 
 
 def test_long_sequences_get_longer_splits(monkeypatch):
@@ -95,12 +108,7 @@ def test_more_splits_than_one_step_of_combine(small, monkeypatch):
     case = make_case((1, 280))
     # The last key, in the second step, gets the greatest score: the first step's sums must shrink.
     case.k.copy_(0.6 * case.q)
-    case.check(backend_for(case))
-
-
-@pytest.mark.parametrize("window", [1, 2, 16, 17, 40, 1000])
-def test_sliding_windows(small, window):
-    run((1, 1), (1, 33), (1, 75), (18, 50), sliding_window=window)
+    case.check(backend_of(case))
 
 
 @pytest.mark.parametrize("window", [5, 33])
@@ -108,7 +116,7 @@ def test_blocks_before_the_window_may_be_gone(small, window):
     case = make_case((1, 75), (10, 60), sliding_window=window, block_size=16)
     for row, first_needed in ((0, 75 - window), (1, 50 - window + 1)):
         case.batch.block_tables[1, row, : max(first_needed, 0) // 16] = 0
-    case.check(backend_for(case))
+    case.check(backend_of(case))
 
 
 def test_window_with_keys_wider_than_a_block(monkeypatch):
@@ -118,45 +126,7 @@ def test_window_with_keys_wider_than_a_block(monkeypatch):
     case = make_case((1, 75), (20, 70), sliding_window=20, block_size=16)
     case.batch.block_tables[1, 0, :3] = 0
     case.batch.block_tables[1, 1, :1] = 0
-    case.check(backend_for(case))
-
-
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
-def test_softcap(small, softcap):
-    run((1, 40), (18, 40), softcap=softcap, spread=40.0, head_dim=64)
-
-
-@pytest.mark.parametrize("sinks", [2.0, 200.0])
-def test_sinks(small, sinks):
-    """Decodes of one split and of several, and a chunk; far above all scores, and far below."""
-    run((1, 1), (1, 30), (1, 90), (18, 40), sinks=sinks, num_kv_heads=2, group_size=3)
-    run((1, 90), (5, 70), sinks=sinks, group_size=2, sliding_window=37, dtype=torch.float16)
-
-
-def test_scale_is_the_spec_s(small):
-    run((1, 40), (18, 40), scale=0.37)
-
-
-def test_all_options_at_once(small):
-    run(
-        (1, 90), (5, 70),
-        num_kv_heads=2, group_size=4, head_dim=80, block_size=32, scale=0.2,
-        sliding_window=37, softcap=4.0, dtype=torch.float16,
-    )  # fmt: skip
-
-
-def test_shared_blocks(small):
-    run((1, 50), (1, 40), (10, 55), shared={1: (0, 2), 2: (0, 3)})
-
-
-def test_reads_blocks_written_in_the_same_step(small):
-    # The third sequence owns none of its first two blocks; the second writes them in this step.
-    run((1, 20), (34, 34), (5, 37), shared={2: (1, 2)})
-
-
-def test_only_decodes_and_only_prefills(small):
-    run((1, 5), (1, 18))
-    run((4, 9), (2, 2))
+    case.check(backend_of(case))
 
 
 def test_a_row_does_not_depend_on_its_neighbours(small):
@@ -171,7 +141,7 @@ def test_a_row_does_not_depend_on_its_neighbours(small):
 
 def test_splits_are_merged_alike_by_any_number_of_programs(small, monkeypatch):
     case, outs = make_case((1, 3), (1, 90), num_kv_heads=2), []
-    backend = backend_for(case)
+    backend = backend_of(case)
     splits = backend._splits
     for programs in (1, 2, 3):
         grid = 4, programs
@@ -194,24 +164,26 @@ def test_more_sequences_than_an_axis_of_a_grid_has_room_for(monkeypatch):
     case = make_case((1, 40), num_kv_heads=2, head_dim=16)
     lengths = case.batch.seq_lens.expand(count)
     batch = replace(case.batch, seq_lens=lengths, num_decodes=count)
-    backend = backend_for(case)
+    backend = backend_of(case)
     batch.attention = backend.prepare(batch)
     backend.attend(case.q, case.cache, batch)
     assert grids == [(2 * count, 1)]
 
 
-def test_a_graph_captured_for_longer_sequences_gives_the_same(small):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_graph_captured_for_longer_sequences_gives_the_same(small, deterministic):
     case = make_case((1, 70), (1, 3))
-    out = case.check(backend_for(case))
+    out = case.check(backend_of(case, deterministic=deterministic))
     case.batch.max_seq_len = 1000
-    assert torch.equal(case.check(backend_for(case)), out)
+    assert torch.equal(case.check(backend_of(case, deterministic=deterministic)), out)
 
 
-def test_padding_rows_of_length_zero_give_zeros(small):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_padding_rows_of_length_zero_give_zeros(small, deterministic):
     case = make_case((1, 20), (1, 1))
     case.batch.seq_lens[1] = 0
     case.batch.slot_mapping[1, 1] = 0
-    out = case.run(backend_for(case))
+    out = case.run(backend_of(case, deterministic=deterministic))
     assert out[1].abs().max() == 0
     assert torch.isfinite(out[0]).all()
 
@@ -220,10 +192,7 @@ def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
     case = make_case((1, 20), (3, 40), num_kv_heads=3, head_dim=80)  # 240 values a token
     before = case.k_cache.clone(), case.v_cache.clone()
     slots = case.batch.slot_mapping[1]
-    backend = TritonBackend(
-        device=DEVICE, dtype=case.q.dtype, head_dim=80, block_size=case.k_cache.shape[1]
-    )
-    backend.store(case.k, case.v, case.cache, case.batch)
+    backend_of(case).store(case.k, case.v, case.cache, case.batch)
     for cache, old, new in zip((case.k_cache, case.v_cache), before, (case.k, case.v), strict=True):
         old.view(-1, 3, 80)[slots] = new
         assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
@@ -260,7 +229,7 @@ def test_one_long_sequence_uses_a_whole_card(kv_heads, splits):
     """Of 132 SMs one long sequence over one KV head kept 32 busy."""
     case = make_case((1, 2), num_kv_heads=kv_heads)
     case.batch.max_seq_len = 256 * 200
-    found = backend_for(case)._splits(case.batch, case.spec)
+    found = backend_of(case)._splits(case.batch, case.spec)
     assert found.max_splits == splits
     assert found.part_lse.shape == (1, kv_heads, splits)
 

@@ -6,10 +6,10 @@ import torch
 from nanoengine.attention import make_backend
 from nanoengine.attention import triton as module
 from nanoengine.attention import triton_kernels as kernels
-from nanoengine.attention.triton import KernelConfig, TritonBackend, kernel_config
+from nanoengine.attention.triton import KernelConfig, kernel_config
 from nanoengine.attention.triton_kernels import TileConfig
 from nanoengine.errors import ConfigError
-from tests.support.attention_cases import DEVICE, make_case
+from tests.support.attention_cases import DEVICE, backend_of, make_case
 from tests.support.row_products import row_products  # noqa: F401
 
 pytestmark = [
@@ -27,13 +27,7 @@ def small(monkeypatch):
 
 
 def backend_for(case):
-    return TritonBackend(
-        device=DEVICE,
-        dtype=case.q.dtype,
-        head_dim=case.spec.head_dim,
-        block_size=case.k_cache.shape[1],
-        deterministic=True,
-    )
+    return backend_of(case, deterministic=True)
 
 
 def run(*lengths, **options):
@@ -96,23 +90,7 @@ def test_no_tile_takes_the_code_without_a_mask(monkeypatch, deterministic):
 
 def test_the_default_kernels_do_not_promise_that():
     whole, alone = make_case((70, 70)), make_case((1, 70))
-    backend = TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=16)
-    assert not torch.equal(whole.run(backend)[-1:], alone.run(backend))
-
-
-def test_a_graph_captured_for_longer_sequences_gives_the_same():
-    case = make_case((1, 70), (1, 3))
-    out = case.run(backend_for(case))
-    case.batch.max_seq_len = 1000
-    assert torch.equal(case.run(backend_for(case)), out)
-
-
-def test_padding_rows_of_length_zero_give_zeros():
-    case = make_case((1, 20), (1, 1))
-    case.batch.seq_lens[1] = 0
-    out = case.run(backend_for(case))
-    assert out[1].abs().max() == 0
-    assert torch.isfinite(out[0]).all()
+    assert not torch.equal(whole.run(backend_of(whole))[-1:], alone.run(backend_of(alone)))
 
 
 def test_other_backends_refuse_to_promise():

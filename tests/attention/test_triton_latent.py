@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from nanoengine.attention import make_backend, triton_latent
 from nanoengine.attention.base import LayerCache, rotate
 from nanoengine.errors import ConfigError
-from tests.support.attention_cases import DEVICE, TOLERANCE, Case, make_case
+from tests.support.attention_cases import DEVICE, TOLERANCE, Case, backend_of, make_case
 from tests.support.row_products import row_products  # noqa: F401
 
 pytestmark = pytest.mark.guards("nanoengine/attention/*.py", "tests/support/attention_cases.py")
@@ -24,14 +24,8 @@ def case(
     heads: int, rank: int, rope: int, *lengths: tuple[int, int], block_size: int = 16, **options
 ) -> Case:
     """A layer of one KV head, whose values are the first `rank` numbers of its keys."""
-    made = make_case(
-        *lengths,
-        num_kv_heads=1,
-        group_size=heads,
-        head_dim=rank + rope,
-        block_size=block_size,
-        **options,
-    )
+    sizes = {"group_size": heads, "head_dim": rank + rope, "block_size": block_size}
+    made = make_case(*lengths, **sizes, **options)
     made.v, made.v_cache = made.k[..., :rank], made.k_cache[..., :rank]
     made.spec = replace(made.spec, value_dim=rank)
     return made
@@ -49,8 +43,7 @@ def expected(made: Case) -> torch.Tensor:
 
 
 def backend(made: Case, name: str = "triton", **options):
-    return make_backend(name, device=DEVICE, dtype=made.q.dtype, head_dim=made.spec.head_dim,
-                        block_size=made.k_cache.shape[1], latent=True, **options)  # fmt: skip
+    return backend_of(made, name, latent=True, **options)
 
 
 @pytest.mark.parametrize(

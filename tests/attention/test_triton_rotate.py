@@ -8,10 +8,11 @@ import torch
 from nanoengine.attention import triton as module
 from nanoengine.attention.base import AttentionBackend, LayerCache
 from nanoengine.attention.stored import FP8
-from nanoengine.attention.triton import TritonBackend, rotate_rows
+from nanoengine.attention.triton import rotate_rows
 from tests.support.attention_cases import (
     DEVICE,
     TOLERANCE,
+    backend_of,
     heads_of,
     make_case,
     norm_of,
@@ -25,12 +26,7 @@ LENGTHS = ((1, 18), (1, 40), (3, 35))
 
 def backend_for(case):
     """A backend, prepared for the case's batch."""
-    backend = TritonBackend(
-        device=DEVICE,
-        dtype=case.q.dtype,
-        head_dim=case.spec.head_dim,
-        block_size=case.k_cache.shape[1],
-    )
+    backend = backend_of(case)
     case.batch.attention = backend.prepare(case.batch)
     return backend
 
@@ -48,9 +44,9 @@ def check(*lengths, norm=None, padding=0, **options):
     assert q.is_contiguous()
     atol = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(q, expected, rtol=0, atol=atol)
-    torch.testing.assert_close(
-        fused[0].float(), plain[0].float(), rtol=0, atol=atol, equal_nan=True
-    )
+    # Why: a key that was rounded to its neighbour in 16 bits may be rounded to another in fp8.
+    close = {"rtol": 1 / 8 if options.get("fp8") else 0, "atol": atol, "equal_nan": True}
+    torch.testing.assert_close(fused[0].float(), plain[0].float(), **close)
     assert torch.equal(fused[1].float().nan_to_num(7.0), plain[1].float().nan_to_num(7.0))
     return case
 
@@ -61,14 +57,16 @@ def test_equals_the_plain_steps(norm, dtype):
     check(*LENGTHS, norm=norm, dtype=dtype, num_kv_heads=2, group_size=2)
 
 
-@pytest.mark.parametrize("head_dim", [16, 80, 96, 128, 256])
-def test_head_dims(head_dim):
-    check((1, 18), (3, 20), norm="narrow", head_dim=head_dim, group_size=3, block_size=32)
-
-
-@pytest.mark.parametrize("block_size", [16, 64, 256])
-def test_block_sizes(block_size):
-    check(*LENGTHS, norm="narrow", block_size=block_size, num_kv_heads=3, group_size=7)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"head_dim": n, "group_size": 3, "block_size": 32} for n in (16, 80, 96, 128, 256)),
+        *({"block_size": n, "num_kv_heads": 3, "group_size": 7} for n in (16, 64, 256)),
+    ],
+    ids=str,
+)
+def test_sizes(options):
+    check(*LENGTHS, norm="narrow", **options)
 
 
 def test_rows_of_a_wider_projection_and_many_programs_a_token():

@@ -9,11 +9,11 @@ import contextlib
 import pytest
 import torch
 
-from nanoengine.attention import flash, make_backend
+from nanoengine.attention import flash
 from nanoengine.errors import MissingDependencyError
 from nanoengine.runner.graphs import CudaGraphs
 from tests.attention import test_triton_latent as latents
-from tests.support.attention_cases import DEVICE, TOLERANCE, make_case
+from tests.support.attention_cases import DEVICE, TOLERANCE, backend_of, make_case
 
 BACKENDS = [("triton", 64)]
 with contextlib.suppress(MissingDependencyError):
@@ -34,45 +34,35 @@ SHAPES = [
 ]
 
 
-def backend_for(case, name="triton"):
-    return make_backend(
-        name,
-        device=DEVICE,
-        dtype=case.q.dtype,
-        head_dim=case.spec.head_dim,
-        block_size=case.k_cache.shape[1],
-    )
-
-
 @pytest.mark.parametrize(("name", "block_size"), BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", SHAPES)
 def test_parity_in_mixed_batches(name, block_size, dtype, options):
     case = make_case(*DECODES, *PREFILLS, block_size=block_size, dtype=dtype, **options)
-    case.check(backend_for(case, name))
+    case.check(backend_of(case, name))
 
 
 @pytest.mark.parametrize(("name", "block_size"), BACKENDS)
 def test_parity_of_decodes_alone(name, block_size):
     case = make_case(*DECODES, block_size=block_size, dtype=torch.bfloat16, group_size=2)
-    case.check(backend_for(case, name))
+    case.check(backend_of(case, name))
 
 
 @pytest.mark.parametrize("options", SHAPES)
 def test_parity_in_exact_float32(options):
     case = make_case(*DECODES[:8], *PREFILLS[:3], block_size=64, **options)
-    case.check(backend_for(case))
+    case.check(backend_of(case))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128, 256])
 def test_parity_at_other_block_sizes(block_size):
     case = make_case(*DECODES, *PREFILLS, block_size=block_size, dtype=torch.bfloat16, head_dim=128)
-    case.check(backend_for(case))
+    case.check(backend_of(case))
 
 
 def test_parity_beyond_the_most_splits():
     case = make_case((1, 8192), (1, 8193), (1, 30000), dtype=torch.bfloat16, block_size=64)
-    case.check(backend_for(case))
+    case.check(backend_of(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -89,17 +79,17 @@ def test_rows_do_not_depend_on_their_neighbours():
     options = {"dtype": torch.bfloat16, "block_size": 64, "head_dim": 128, "group_size": 2}
     alone = make_case((1, 2500), **options)
     among = make_case((1, 2500), *DECODES, *PREFILLS, **options)
-    one, many = alone.run(backend_for(alone)), among.run(backend_for(among))
+    one, many = alone.run(backend_of(alone)), among.run(backend_of(among))
     assert torch.equal(one[0], many[0])
     alone = make_case((511, 2000), **options)
     among = make_case((511, 2000), *PREFILLS, **options)
-    one, many = alone.run(backend_for(alone)), among.run(backend_for(among))
+    one, many = alone.run(backend_of(alone)), among.run(backend_of(among))
     assert torch.equal(one, many[:511])
 
 
 def test_equal_runs_give_equal_bits():
     case = make_case(*DECODES, *PREFILLS, dtype=torch.bfloat16, block_size=64, head_dim=128)
-    backend = backend_for(case)
+    backend = backend_of(case)
     first = case.run(backend)
     assert all(torch.equal(case.run(backend), first) for _ in range(20))
 
@@ -111,7 +101,7 @@ def test_graphs_replay_what_eager_gives(name, block_size, count):
     case = make_case(
         *DECODES[:count], dtype=torch.bfloat16, block_size=block_size, head_dim=128, group_size=2
     )
-    backend = backend_for(case, name)
+    backend = backend_of(case, name)
     with torch.inference_mode():
         queries, expected = (case.q.clone(), case.q.flip(0)), []
         for q in queries:
@@ -131,7 +121,7 @@ def test_store_into_the_slots_alone():
     case = make_case(*DECODES, *PREFILLS, dtype=torch.bfloat16, num_kv_heads=5, head_dim=80)
     expected = case.k_cache.clone()
     expected.view(-1, 5, 80)[case.batch.slot_mapping[1]] = case.k
-    case.run(backend_for(case))
+    case.run(backend_of(case))
     assert torch.equal(case.k_cache.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
@@ -142,7 +132,7 @@ def test_a_full_decode_batch_and_its_bandwidth(capsys):
         (1, length), dtype=torch.bfloat16, block_size=block_size, head_dim=128, num_kv_heads=8,
         group_size=2,
     )  # fmt: skip
-    backend = backend_for(case)
+    backend = backend_of(case)
     batch, per_seq = case.batch, length // block_size
     blocks = torch.randperm(num_seqs * per_seq, device=DEVICE, dtype=torch.int32).view(num_seqs, -1)
     shape = (num_seqs * per_seq, block_size, 8, 128)

@@ -24,10 +24,10 @@ from nanoengine.layers.kernels import GATES, Kernels
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_weight import QuantizedWeight
+from tests.support.attention_cases import Paged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run
 from tests.support.model_helpers import DenseAttention, cpu_kernels
-from tests.support.paged_batches import Paged
 
 CPU = torch.device("cpu")
 PLAIN, FUSED = Kernels(DenseAttention()), cpu_kernels()

@@ -21,8 +21,8 @@ from nanoengine.kernels.byte_tiles import UNIT
 from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.cpu_quantized import quantize_groups
 from nanoengine.kernels.isa import CURRENT, available, cpu_features
+from tests.support.attention_cases import Paged
 from tests.support.engines import checkpoint, random_prompts
-from tests.support.paged_batches import Paged
 
 pytestmark = [
     pytest.mark.guards(

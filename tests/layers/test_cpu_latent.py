@@ -14,8 +14,8 @@ from nanoengine.attention.base import LayerCache
 from nanoengine.layers.cpu_decoder import FusedLayers
 from tests.attention.test_attention_cpu import LENGTHS, TOLERANCE
 from tests.layers.test_cpu_decoder import outputs
+from tests.support.attention_cases import Paged
 from tests.support.engines import checkpoint
-from tests.support.paged_batches import Paged
 
 
 class Latents(Paged):

@@ -5,7 +5,6 @@ import torch
 
 from nanoengine.errors import ConfigError
 from nanoengine.layers.kernels import GATES, Kernels
-from nanoengine.models.cpu import CPUKernels
 from nanoengine.models.triton import TritonKernels, norm_warps
 from nanoengine.runner.numerics import make_kernels
 from tests.support.attention_cases import DEVICE
@@ -14,7 +13,7 @@ from tests.support.model_helpers import DenseAttention
 EPS = 1e-6
 PLAIN = Kernels(DenseAttention())
 DTYPES = [torch.float32, torch.float16]
-ATOL = {torch.float32: 2e-6, torch.float16: 2e-3}
+ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2**-6}
 """Two roundings of numbers of size 2 to 4: the twins may round a tie's neighbour differently."""
 
 
@@ -37,9 +36,13 @@ def close(ours, theirs):
 @pytest.mark.parametrize("size", [64, 80, 1000, 1024])
 @pytest.mark.parametrize("wide", [False, True])
 def test_norms(dtype, size, wide):
+    check_norms(dtype, size, wide, tokens=3)
+
+
+def check_norms(dtype, size, wide, tokens):
     ops, plain = kernels_of(dtype), PLAIN
     weight = 1 + numbers(size, dtype=torch.float32 if wide else dtype, seed=1, spread=0.3)
-    x, residual = numbers(3, size, dtype=dtype), numbers(3, size, dtype=dtype, seed=2)
+    x, residual = numbers(tokens, size, dtype=dtype), numbers(tokens, size, dtype=dtype, seed=2)
     close(ops.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
     expected = plain.add_rms_norm(x, residual, weight, EPS)
     normed, summed = ops.add_rms_norm(x, residual.clone(), weight, EPS)
@@ -83,7 +86,11 @@ def test_rows_of_something_wider():
 @pytest.mark.parametrize("size", [16, 100, 1500])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_gates(dtype, activation, size):
-    gate_up = numbers(3, 2 * size, dtype=dtype, spread=4.0)
+    check_gates(dtype, activation, size, tokens=3)
+
+
+def check_gates(dtype, activation, size, tokens):
+    gate_up = numbers(tokens, 2 * size, dtype=dtype, spread=4.0)
     expected = PLAIN.gate(gate_up, activation)
     close(kernels_of(dtype).gate(gate_up, activation), expected)
 
@@ -107,6 +114,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
 
 
 def test_a_gpu_gets_these_kernels_and_a_cpu_its_own():
+    from nanoengine.models.cpu import CPUKernels  # numba, which a machine with a GPU may lack
+
     def kind(device, dtype, backend=DenseAttention):
         return type(make_kernels(backend(), device=torch.device(device), dtype=dtype))
 
