@@ -11,15 +11,13 @@ import pytest
 
 from benchmarks.suite import ablate, main
 from benchmarks.suite.ablate import PhasesApart, Switch
-from nanoengine import LLM, EngineConfig, HostTier, SamplingParams
+from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.assets import demo_model_path
-from nanoengine.bench.workload import WorkOptions
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.checks import check
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepResult
 from nanoengine.core.sequence import Request
-from nanoengine.errors import NanoEngineError
 
 SCALE = ["--num-requests", "4", "--input-len", "20", "60", "--output-len", "3", "9"]
 CHOSEN = ("prefix cache", "mixed steps", "fused layer", "screened head")
@@ -79,25 +77,6 @@ def test_what_the_issue_of_a_run_may_depend_on_can_be_switched() -> None:
     assert by_name["block size"] == {"block_size": 64}, "its bytes are given elsewhere"
 
 
-def test_what_the_engine_refuses_is_said_and_the_others_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chosen = (
-        Switch(name="prefix cache", to="off", options={"enable_prefix_caching": False}),
-        Switch(name="admission", to="predictive", options={"admission": "predictive"}),
-        Switch(name="fused layer", to="part by part", alter=ablate.unfuse),
-    )
-    monkeypatch.setattr(ablate, "switches", lambda config, info: chosen)
-    scale = {"num_requests": 4, "input_len": (20, 60), "output_len": (3, 9), "temperature": 0.0}
-    config = EngineConfig(
-        model=str(demo_model_path()), skip_tokenizer_init=True, kv_tiers=(HostTier(gib=0.01),)
-    )
-    text = ablate.format_report(ablate.run(config, WorkOptions(**scale)))
-    assert "| prefix cache | off | | | | | refused: kv_tiers holds cached prefixes" in text
-    assert "| admission | predictive | | | | | so it is in the base |" in text
-    assert re.search(r"\| fused layer \| part by part \| [\d,]+ \|", text)
-
-
 def make_apart(num_blocks: int) -> PhasesApart:
     layout = KVLayout(
         num_blocks=num_blocks, block_size=8, block_bytes=1, groups=(KVGroup(layers=(0,)),)
@@ -131,17 +110,3 @@ def test_phases_apart_mixes_no_step_and_finishes_all(num_blocks: int) -> None:
     assert bool(preempted) == (num_blocks == 14)
     assert sorted(request.request_id for request in finished) == list("01234")
     assert all(len(r.sequences[0].output_token_ids) == 20 for r in finished)
-
-
-def report_of(**switch: object) -> dict[str, object]:
-    found = {"name": "x", "to": "off", "same_tokens": True, "different_requests": 1}
-    return {"greedy": True, "dtype": "float32", "switches": [found | switch]}
-
-
-def test_other_tokens_are_an_error_where_equal_ones_are_promised() -> None:
-    with pytest.raises(NanoEngineError, match="x: off"):
-        ablate.require_equal_tokens(report_of())
-    ablate.require_equal_tokens(report_of(same_tokens=False))
-    ablate.require_equal_tokens(report_of(different_requests=0))
-    ablate.require_equal_tokens(report_of() | {"dtype": "bfloat16"})
-    ablate.require_equal_tokens(report_of() | {"greedy": False})

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanoengine.attention.naive import NaiveBackend
 from nanoengine.bench.workload import random_workload
-from tests.support.attention_cases import make_case
 
 pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
 
@@ -77,24 +72,6 @@ def test_engines_take_turns_and_a_missing_one_is_named_once():
     assert text.count("ended without a result") == 3
 
 
-def test_a_hanging_engine_and_a_missing_interpreter_are_results(monkeypatch):
-    run_all = importlib.import_module("run_all")
-
-    def hang(peer, arguments, limit_s):
-        raise subprocess.TimeoutExpired("peer", limit_s)
-
-    peer = run_all.PEERS[0]
-    assert run_all.run_once(peer, [], 5, hang)["failed"] == "took longer than 5 s"
-    monkeypatch.setenv("PEER_PYTHON_NANOENGINE", "/nowhere/python")
-    assert "can't be run" in run_all.run_once(peer, [], 5, run_all.start)["skipped"]
-
-
-def test_every_peer_has_a_script_and_a_name_of_its_own():
-    run_all = importlib.import_module("run_all")
-    assert all((FOLDER / peer.script).is_file() for peer in run_all.PEERS)
-    assert len({peer.label for peer in run_all.PEERS}) == len(run_all.PEERS)
-
-
 # --- what every script does -----------------------------------------------------------------------
 
 
@@ -135,26 +112,6 @@ def test_a_run_warms_up_on_other_ids_and_times_the_work_alone(checkpoint, capsys
     assert json.loads(capsys.readouterr().out) == result
 
 
-def test_missing_and_failing_engines_say_why(checkpoint):
-    common = importlib.import_module("common")
-
-    def absent():
-        raise ModuleNotFoundError("No module named 'vllm'")
-
-    def short():
-        return common.Engine(lambda items: [[1]] * len(items), {})
-
-    assert "No module named 'vllm'" in common.run(args_for(checkpoint), absent)["skipped"]
-    assert "output tokens, not" in common.run(args_for(checkpoint), short)["failed"]
-
-
-def test_vllm_that_is_not_installed_is_skipped(checkpoint):
-    run_vllm = importlib.import_module("run_vllm")
-    common = importlib.import_module("common")
-    result = common.run(args_for(checkpoint), lambda: run_vllm.load(str(checkpoint)))
-    assert "vllm" in result["skipped"]
-
-
 def test_nanoengine_runs_the_checkpoint(checkpoint):
     common = importlib.import_module("common")
     run_nanoengine = importlib.import_module("run_nanoengine")
@@ -168,143 +125,3 @@ def test_nanoengine_runs_the_checkpoint(checkpoint):
     )
     assert result["attention"] == "naive"
     assert result["output_tokens_per_s"] > 0
-
-
-def test_the_checkpoint_is_what_transformers_reads(checkpoint):
-    model, info = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert AutoTokenizer.from_pretrained(checkpoint).eos_token_id is not None
-
-
-# --- the shim -------------------------------------------------------------------------------------
-
-
-class OverNaive(NaiveBackend):
-    """Stands in for the Triton backend on a CPU."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-
-
-@pytest.fixture
-def shim(monkeypatch):
-    """Imports the shim over given kernels."""
-    monkeypatch.syspath_prepend(str(FOLDER / "shim"))
-    names = ("flash_attn", "flash_attn.over_triton", "flash_attn.over_fa3")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
-    def load(kernels):
-        monkeypatch.setenv("FLASH_ATTN_SHIM", kernels)
-        return importlib.import_module("flash_attn")
-
-    yield load
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-def fake_vllm(monkeypatch):
-    """vLLM's function in plain torch, with the rules of its arguments."""
-
-    def attend(
-        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None,
-        softmax_scale=None, causal=False, block_table=None, fa_version=2,
-    ):  # fmt: skip
-        assert causal
-        assert fa_version == 3
-        assert (seqused_k is None) == (block_table is None) == (cu_seqlens_k is not None)
-        out = torch.empty_like(q)
-        for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
-            if block_table is None:
-                low, high = cu_seqlens_k[i : i + 2].tolist()
-                keys, values = k[low:high], v[low:high]
-            else:
-                length = int(seqused_k[i])
-                assert length <= max_seqlen_k
-                keys, values = (c[block_table[i].long()].flatten(0, 1)[:length] for c in (k, v))
-            distance = torch.arange(len(keys) - (end - start), len(keys))[:, None]
-            mask = distance >= torch.arange(len(keys))[None]
-            heads = [x.transpose(0, 1) for x in (q[start:end], keys, values)]
-            found = torch.nn.functional.scaled_dot_product_attention(
-                *heads, attn_mask=mask, scale=softmax_scale, enable_gqa=True
-            )
-            out[start:end] = found.transpose(0, 1)
-        return out
-
-    for name in ("vllm", "vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
-        module = ModuleType(name)
-        module.flash_attn_varlen_func = attend
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.mark.parametrize("kernels", ["triton", "fa3"])
-def test_the_shim_computes_what_flash_attn_does(shim, monkeypatch, kernels):
-    if kernels == "fa3":
-        fake_vllm(monkeypatch)
-    package = shim(kernels)
-    if kernels == "triton":
-        monkeypatch.setattr("flash_attn.over_triton.TritonBackend", OverNaive)
-        sys.modules["flash_attn.over_triton"].backend.cache_clear()
-    scale = 0.25
-
-    decodes = make_case((1, 5), (1, 40), (1, 17), group_size=2, num_kv_heads=2, scale=scale)
-    expected = decodes.run(naive(decodes))  # stores, too
-    batch = decodes.batch
-    caches = decodes.k_cache.nan_to_num(), decodes.v_cache.nan_to_num()
-    out = package.flash_attn_with_kvcache(
-        decodes.q[:, None], *caches, cache_seqlens=batch.seq_lens,
-        block_table=batch.block_tables[1], softmax_scale=scale, causal=True,
-    )  # fmt: skip
-    torch.testing.assert_close(out[:, 0], expected)
-
-    prompts = make_case((5, 5), (70, 70), (16, 16), group_size=2, num_kv_heads=2, scale=scale)
-    starts = prompts.batch.query_start_loc
-    lengths = {"cu_seqlens_q": starts, "max_seqlen_q": 70, "max_seqlen_k": 70}
-    dense = package.flash_attn_varlen_func(
-        prompts.q, prompts.k, prompts.v, cu_seqlens_k=starts, **lengths,
-        softmax_scale=scale, causal=True, block_table=None,
-    )  # fmt: skip
-    torch.testing.assert_close(dense, prompts.run(naive(prompts)))
-
-    chunks = make_case((5, 30), (20, 20), group_size=2, num_kv_heads=2, scale=scale)
-    expected = chunks.run(naive(chunks))
-    batch = chunks.batch
-    paged = package.flash_attn_varlen_func(
-        chunks.q, chunks.k_cache.nan_to_num(), chunks.v_cache.nan_to_num(),
-        cu_seqlens_q=batch.query_start_loc, cu_seqlens_k=torch.tensor([0, 30, 50]).int(),
-        max_seqlen_q=20, max_seqlen_k=30, softmax_scale=scale, causal=True,
-        block_table=batch.block_tables[1],
-    )  # fmt: skip
-    torch.testing.assert_close(paged, expected)
-
-
-def naive(case):
-    return NaiveBackend(device=torch.device("cpu"), dtype=case.q.dtype, head_dim=64, block_size=16)
-
-
-def test_the_shim_refuses_what_it_does_not_do(shim):
-    with pytest.raises(ImportError, match="must be fa3 or triton, got 'numpy'"):
-        shim("numpy")
-
-
-# --- the yardstick --------------------------------------------------------------------------------
-
-
-def test_the_yardstick_compares_on_the_same_cache(monkeypatch):
-    fa3 = importlib.import_module("fa3")
-    heads = fa3.Heads(num_heads=4, num_kv_heads=2, head_dim=32)
-    monkeypatch.setattr(fa3.kernels, "ROTATED_BYTES", 20_000)
-    plain = fa3.ours("naive", torch.device("cpu"), heads)
-    attends = {"one": plain, "two": lambda *inputs: plain(*inputs) + 0.5}
-
-    def timer(work):
-        work()
-        return 2.0
-
-    (row,) = fa3.compare(
-        attends, torch.device("cpu"), timer, heads=heads, batches=(3,), contexts=(33,)
-    )
-    kv_bytes = 3 * 33 * 2 * 2 * 32 * 2
-    assert row["one_gbs"] == row["two_gbs"] == kv_bytes * -(-20_000 // kv_bytes) / 2.0 / 1e9
-    assert row["max_difference"] == pytest.approx(0.5, abs=0.01)

@@ -195,16 +195,6 @@ def test_a_dead_context_ends_its_worker_alone(monkeypatch, tmp_path):
     assert "an illegal memory access" in found["test_illegal"][0]["failed"]
 
 
-def test_time_that_is_left_repeats_the_workload(monkeypatch, tmp_path):
-    quick = Step(9, [*PYTHON, "print('here')"])
-    monkeypatch.setattr(gpu_visit, "TOTAL_S", 20)
-    monkeypatch.setattr(gpu_visit, "ENOUGH_S", 0)
-    steps = {"stack": quick, gpu_visit.WORKLOAD: quick}
-    code, report = visit(monkeypatch, tmp_path, steps, repeats=2)
-    again = [f"{gpu_visit.WORKLOAD}, again {i}" for i in (1, 2)]
-    assert (code, list(report["parts"])) == (0, [*steps, *again])
-
-
 def test_a_second_visit_takes_what_the_first_one_did_not_pass(tmp_path):
     parts = {name: {"rows": [{"case": "a"}]} for name in gpu_visit.VISIT[:-1]}
     parts["tokens"]["rows"].append({"case": "b", "ok": False})
@@ -214,17 +204,6 @@ def test_a_second_visit_takes_what_the_first_one_did_not_pass(tmp_path):
     names = gpu_visit.left_by(tmp_path / "first.json")
     assert names == ["stack", "tokens", "peaks", "example", "families", *gpu_visit.AFTER]
     assert {*names} <= {*gpu_visit.steps_of(tmp_path / "visit.json")}
-
-
-def test_a_program_runs_without_graphs(tmp_path):
-    (tmp_path / "program.py").write_text(
-        "import sys\nfrom nanoengine.runner.start import RunnerParts\n"
-        "print(RunnerParts._uses_graphs.fget(None), sys.argv[1:])"
-    )
-    command = [sys.executable, "-m", "benchmarks.suite.gpu_visit", "eager"]
-    command += [str(tmp_path / "program.py"), "a"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("False ['a']\n"), done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -237,17 +216,6 @@ def test_without_a_gpu_nothing_seems_to_pass(monkeypatch, tmp_path):
     stack, *others = parts.values()
     assert "finds no GPU" in stack["rows"][0]["refused"]
     assert {part["failed"] for part in others} == {"not run: torch finds no GPU"}
-
-
-@pytest.mark.parametrize("asked", [["1"], [""], ["stack", "stacks"], ["again"]])
-def test_what_there_is_not_is_refused(monkeypatch, tmp_path, asked):
-    monkeypatch.setenv("OUT", str(tmp_path))
-    with pytest.raises(SystemExit, match="A visit to a machine"):
-        gpu_visit.main(*asked)
-    assert not list(tmp_path.iterdir())
-    monkeypatch.delenv("OUT")
-    with pytest.raises(SystemExit, match="OUT"):
-        gpu_visit.main()
 
 
 def test_a_visit_fits_into_ten_minutes_and_two_into_fifteen():

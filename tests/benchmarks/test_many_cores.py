@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.many_cores import (
-    MACHINES,
     Machine,
     head_part,
-    host_seconds,
     layer_parts,
     step_seconds,
-    table,
 )
 from benchmarks.suite.cost import ModelCost
 from benchmarks.suite.shapes import SHAPES
@@ -49,29 +46,3 @@ def test_one_core_forks_nothing_and_takes_the_sum_of_its_parts():
     head = head_part(SMALL, 1, 4, 1)
     read = totals(1, 512)[1] + head.item_bytes * head.count
     assert sum(found.values()) == pytest.approx(read / 1e10, rel=0.02)
-
-
-def test_more_workers_fork_more_and_never_read_more():
-    machine = MACHINES["64 cores, 8 channels"]
-    few, many = (
-        step_seconds(SMALL, machine, 1, 512, host_s=host_seconds(1), workers=workers)
-        for workers in (16, 64)
-    )
-    assert many["forks"] > few["forks"] > 0
-    rest = sum(few.values()) - few["forks"]
-    assert sum(many.values()) - many["forks"] <= rest * (1 + 1e-9)
-
-
-def test_few_rows_of_an_item_are_not_cut_and_many_are():
-    """20 tiles on 64 cores take as long as 32 do; of 512 rows, cut into 13 and 8 parts, not."""
-    machine = MACHINES["64 cores, 8 channels"]
-    narrow, wide = (
-        [step_seconds({**SMALL, "hidden_size": size}, machine, rows, 1)["o"] for rows in (63, 512)]
-        for size in (640, 1024)
-    )
-    assert narrow[0] == pytest.approx(wide[0])
-    assert narrow[1] / wide[1] == pytest.approx(5 / 13 / (4 / 8))
-
-
-def test_the_table_has_a_line_for_each_case():
-    assert len(list(table())) == 3 * len(MACHINES) * 3

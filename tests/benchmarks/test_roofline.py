@@ -12,7 +12,6 @@ from benchmarks.suite.roofline import (
 )
 from benchmarks.suite.shapes import SHAPES
 from nanoengine.bench.workload import random_workload
-from nanoengine.errors import ConfigError
 
 LENGTHS = [(len(item.prompt_token_ids), item.max_tokens) for item in random_workload()]
 QWEN = ModelCost.from_config(SHAPES["qwen3-0.6b"], 2)
@@ -72,15 +71,6 @@ def test_a_fixed_cost_of_every_step(fixed_ms, tokens_per_s):
     assert real.fixed_s == pytest.approx(1023 * fixed_ms / 1e3)
 
 
-def test_losses_elsewhere():
-    losses = Losses(memory_frac=0.85, gemm_frac=0.7, step_s=0.3e-3)
-    fp8 = roofline(QWEN, LENGTHS, H200_MEASURABLE, losses=losses, kv_element_bytes=1)
-    assert fp8.output_tokens_per_s == pytest.approx(46_100, rel=0.003)
-    losses = Losses(memory_frac=0.9, gemm_frac=0.8, step_s=0.15e-3)
-    better = roofline(QWEN, LENGTHS, H200_MEASURABLE, losses=losses)
-    assert better.output_tokens_per_s == pytest.approx(30_800, rel=0.003)
-
-
 def test_one_step_by_hand():
     config = {
         "hidden_size": 8,
@@ -103,12 +93,3 @@ def test_outputs_of_one_token_need_no_decode_step():
     alone = roofline(QWEN, [(100, 1)], H200_MEASURABLE)
     assert alone.step_s == ()
     assert alone.seconds == alone.prefill_s > 0
-
-
-def test_what_it_does_not_know_is_refused():
-    windowed = ModelCost.from_config(SHAPES["tiny"] | {"sliding_window": 16}, 2)
-    with pytest.raises(ConfigError, match="full attention only"):
-        roofline(windowed, LENGTHS, H200_MEASURABLE)
-    for lengths in ([], [(0, 4)], [(4, 0)]):
-        with pytest.raises(ConfigError, match="with a prompt and an output"):
-            roofline(QWEN, lengths, H200_MEASURABLE)

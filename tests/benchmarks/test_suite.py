@@ -6,27 +6,19 @@ import json
 import re
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.suite import limits, main, options, peak
-from benchmarks.suite.hf_baseline import Beside, HFBaseline
+from benchmarks.suite.hf_baseline import Beside
 from benchmarks.suite.peak import Peaks
 from benchmarks.suite.shapes import SHAPES, write_shape
 from nanoengine import EngineConfig
-from nanoengine.bench.throughput import Measured, measure
-from nanoengine.bench.workload import Scale, WorkItem, WorkOptions, random_workload
+from nanoengine.bench.throughput import measure
+from nanoengine.bench.workload import Scale, WorkOptions, random_workload
 from tests.support.bench_llm import BenchLLM
-
-
-def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit status, output and errors of a command line."""
-    status = main.main(line.split())
-    return status, *capsys.readouterr()
 
 
 def config_of(line: str, scratch: Path) -> EngineConfig:
@@ -50,37 +42,6 @@ def test_every_option_of_workload_and_engine_is_there_and_has_its_type(tmp_path:
     shown = options.make_parser().format_help()
     assert "--block-size" in shown and "Tokens a KV block, a power of two" in shown
     assert "--kv-tiers" not in shown
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--shape tiny", "--shape has no weights: use it with --load-format dummy"),
-        ("--shape tiny --load-format dummy --model some/model", "--shape has no weights"),
-        ("--compare small --shape tiny --load-format dummy", "leave out --shape"),
-        ("--compare small --device cuda", "compares on a CPU, got device='cuda'"),
-        ("--num-requests 0", "num_requests must be at least 1"),
-        ("--max-num-seqs 0", "max_num_seqs must be at least 1"),
-        ("--sweep max_num_seqs=1,2 --trace t", "--sweep runs several engines, and a trace is of"),
-        ("--smoke --json missing/report.json", "json='missing/report.json' lies in a directory"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_a_line(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, _, error = run(line, capsys)
-    assert status == 2
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-
-
-def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options.parse(["--ablate", "--sweep", "max_num_seqs=1,2"])
-    assert "--sweep: not allowed with argument --ablate" in capsys.readouterr().err
-    ablate = main.work_options(*options.parse(["--ablate"]))
-    assert (ablate.temperature, ablate.rounds) == (0, 3)
-    assert main.work_options(*options.parse(["--ablate", "--rounds", "5"])).rounds == 5
-    assert main.work_options(*options.parse([])) == WorkOptions()
 
 
 @pytest.mark.parametrize(
@@ -139,36 +100,6 @@ def test_the_report_says_what_the_hardware_could_do(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_card_without_memory_for_limits_keeps_its_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(peak, "measure_peaks", full)
-    measured = Measured(report={"seconds": [1.0]}, items=[], rounds=[])
-    info = SimpleNamespace(device="cpu", dtype="float32", quantization=None)
-    llm: Any = SimpleNamespace(config=None, info=info)
-    report = limits.with_limits(measured, llm)
-    assert report == {"seconds": [1.0]}
-    assert limits.format_limits(report).startswith("limits          not measured")
-
-
-def test_experts_and_windows_are_those_of_the_model(tmp_path: Path) -> None:
-    config: dict[str, Any] = {
-        **SHAPES["tiny"], "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 512,
-        "rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_act": "silu", "norm_topk_prob": True,
-        "tie_word_embeddings": True, "eos_token_id": 0,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    cost = limits.model_cost(EngineConfig(model=str(tmp_path)), 4)
-    assert (cost.num_experts, cost.experts_per_token) == (8, 2)
-    assert cost.expert_params == 4 * 3 * 256 * 64
-    assert cost.windows == (None,) * 4
-
-
 # --- beside transformers --------------------------------------------------------------------------
 
 
@@ -186,18 +117,6 @@ def test_comparison_with_transformers(tmp_path: Path) -> None:
     assert found["speedup_median"] == pytest.approx(sum(ratios) / 2)
 
 
-def test_baseline_is_not_hurt_by_its_batches(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    write_shape("tiny", tmp_path)
-    how = {"dummy": True, "dtype": torch.float32, "device": torch.device("cpu")}
-    baseline = HFBaseline(str(tmp_path), **how, batch_size=2)
-    items = [WorkItem(tuple(range(3, 3 + n)), length) for n, length in ((4, 5), (9, 2), (6, 7))]
-    together = baseline.generate(items, temperature=0.0)
-    assert [len(ids) for ids in together] == [5, 2, 7]
-    assert together == [baseline.generate([item], temperature=0.0)[0] for item in items]
-    assert [len(ids) for ids in baseline.generate(items, temperature=0.6)] == [5, 2, 7]
-
-
 # --- beside the small engine ----------------------------------------------------------------------
 
 
@@ -206,9 +125,8 @@ def test_rungs_from_the_small_engine_to_the_large_one(
 ) -> None:
     path = tmp_path / "ladder.json"
     scale = "--num-requests 4 --input-len 8 40 --output-len 3 9 --rounds 2"
-    status, text, _ = run(f"--compare small --json {path} {scale}", capsys)
-    report = json.loads(path.read_text())
-    assert status == 0
+    assert main.main(f"--compare small --json {path} {scale}".split()) == 0
+    report, text = json.loads(path.read_text()), capsys.readouterr().out
     assert [len(seconds) for seconds in report["seconds"].values()] == [2] * 6
     items = random_workload(Scale(4, (8, 40), (3, 9)))
     assert report["output_tokens"] == sum(item.max_tokens for item in items)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.suite import limits, main, options, plot, sweep
+from benchmarks.suite import limits, main, sweep
 from benchmarks.suite.cost import ModelCost
 from benchmarks.suite.peak import Peaks
 from nanoengine.bench.workload import WorkItem
@@ -34,24 +32,6 @@ SCALE = ["--num-requests", "4", "--input-len", "8", "40", "--output-len", "3", "
 def test_a_sweep_of_another_form_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sweep.parse(text)
-
-
-def test_values_of_every_type() -> None:
-    assert sweep.parse("enable-prefix-caching=true,False") == (
-        "enable_prefix_caching",
-        [True, False],
-    )
-    assert sweep.parse("watermark_frac=0.01,0.5")[1] == [0.01, 0.5]
-    assert sweep.parse("quantization=none,int8")[1] == [None, "int8"]
-    assert doctest.testmod(sweep) == (0, 2)
-    assert doctest.testmod(options) == (0, 1)
-
-
-def test_a_bad_value_is_refused_before_any_engine_is_built(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main.main(["--sweep", "max_num_seqs=4,0", *SCALE]) == 2
-    assert "max_num_seqs must be at least 1" in capsys.readouterr().err
 
 
 def test_a_sweep_has_a_point_for_each_value(
@@ -116,65 +96,3 @@ def test_the_roofline_of_a_step_is_the_longer_of_reading_and_computing() -> None
         assert found["seconds"] == pytest.approx(seconds)
         assert found["output_tokens_per_s"] == pytest.approx(6 / seconds)
         assert found["memory_frac"] == reads
-
-
-# --- figures --------------------------------------------------------------------------------------
-
-
-def test_without_matplotlib_figures_are_refused_before_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for draw in (lambda: main.main(["--plot", str(tmp_path)]), lambda: plot.main(["report.json"])):
-        assert draw() == 2
-        assert "pip install -e '.[plot]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "can't be read"), ("{", "can't be read"), ("[1]", "is no report"), ("{}", "no report")],
-)
-def test_what_is_no_report_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        plot.read(path)
-
-
-HEAD = {"hardware": {"cpu": "a CPU", "threads": 2}, "model": "demo"}
-POINT = {"output_tokens_per_s": 9.0, "roofline": {"output_tokens_per_s": 90.0},
-         "ttft_s": [0.1] * 101, "itl_s": [0.01] * 101}  # fmt: skip
-SWITCH = {"name": "prefix cache", "to": "off", "base_seconds": [1.0, 1.1], "seconds": [2.0, 2.1]}
-REPORTS = {
-    "sweep": {"sweep": "max_num_seqs", "points": [POINT | {"value": v} for v in (1, 2)]},
-    "rates": {"rates": [POINT | {"rate": 5.0}]},
-    "ablation": {"switches": [SWITCH, {"name": "graphs", "to": "off", "skipped": "no GPU"}]},
-    "pool": {"pool": [{"policy": "watermark", "share": 0.5, "prefill_waste_frac": 0.2}]},
-    "run": {"output_tokens_per_s": 9.0, "outside_steps_s": 0.1,
-            "step_times_s": {"forward_s": 0.9, "sample_s": 0.1}},
-}  # fmt: skip
-
-
-@pytest.mark.extra
-def test_each_report_has_its_figures_with_units_and_all_series(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name, report in REPORTS.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(HEAD | report))
-    again = tmp_path / "again.json"
-    again.write_text(json.dumps(HEAD | REPORTS["sweep"]))
-    paths = [str(path) for path in (*(tmp_path / f"{name}.json" for name in REPORTS), again)]
-    assert plot.main([*paths, "--out", str(tmp_path / "plots")]) == 0
-    drawn = {path.name for path in (tmp_path / "plots").iterdir()}
-    names = ("throughput", "waits", "rates", "ablation", "pool", "runs")
-    assert drawn == {f"{name}.{kind}" for name in names for kind in ("svg", "png")}
-    texts = {name: (tmp_path / "plots" / f"{name}.svg").read_text("utf-8") for name in names}
-    for word in ("generated tokens a second", "sweep: measured", "again: roofline"):
-        assert word in texts["throughput"]
-    assert "time to first token [ms]" in texts["waits"]
-    assert "5 requests/s" in texts["rates"]
-    assert "prefix cache: off" in texts["ablation"]
-    assert "graphs" not in texts["ablation"], "it was not measured"
-    assert "[%" in texts["pool"]
-    assert "forward" in texts["runs"]
-    assert (tmp_path / "plots" / "pool.png").read_bytes()[:4] == b"\x89PNG"
