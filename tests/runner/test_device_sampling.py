@@ -6,9 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.core.layout import KVGroup, KVLayout
-from nanoengine.core.plan import AdmittedSequence, BlockCopy
-from nanoengine.runner.kv_cache import KVCache
+from nanoengine.core.plan import AdmittedSequence
 from nanoengine.runner.sampling.draw import (
     FIRST_WIDTH,
     DrawParams,
@@ -18,7 +16,6 @@ from nanoengine.runner.sampling.draw import (
     random_bits,
     sample_on_device,
 )
-from nanoengine.runner.sampling.logprobs import token_logprobs
 from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
 from tests.support.logits import random_logits, uniforms_of
@@ -113,41 +110,3 @@ def test_the_device_draws_the_same_uniforms():
     positions = np.array([0, 1, 2**40, 99])
     found = random_bits(mix(torch.from_numpy(seeds)), torch.from_numpy(positions))
     assert (found.double() * 2.0**-53).tolist() == uniforms_of(seeds, positions).tolist()
-
-
-# --- never a question to the device --------------------------------------------------------------
-
-
-@pytest.fixture
-def meta(monkeypatch):
-    """torch's meta device: tensors have shapes and no values, so whoever asks for one fails."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-    return torch.device("meta")
-
-
-@pytest.mark.parametrize("kind", list(SamplingKind))
-@pytest.mark.parametrize("edited", [False, True])
-def test_sampling_never_asks_the_device(kind, edited, meta):
-    sampler = sampler_of(kind, 131, seed=2)
-    if edited:
-        params = SamplingParams(
-            repetition_penalty=1.2, logit_bias={3: 1.0}, allowed_token_ids=[1, 2, 3], min_tokens=2,
-            stop_token_ids=[5], logprobs=3,
-        )  # fmt: skip
-        sampler.admit(AdmittedSequence(1, 1, [1, 2, 3], 2, 2, params, 0, ((3, 4),)))
-    logits = torch.zeros(NUM_LINES, 131, dtype=torch.bfloat16, device=meta)
-    sampled = sampler.sample(logits, np.arange(NUM_LINES), np.arange(NUM_LINES))
-    assert [tensor.device.type for tensor in sampled.tensors] == ["meta"] * (1 + edited)
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        sampled.fetch()
-
-
-def test_block_copies_and_scores_never_ask_the_device(meta):
-    layout = KVLayout(num_blocks=4, block_size=8, block_bytes=0, groups=(KVGroup(layers=(0,)),))
-    cache = KVCache(
-        layout, num_kv_heads=1, head_dim=8, order="PKD", dtype=torch.float32, device=meta
-    )
-    cache.copy_blocks([BlockCopy(1, 2), BlockCopy(1, 3)])
-    scores = token_logprobs(torch.zeros(5, 131, device=meta), torch.zeros(5, device=meta).long(), 4)
-    assert scores.shape == (5, 5, 3)

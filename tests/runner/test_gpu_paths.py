@@ -330,17 +330,3 @@ def test_memory_is_counted(gpu):
     assert free == total - 4096 > torch.cuda.mem_get_info()[0]
     del part, graph
     assert torch.cuda.memory_allocated() == 0
-
-
-@pytest.mark.parametrize("index", [
-    0, -1, slice(1, 3), (slice(None), 2), (..., 1), (None, 1), [0, 2], (slice(None), [1, 3]),
-    (1, torch.tensor([0, 2])), (..., None, torch.tensor([1])), torch.tensor([True, False, True]),
-], ids=repr)  # fmt: skip
-def test_indexing_is_torchs(gpu, index):
-    plain = torch.arange(12.0).view(3, 4)
-    ours = plain.to(CUDA)
-    assert torch.equal(ours[index].cpu(), plain[index])
-    for value in (7.0, plain[index] + 100):
-        plain[index] = value
-        ours[index] = value if isinstance(value, float) else value.to(CUDA)
-        assert torch.equal(ours.cpu(), plain)

@@ -35,6 +35,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
@@ -53,19 +54,8 @@ UNCHECKED = replace(interpreter_builder.options, sanitize_overflow=False)
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree of lists, tuples and dicts with all of its leaves replaced."""
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([mapped(function, branch) for branch in tree])
-    if isinstance(tree, dict):
-        return {key: mapped(function, branch) for key, branch in tree.items()}
-    return function(tree)
-
-
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
-    return found
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -358,7 +348,7 @@ class EmulatedGPU:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any operator of torch that sees this device."""
-        args, kwargs = mapped(with_index, (args, kwargs))
+        args, kwargs = tree_map(with_index, (args, kwargs))
         if torch._C._dispatch_has_kernel_for_dispatch_key(
             func.name(), "CompositeImplicitAutograd"
         ):  # in inference mode these come whole
@@ -410,7 +400,7 @@ class EmulatedGPU:
                 written |= {id(t) for t in tensors_of(given)}
         ours = [t for t in tensors_of((args, kwargs)) if isinstance(t, GPUTensor)]
         known = {t.held.untyped_storage()._cdata for t in ours}
-        held_args, held_kwargs = mapped(unwrapped, (args, kwargs))
+        held_args, held_kwargs = tree_map(unwrapped, (args, kwargs))
         out = func(*held_args, **held_kwargs)
         fresh = [t for t in tensors_of(out) if t.untyped_storage()._cdata not in known]
         if self.capturing is not None:
@@ -424,7 +414,7 @@ class EmulatedGPU:
                 return by_held.get(id(value), value)
             return GPUTensor(self, value)
 
-        results = mapped(wrapped, out)
+        results = tree_map(wrapped, out)
         if written or (fresh and "empty" not in name):  # else it is a view
             self.kernels[name] += 1
             for tensor in ours:
