@@ -6,8 +6,8 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, states, experts, quantized, latents, attention, fp8: over an fp8 cache, with what is
-deterministic too, or heads: the same over one that is not. `attention` and fp8 have sinks.
+`what` is all, latents, attention, fp8: over an fp8 cache, with what is deterministic too, or heads:
+the same over one that is not. `attention` and fp8 have sinks.
 """
 
 from __future__ import annotations
@@ -91,18 +91,9 @@ def caught_launches():
 def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     """What the backend and the layers launch for one mixed batch."""
     TritonBackend.device_type = None  # Why: the CPU tensors below only lend their shapes.
-    if what == "experts":
-        with caught_launches() as caught:
-            triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
-            run_experts(dtype)
-        return caught
     if what == "latents":
         with caught_launches() as caught:
             run_latents(dtype, arch)
-        return caught
-    if what == "quantized":
-        with caught_launches() as caught:
-            run_quantized(dtype, arch)
         return caught
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
@@ -111,10 +102,6 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     )  # fmt: skip
     case.batch.max_seq_len = 1000  # more than a split has
     with caught_launches() as caught:
-        if what == "states":
-            run_states(dtype)
-            run_mamba(dtype)
-            return caught
         backend = TritonBackend(
             device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim,
             block_size=block_size,
@@ -365,14 +352,15 @@ def report(kernel, compiled):
         # Why not all: the disassembler takes as long as the compiler.
         loop = tile_loop(path) if kernel.__name__ == "decode_kernel" else {}
     ptx = compiled.asm["ptx"]
+    wide_copies = len(re.findall(r"cp\.async\.cg\.shared.*?, 0x10", ptx))
     return {
         "function": kernel.__name__,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
         "local": int(re.search(r"LOCAL:(\d+)", usage)[1]),
         "shared": compiled.metadata.shared,
-        "async_copies": len(re.findall(r"cp\.async\.c[ag]\.shared", ptx)),
-        "wide_copies": len(re.findall(r"cp\.async\.cg\.shared.*?, 0x10", ptx)),
+        "narrow_copies": len(re.findall(r"cp\.async\.c[ag]\.shared", ptx)) - wide_copies,
+        "wide_copies": wide_copies,
         "in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)),
