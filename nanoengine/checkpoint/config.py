@@ -18,9 +18,8 @@ from typing import Literal
 
 from nanoengine.checkpoint import families
 from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family, every_family
-from nanoengine.checkpoint.families.per_layer import ATTENTION, FULL, SLIDING
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
-from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
+from nanoengine.checkpoint.plan import ATTENTION, FULL, SLIDING, LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
@@ -103,9 +102,9 @@ class ModelConfig:
     @property
     def attending(self) -> tuple[int, ...]:
         """The layers that attend."""
-        if self.plan.blocks is not None:
-            return tuple(n for n, kind in enumerate(self.plan.blocks) if kind == FULL)
-        aside = self.states.layers if self.states and self.plan.factors is None else ()
+        if self.plan.layers_block_type is not None:
+            return tuple(n for n, kind in enumerate(self.plan.layers_block_type) if kind == FULL)
+        aside = self.states.layers if self.states and self.plan.falcon_h1 is None else ()
         return tuple(n for n in range(self.num_hidden_layers) if n not in aside)
 
     @property
@@ -172,7 +171,7 @@ def parse_model_config(
     plan = family.plan(keys)
     if plan.latent is not None:
         kv_heads, head_dim = 1, plan.latent.size
-        plan = replace(plan, rotary_dim=plan.latent.rope_dim)
+        plan = replace(plan, rotary_dim=plan.latent.qk_rope_head_dim)
     if plan.gemma4 is not None:
         head_dim, kv_heads = plan.gemma4.widest
         left_out += _unused_keys(keys, plan.gemma4.num_shared)
@@ -274,9 +273,9 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
 def _states(family: Family, keys: Keys, plan: LayerPlan) -> StatePlan | None:
     states = family.states(keys) if family.states else None
     alone = len(states.layers) == keys.require("num_hidden_layers") if states else False
-    if plan.blocks is not None:
-        alone = FULL not in plan.blocks
-    if alone and plan.factors is None:
+    if plan.layers_block_type is not None:
+        alone = FULL not in plan.layers_block_type
+    if alone and plan.falcon_h1 is None:
         raise UnsupportedModelError(
             "layer_types has no layer with attention, nor has attn_layer_indices; supported: models"
             " with one and more"
@@ -362,7 +361,7 @@ def _quantization(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"
             " gpt_oss, whose experts it is for"
         )
-    if is_part or plan.inputs_first:
+    if is_part or plan.transposed_matrices:
         what = "the text part of a multimodal checkpoint" if is_part else family.model_type
         raise UnsupportedModelError(
             f"quantization_config of {stored.format} is not implemented for {what}; supported:"
@@ -371,7 +370,7 @@ def _quantization(
     # Why: exceptions are written in the checkpoint's names, and layers ask by ours.
     patterns = *stored.skipped, *stored.targets
     skipped = [pattern for pattern in patterns if pattern not in ("lm_head$", "")]
-    if skipped and (family.names or plan.merged or plan.merged_gate):
+    if skipped and (family.names or plan.fused_qkv or plan.fused_gate_up):
         raise UnsupportedModelError(
             f"quantization_config leaves layers out, which is not implemented for"
             f" {family.model_type}: {shown(skipped)}"

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanoengine.checkpoint.families.per_layer import FULL, SLIDING
 from nanoengine.checkpoint.keys import KEYS, Json, Keys, checked
+from nanoengine.checkpoint.plan import FULL, SLIDING
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import check_value, plain, shown
 

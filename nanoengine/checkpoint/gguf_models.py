@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.checkpoint.families import every_family
-from nanoengine.checkpoint.families.per_layer import FULL, SLIDING
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, read_rows
 from nanoengine.checkpoint.gguf_keys import SCORES, GGUFKeys, Metadata
 from nanoengine.checkpoint.gguf_tensors import ROTATIONS, Entry, GGUFModel
 from nanoengine.checkpoint.keys import KEYS, Json, Keys
+from nanoengine.checkpoint.plan import FULL, SLIDING
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.rope import ORIGINAL
 from nanoengine.errors import UnsupportedModelError
@@ -35,7 +35,7 @@ SAMPLING = {
 """Keys of `general.sampling` -> those of generation_config.json."""
 BIASES = {
     "qkv_bias": (".q_proj.bias", ".qkv_proj.bias"), "output_bias": (".o_proj.bias",),
-    "mlp_bias": (".mlp.down_proj.bias",), "head_bias": ("lm_head.bias",),
+    "mlp_bias": (".mlp.down_proj.bias",), "lm_head_bias": ("lm_head.bias",),
 }
 """Field of `LayerPlan` -> ends of the names that show it. Why not a key: no file has one."""
 ENDS = (
@@ -135,7 +135,7 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
     left_out = [config.left_out] if plan.gemma4 else []
     left_out += [rf"model\.layers\.({'|'.join(map(str, drafting))})\."] if drafting else []
     kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
-    merged = plan.merged_gate and not any(name.endswith(".gate_proj.weight") for name in here)
+    merged = plan.fused_gate_up and not any(name.endswith(".gate_proj.weight") for name in here)
     if moe is not None:
         moe = replace(moe, inputs_first=False, correction_bias=bool(moe.correction_bias))
     if states is not None:
@@ -146,7 +146,7 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
         states = replace(states, conv_bias="conv1d.bias" in parts, norm=norm_of)
     return replace(
         config,
-        plan=replace(plan, norm=norm, merged_gate=merged, **biases),
+        plan=replace(plan, norm=norm, fused_gate_up=merged, **biases),
         moe=moe,
         states=states,
         tensor_names={},

@@ -17,52 +17,56 @@ from nanoengine.settings.checks import checked
 Norms = Literal["pre", "post", "sandwich", "parallel", "parallel each"]
 NormKind = Literal["rms", "wide", "centered", "bare", "layer", "centered layer", "bare layer"]
 ANY_STEP = (0.0, math.inf)
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of layers in `layer_types`."""
+ATTENTION = "attention"
+"""What transformers 4 wrote for FULL."""
 QKNorm = Literal["per_head", "all_heads", "post_rope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentPlan:
     """Sizes of multi-head latent attention (MLA): keys and values are made of one short vector per
-    token.
+    token. Fields are called as the keys of config.json.
 
     Attributes:
-        rank: numbers of that vector.
-        query_rank: of the one that queries are made of; None: of the hidden state itself.
-        nope_dim, rope_dim: of each head's query and key, the dimensions without and with RoPE; the
-            latter are the same in the keys of all heads.
-        value_dim: of each head's value.
+        kv_lora_rank: elements of that vector.
+        q_lora_rank: of the one that queries are made of; None: of the hidden state itself.
+        qk_nope_head_dim, qk_rope_head_dim: of each head's query and key, the dimensions without and
+            with RoPE; the latter are the same in the keys of all heads.
+        v_head_dim: of each head's value.
     """
 
-    rank: int
-    query_rank: int | None
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
     @property
     def size(self) -> int:
         """How many numbers of a token attention reads."""
-        return self.rank + self.rope_dim
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Factors:
-    """The multipliers of Falcon-H1, whose layers have Mamba and attention in parallel.
+class FalconH1Multipliers:
+    """The multipliers of Falcon-H1, whose layers have Mamba and attention in parallel, by the keys
+    of config.json.
 
     Attributes:
-        mamba_in, attention_in: on what goes into each.
-        projected: on z, x, b, c and dt of Mamba.
-        mamba_out, attention_out: on what comes out.
-        gate, down: on the MLP's gate before its activation, and on what the MLP adds.
+        ssm_in_multiplier, attention_in_multiplier: on what goes into each.
+        ssm_multipliers: on z, x, b, c and dt of Mamba.
+        ssm_out_multiplier, attention_out_multiplier: on what comes out.
+        mlp_multipliers: on the MLP's gate before its activation, and on what the MLP adds.
     """
 
-    mamba_in: float
-    attention_in: float
-    projected: tuple[float, ...]
-    mamba_out: float
-    attention_out: float
-    gate: float
-    down: float
+    ssm_in_multiplier: float
+    attention_in_multiplier: float
+    ssm_multipliers: tuple[float, ...]
+    ssm_out_multiplier: float
+    attention_out_multiplier: float
+    mlp_multipliers: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +110,10 @@ class Gemma4Plan:
 @checked(UnsupportedModelError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """One decoder layer, the embeddings and the head; by default Llama's.
+    """One decoder layer, the embeddings and the head; by default Llama's. Fields are called as keys
+    of config.json where there is one that says the same.
 
-    Attributes:
+    Norms:
         norms: "pre": before attention and MLP; "post": after them; "sandwich": both; "parallel":
             attention and MLP have the same input, and share one pre-norm; "parallel each": they
             have the same input, and a pre-norm each.
@@ -119,71 +124,93 @@ class LayerPlan:
         norm_bias: LayerNorm adds a bias.
         qk_norm: the norm of queries and keys: of each head, before RoPE ("per_head") or after it
             ("post_rope"), or of "all_heads" as one; None: there is none.
-        qkv_bias, output_bias, mlp_bias: which projections have biases.
+
+    Attention:
+        qkv_bias, output_bias: which projections have biases.
         output_gate: attention's output is multiplied by a sigmoid of this: in the checkpoint, rows
             of "q_proj", or a "gate_proj" of its own; "per_head": the latter with one number per
             head.
-        gated: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
-        activation: a key of `layers.kernels.GATES`, of an MLP without a gate one of
-            `models.variants.ACTIVATIONS`; that of experts too.
-        merged: q, k and v are one tensor of the checkpoint, in which all queries, all keys and all
-            values follow each other ("parts"), or the queries, key and value of each KV head
-            ("heads").
-        merged_gate: gate and up are one tensor.
-        inputs_first: the matrices of layers are [inputs, outputs] in the checkpoint.
-        clip: queries, keys and values are clipped to this absolute value, before norms and RoPE.
-        rotary_dim: RoPE is applied to the first so many dimensions of a head; None: to all.
-        interleaved: RoPE rotates pairs of neighbours, not of the two halves of a head.
-        backwards: RoPE rotates in the other direction.
-        positions: a learned vector per position is added to the embeddings, and their table has so
-            many rows before that of position 0; None: there is none.
-        embedding_norm: the last norm norms the embeddings as well.
-        embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and
-            MLP add, and on logits.
-        attention_scale: factor on q.k; None: head_dim ** -0.5.
-        sinks: each head has a learned score in the sum of its softmax (`AttentionSpec.sinks`).
+        attention_multiplier: factor on q.k; None: head_dim ** -0.5.
+        attn_logit_softcapping: c of c * tanh(x / c), on scores; None: none.
+        attention_sinks: each head has a learned score in the sum of its softmax
+            (`AttentionSpec.sinks`).
         latent: multi-head latent attention (MLA); None: keys and values are made of the hidden
             state.
-        gemma4: layers differ in their shapes, as in Gemma 4; None: all are alike.
-        head_bias: logits have biases.
-        factors: every layer has Mamba and attention in parallel, with these factors; None: none
+
+    Positions:
+        rotary_dim: RoPE is applied to the first so many dimensions of a head; None: to all.
+        rope_interleaved: RoPE rotates pairs of neighbours, not of the two halves of a head.
+        learned_positions: a learned vector per position is added to the embeddings, and their table
+            has so many rows before that of position 0; None: there is none.
+
+    MLP:
+        gated_mlp: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
+        hidden_act: a key of `layers.kernels.GATES`, of an MLP without a gate one of
+            `models.generic.ACTIVATIONS`; that of experts too.
+        mlp_bias: its projections have biases.
+
+    Embeddings, residuals, head:
+        embedding_multiplier, residual_multiplier, logit_scale: factors on embeddings, on what
+            attention and MLP add, and on logits.
+        final_logit_softcapping: as that of scores, on logits.
+        lm_head_bias: logits have biases.
+
+    Checkpoint:
+        fused_qkv: q, k and v are one tensor of the checkpoint, in which all queries, all keys and
+            all values follow each other ("parts"), or the queries, key and value of each KV head
+            ("heads").
+        fused_gate_up: gate and up are one tensor.
+
+    Of one family each:
+        clip_qkv: OLMo: queries, keys and values are clipped to this absolute value, before norms
+            and RoPE.
+        rope_reversed: NanoChat: RoPE rotates in the other direction.
+        embedding_norm: NanoChat: the last norm norms the embeddings as well.
+        transposed_matrices: GPT-2: the matrices of layers are [inputs, outputs] in the checkpoint.
+        gemma4: layers differ in their shapes; None: all are alike.
+        falcon_h1: every layer has Mamba and attention in parallel, with these factors; None: none
             has.
-        blocks: each layer is only one block after one norm, named as in `layers_block_type`; None:
-            each has a mixer and an MLP.
-        attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
+        layers_block_type: Nemotron-H: each layer is only one block after one norm, named as in the
+            config; None: each has a mixer and an MLP.
     """
 
     norms: Norms = "pre"
     norm: NormKind = "rms"
     norm_bias: bool = False
     qk_norm: QKNorm | None = None
+
     qkv_bias: bool = False
     output_bias: bool = False
-    mlp_bias: bool = False
     output_gate: Literal[False, "q_proj", "gate_proj", "per_head"] = False
-    gated: bool = True
-    activation: str = "silu"
-    merged: Literal[False, "parts", "heads"] = False
-    merged_gate: bool = False
-    inputs_first: bool = False
-    clip: float | None = None
-    rotary_dim: int | None = None
-    interleaved: bool = False
-    backwards: bool = False
-    positions: int | None = None
-    embedding_norm: bool = False
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    attention_scale: float | None = None
-    sinks: bool = False
+    attention_multiplier: float | None = None
+    attn_logit_softcapping: float | None = None
+    attention_sinks: bool = False
     latent: LatentPlan | None = None
+
+    rotary_dim: int | None = None
+    rope_interleaved: bool = False
+    learned_positions: int | None = None
+
+    gated_mlp: bool = True
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
+
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+    lm_head_bias: bool = False
+
+    fused_qkv: Literal[False, "parts", "heads"] = False
+    fused_gate_up: bool = False
+
+    clip_qkv: float | None = None
+    rope_reversed: bool = False
+    embedding_norm: bool = False
+    transposed_matrices: bool = False
     gemma4: Gemma4Plan | None = None
-    factors: Factors | None = None
-    blocks: tuple[str, ...] | None = None
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
-    head_bias: bool = False
+    falcon_h1: FalconH1Multipliers | None = None
+    layers_block_type: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +283,7 @@ class MoEConfig:
         shared_gate: a learned sigmoid weighs it.
         router_bias, expert_bias: the router, and both matrices of each expert, have biases.
         interleaved: the checkpoint's stacked rows of gate and of up alternate.
-        gated: experts are gated MLPs; else as `LayerPlan.gated` says.
+        gated: experts are gated MLPs; else as `LayerPlan.gated_mlp` says.
         inputs_first: its stacked matrices are [E, inputs, outputs]; in MXFP4 as those of others.
         layers: which layers have experts.
     """

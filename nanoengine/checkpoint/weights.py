@@ -48,7 +48,7 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
             raise WeightLoadError(f"config.json has {key}={size}, but {name} is {list(shape)}")
 
     def check_outputs(key: str, size: int, name: str) -> None:
-        outputs = int(config.plan.inputs_first)
+        outputs = int(config.plan.transposed_matrices)
         for part, axis in (("weight", outputs), ("weight_packed", 0), ("scales", 1)):
             check(key, size, axis, f"{name}.{part}")
 

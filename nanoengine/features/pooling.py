@@ -375,7 +375,7 @@ class Pools:
             )
         rows = checkpoint.read_token_rows(self.directory, [tokens[0] for tokens in ids]).numpy()
         plan = load_model_config(self.directory).plan
-        scale, cap = plan.logit_scale, plan.logit_softcap
+        scale, cap = plan.logit_scale, plan.final_logit_softcapping
 
         def head(hidden: np.ndarray) -> np.ndarray:
             logits = rows @ hidden * scale

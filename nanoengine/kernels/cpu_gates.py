@@ -1,5 +1,5 @@
 """Gates on what attention's heads have attended: part of `cpu_decoder.decoder_layers` for families
-that have them. The readable form is in `TorchAttention.forward`.
+that have them. The readable form is in `UnfusedAttention.forward`.
 
 Legend: T tokens, H query heads, D head dim.
 """

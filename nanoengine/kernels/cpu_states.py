@@ -2,7 +2,7 @@
 
     norm ─ projections ─ delta rule, or convolution between two gates ─ out_proj
 
-The readable form is `VariantLayer.forward`; `tests/layers/test_cpu_states.py` compares the two.
+The readable form is `GenericLayer.forward`; `tests/layers/test_cpu_states.py` compares the two.
 
 Legend: T tokens, N hidden size, C channels, W kernel.
 """

@@ -5,7 +5,7 @@
 
 Values are normed, without a weight; they may be the keys as projected, or keys and values those
 that an earlier layer has stored; a layer has an input of its own, and a factor on all that leaves
-it, which is why x is then 0. The readable form is `VariedLayer` of `models/varied.py`.
+it, which is why x is then 0. The readable form is `Gemma4Layer` of `models/gemma4.py`.
 
 Legend: T tokens, L rows behind attention, N hidden size, H / K query / KV heads, D head dim.
 """

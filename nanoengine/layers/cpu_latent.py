@@ -43,7 +43,7 @@ class LatentParts(LayerParts):
                 up.key_up.method.operands(None), up.value_up.method.operands(None),
                 self.backend.sinks(spec),
             ),
-            (latent.nope_dim, latent.value_dim, up.key_up.padded, up.value_up.padded),
+            (latent.qk_nope_head_dim, latent.v_head_dim, up.key_up.padded, up.value_up.padded),
             (spec.num_heads, spec.head_dim, spec.value_dim, self.backend.block_size),
             (real(inner_norm.eps), real(spec.scale)),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """VariedLayers: neighbouring layers of Gemma 4 as one compiled call on the CPU.
 
-`models/varied.py` says what is computed, `tests/layers/test_cpu_varied.py` compares the two. Made
+`models/gemma4.py` says what is computed, `tests/layers/test_cpu_varied.py` compares the two. Made
 by `models/cpu.py` once the weights are loaded.
 """
 
@@ -21,7 +21,7 @@ NO_INPUTS = np.empty((0, 0, 0), np.float32)
 
 
 class VariedParts(LayerParts):
-    """What a `VariedLayer` without experts is made of.
+    """What a `Gemma4Layer` without experts is made of.
 
     Attributes:
         mixer: its attention.
@@ -64,7 +64,7 @@ class VariedParts(LayerParts):
 
 
 class VariedLayers(FusedLayers):
-    """Called like a `VariedLayer`; overwrites x."""
+    """Called like a `Gemma4Layer`; overwrites x."""
 
     def may_precede(self, parts: LayerParts) -> bool:
         shared = [of.mixer.is_shared for of in (self.layers[-1], parts)]  # type: ignore[attr-defined]

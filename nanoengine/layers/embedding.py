@@ -1,6 +1,6 @@
 """Embedding and OutputHead: token ids in, logits out, with the vocabulary split over ranks.
 
-Special: `models/variants.py`, where embeddings or logits are scaled, or logits capped.
+Special: `models/generic.py`, where embeddings or logits are scaled, or logits capped.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 How a weight is stored and multiplied is a `LinearMethod`. Used by the models; knows neither
 checkpoint files nor attention.
 
-Special: `variants.py`, where a checkpoint stores matrices fused, or heads in another order.
+Special: `layouts.py`, where a checkpoint stores matrices fused, or heads in another order.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class MergedLinear(Linear):
     The output is [..., sum of this rank's parts], part after part. `parts` maps the name of each
     matrix, beside this layer in the checkpoint, to its number of outputs over all ranks. `shards`
     names the matrices that are split in another way than by rank, each with its Shard.
+
+    Attributes:
+        orders: by matrix, which of the outputs that this rank has of it comes first, second, ...:
+            int64; without an entry they stay in the checkpoint's order.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class MergedLinear(Linear):
         out_features = sum(shards[part].split(size, part) for part, size in parts.items())
         super().__init__(name, in_features, out_features, bias=bias, context=context)
         self.in_features, self.parts, self.shards = in_features, dict(parts), shards
+        self.orders: dict[str, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(x, self.bias)
@@ -92,15 +97,10 @@ class MergedLinear(Linear):
         for name, size in self.parts.items():
             part = self.shards[name].slice(size, name)
             count, shape = part.stop - part.start, (size, self.in_features)
-            matrix = MatrixPart(shape, (part,), first, self.row_order(name, count))
+            matrix = MatrixPart(shape, (part,), first, self.orders.get(name))
             slots |= self.slots_of(f"{beside}.{name}", matrix)
             first += count
         return slots
-
-    def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
-        """Which of the `num_rows` outputs that this rank has of a matrix comes first, second, ...:
-        [num_rows] int64; None: they stay in the checkpoint's order."""
-        return None
 
 
 class QKVLinear(MergedLinear):

@@ -3,7 +3,7 @@
 The arithmetic of RMSNorm is `Kernels.rms_norm`; heads are normed by the attention backend, on their
 way into the cache.
 
-Special: `variants.py`, with other factors, with a mean, or over all heads together.
+Special: `norms.py`, with other factors, with a mean, or over all heads together.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 

@@ -4,7 +4,7 @@ Angles are float32 whatever the model's dtype, as the checkpoints were trained a
 computes them. cos and sin are looked up once a step and shared by all layers. Backends turn pairs
 (x[i], x[i + D / 2]) of whole heads.
 
-Special: `rope_scaling.py`, for contexts longer than those of pre-training; `variants.py`, where
+Special: `rope_scaling.py`, for contexts longer than those of pre-training; `layouts.py`, where
 a part of a head is turned, neighbours are, or nothing is.
 
 Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX.

@@ -1,6 +1,6 @@
 """Routers of a few families, which choose by a rule of their own, or of an input of their own.
 
-Taken by `models/moe.py` and `models/varied.py`. What differs from `Router` is plain torch, on a GPU
+Taken by `models/moe.py` and `models/gemma4.py`. What differs from `Router` is plain torch, on a GPU
 too, where nothing here may wait for the host: graphs hold it.
 
 Legend: T tokens, E experts.

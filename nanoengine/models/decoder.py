@@ -14,7 +14,7 @@ attention, since behind it no row looks at another.
 Module names are those of the checkpoint, so weights find their place by name. Called by the runner;
 knows neither blocks nor sampling.
 
-Special: what other families have in place of these parts is in `variants.py`, `moe.py` and
+Special: what other families have in place of these parts is in `generic.py`, `moe.py` and
 `states.py`; `loader.py` takes them where a config asks for them.
 
 Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
@@ -204,7 +204,7 @@ class GatedMLP(Layer):
     def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         plan, hidden = config.plan, config.hidden_size
-        self.activation, self.kernels = plan.activation, context.kernels
+        self.activation, self.kernels = plan.hidden_act, context.kernels
         self.gate_up_proj = self.linear(
             f"{path}.gate_up_proj",
             hidden,

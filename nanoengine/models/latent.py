@@ -14,7 +14,7 @@ is a latent too, of which `value_up` makes the value.
               └─ rope ─ turned ─┴─ KV head [rank + rope_dim] ── cache ───┘
 
 The value is the first `rank` numbers of the key, so the cache holds keys alone. Taken by
-`variants.py` for a plan that has a latent.
+`generic.py` for a plan that has a latent.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
 
@@ -36,9 +36,9 @@ from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.layouts import whole_linear
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.variants import whole_linear
 from nanoengine.models.decoder import taken
 
 PANEL = 16
@@ -48,31 +48,15 @@ NORM_EPS = 1e-6
 """Of the norms inside, whatever the config says of the others. Source: the families' own code."""
 
 
-class TurnedLinear(MergedLinear):
-    """One matrix whose outputs end, every `still + turned` of them, with `turned` that are turned.
-
-    Where the checkpoint has neighbours turned together, the loader puts these into halves.
+def put_in_halves(linear: MergedLinear, still: int, turned: int) -> None:
+    """Orders the outputs of a layer whose checkpoint has RoPE rotate neighbours: of each head,
+    those of the last `turned` dimensions become the two halves that backends rotate.
     """
-
-    def __init__(
-        self, name: str, in_features: int, out_features: int, *, still: int, turned: int,
-        interleaved: bool, bias: bool, whole: bool, context: ModelContext,
-    ) -> None:  # fmt: skip
-        part = name.rpartition(".")[2]
-        shard = context.shard.of_heads(1) if whole else context.shard
-        super().__init__(
-            name, in_features, {part: out_features}, bias=bias, context=context,
-            shards={part: shard},
-        )  # fmt: skip
-        self.order = None
-        if interleaved:
-            pairs = torch.arange(still, still + turned).view(-1, 2).T.flatten()
-            self.order = torch.cat((torch.arange(still), pairs))
-
-    def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
-        if self.order is None:
-            return None
-        return torch.arange(num_rows).view(-1, len(self.order))[:, self.order].flatten()
+    pairs = torch.arange(still, still + turned).view(-1, 2).T.flatten()
+    head = torch.cat((torch.arange(still), pairs))
+    for name, size in linear.parts.items():
+        rows = torch.arange(linear.shards[name].split(size, name))
+        linear.orders[name] = rows.view(-1, len(head))[:, head].flatten()
 
 
 class HeadMatrices(Layer):
@@ -109,8 +93,8 @@ class Expansion(Layer):
     """What makes keys and values of latents: `kv_b_proj` of the checkpoint, split by head.
 
     Attributes:
-        key_up: of each head [rank, nope_dim].
-        value_up: of each head [value_dim, rank].
+        key_up: of each head [kv_lora_rank, qk_nope_head_dim].
+        value_up: of each head [v_head_dim, kv_lora_rank].
         stored: how matrices are stored that are neither floats nor a GGUF file's blocks; else None.
     """
 
@@ -119,12 +103,11 @@ class Expansion(Layer):
         stored: StoredQuantization | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        local, rows = context.shard.split(heads), latent.nope_dim + latent.value_dim
-        self.key_up = HeadMatrices(f"{path}.key_up", local, latent.rank, latent.nope_dim, context)
-        self.value_up = HeadMatrices(
-            f"{path}.value_up", local, latent.value_dim, latent.rank, context
-        )
-        self.shape = heads * rows, latent.rank
+        local, rank = context.shard.split(heads), latent.kv_lora_rank
+        keys, values = latent.qk_nope_head_dim, latent.v_head_dim
+        self.key_up = HeadMatrices(f"{path}.key_up", local, rank, keys, context)
+        self.value_up = HeadMatrices(f"{path}.value_up", local, values, rank, context)
+        self.shape = heads * (keys + values), rank
         self.part = context.shard.slice(self.shape[0], "num_attention_heads")
         self.stored, self.shard = stored, context.shard
 
@@ -176,30 +159,29 @@ class LatentAttention(Layer):
         plan, latent, backend = config.plan, config.plan.latent, context.kernels.attention
         assert latent is not None
         self.latent, hidden, heads = latent, config.hidden_size, config.num_attention_heads
-        turned = {"turned": latent.rope_dim, "interleaved": plan.interleaved, "context": context}
         into, name, self.q_a = hidden, "q_proj", None
-        if latent.query_rank:
+        if latent.q_lora_rank:
             self.q_a = whole_linear(
-                f"{path}.q_a_proj", hidden, latent.query_rank, context, bias=plan.qkv_bias
+                f"{path}.q_a_proj", hidden, latent.q_lora_rank, context, bias=plan.qkv_bias
             )
-            self.q_a_layernorm = RMSNorm(latent.query_rank, NORM_EPS, context=context)
-            into, name = latent.query_rank, "q_b_proj"
-        self.q = TurnedLinear(
-            f"{path}.{name}", into, heads * (latent.nope_dim + latent.rope_dim),
-            still=latent.nope_dim, bias=False, whole=False, **turned,
-        )  # fmt: skip
-        self.kv_a = TurnedLinear(
-            f"{path}.kv_a_proj_with_mqa", hidden, latent.size, still=latent.rank,
-            bias=plan.qkv_bias, whole=True, **turned,
-        )  # fmt: skip
-        self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS, context=context)
+            self.q_a_layernorm = RMSNorm(latent.q_lora_rank, NORM_EPS, context=context)
+            into, name = latent.q_lora_rank, "q_b_proj"
+        size = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+        self.q = MergedLinear(f"{path}.{name}", into, {name: size}, context=context)
+        self.kv_a = whole_linear(
+            f"{path}.kv_a_proj_with_mqa", hidden, latent.size, context, bias=plan.qkv_bias
+        )
+        if plan.rope_interleaved:
+            put_in_halves(self.q, latent.qk_nope_head_dim, latent.qk_rope_head_dim)
+            put_in_halves(self.kv_a, latent.kv_lora_rank, latent.qk_rope_head_dim)
+        self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, NORM_EPS, context=context)
         # Why exact: an 8-bit number times its scale is no 16-bit one.
         stored = config.quantization
         exact = context if stored is None else replace(context, weight_dtype=None)
         read = stored if stored and stored.format != "gguf" else None
         self.kv_b_proj = Expansion(f"{path}.kv_b_proj", latent, heads, exact, read)
         self.o_proj = RowParallelLinear(
-            f"{path}.o_proj", heads * latent.value_dim, hidden, bias=plan.output_bias,
+            f"{path}.o_proj", heads * latent.v_head_dim, hidden, bias=plan.output_bias,
             context=context,
         )  # fmt: skip
         self.turn_and_store = getattr(backend, "turn_and_store", None)
@@ -210,8 +192,8 @@ class LatentAttention(Layer):
                 num_heads=context.shard.split(heads),
                 num_kv_heads=1,
                 head_dim=latent.size,
-                scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * growth,
-                value_dim=latent.rank,
+                scale=(latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5 * growth,
+                value_dim=latent.kv_lora_rank,
             ),
             backend,
         )
@@ -222,15 +204,15 @@ class LatentAttention(Layer):
         """All rows store their vector and attend; those that `rows` names come out."""
         latent, up = self.latent, self.kv_b_proj
         queries = x if self.q_a is None else self.q_a_layernorm(self.q_a(x), None)[0]
-        q = self.q(queries).view(len(x), -1, latent.nope_dim + latent.rope_dim)
+        q = self.q(queries).view(len(x), -1, latent.qk_nope_head_dim + latent.qk_rope_head_dim)
         vector = self.kv_a(x)
         if self.turn_and_store is None:
             attended = self._attend_by_parts(q, vector, rotation, batch)
         else:
             norm, cache = self.kv_a_layernorm, self.attention.cache
-            nope = q[..., : latent.nope_dim]
+            nope = q[..., : latent.qk_nope_head_dim]
             q = self.turn_and_store(q, vector, rotation, norm.weight, norm.eps, cache, batch)
-            up.key_up(nope, q[..., : latent.rank])
+            up.key_up(nope, q[..., : latent.kv_lora_rank])
             attended = self.attention.backend.attend(q, cache, batch)
         attended = taken(attended, rows)
         return self.o_proj(up.value_up(attended).flatten(1))
@@ -240,9 +222,9 @@ class LatentAttention(Layer):
     ) -> torch.Tensor:
         """Norm, rotation and store in plain torch, on any backend."""
         latent, up = self.latent, self.kv_b_proj
-        vector, rope = vector.split((latent.rank, latent.rope_dim), dim=1)
+        vector, rope = vector.split((latent.kv_lora_rank, latent.qk_rope_head_dim), dim=1)
         vector = self.kv_a_layernorm(vector.contiguous(), None)[0].unsqueeze(1)
-        nope, q_rope = q.split((latent.nope_dim, latent.rope_dim), dim=2)
+        nope, q_rope = q.split((latent.qk_nope_head_dim, latent.qk_rope_head_dim), dim=2)
         turned = rotate(torch.cat((q_rope, rope.unsqueeze(1)), dim=1), rotation, None)
         q = torch.cat((up.key_up(nope), turned[:, :-1]), dim=2)
         kv = torch.cat((vector, turned[:, -1:]), dim=2)

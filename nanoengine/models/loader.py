@@ -128,7 +128,7 @@ def _taking_blocks(
 def model_class(config: ModelConfig) -> type[CausalLM]:
     """`CausalLM` for what Llama and Qwen3 compute, with or without biases, whichever family it is;
     else its variant."""
-    named = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "activation": "silu"}
+    named = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "hidden_act": "silu"}
     plans = LayerPlan(**named), LayerPlan(**named, qk_norm="per_head")
     (rope, *others) = set(config.ropes)
     alike = not others and rope is not None and not rope.llama_4_scaling_beta
@@ -136,16 +136,18 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
     if dense and alike and replace(config.plan, **named) in plans:
         return CausalLM
     if config.plan.gemma4 is not None:
-        from nanoengine.models.varied import VariedLM
+        from nanoengine.models.gemma4 import Gemma4LM
 
-        return VariedLM
-    if config.plan.factors is not None or config.plan.blocks is not None:
-        from nanoengine.models import blocks
+        return Gemma4LM
+    if config.plan.falcon_h1 is not None or config.plan.layers_block_type is not None:
+        from nanoengine.models import mamba_layers
 
-        return blocks.LoneBlockLM if config.plan.factors is None else blocks.SideBySideLM
-    from nanoengine.models.variants import VariantLM
+        return (
+            mamba_layers.NemotronHLM if config.plan.falcon_h1 is None else mamba_layers.FalconH1LM
+        )
+    from nanoengine.models.generic import GenericLM
 
-    return VariantLM
+    return GenericLM
 
 
 def check_ranks(config: ModelConfig, ranks: int) -> None:
@@ -200,8 +202,8 @@ def weight_slots(model: CausalLM) -> dict[str, WeightSlot]:
             assert not slots.keys() & own.keys(), f"{path} offers slots of another layer"
             slots.update(own)
     plan = model.config.plan
-    if plan.inputs_first or plan.norm.startswith("bare"):
-        from nanoengine.layers.variants import as_stored
+    if plan.transposed_matrices or plan.norm.startswith("bare"):
+        from nanoengine.layers.layouts import as_stored
 
         slots = as_stored(slots, plan)
     return slots

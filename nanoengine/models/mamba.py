@@ -4,7 +4,7 @@
                               ├─ dt ─────────────────────────┘                │
                               └─ gate z ─ silu ───────────────────────────────*
 
-Taken by `variants.py` for configs that have such layers.
+Used by `generic.py` for configs that have such layers.
 
 Legend: T tokens, L rows of logits, G groups, H heads, E / V size of a state's rows / of a head.
 """
@@ -43,9 +43,9 @@ class MambaMixer(MatrixLayer):
             context=context,
         )  # fmt: skip
         self.factors: torch.Tensor | None = None
-        if config.plan.factors is not None:
+        if config.plan.falcon_h1 is not None:
             counts = torch.tensor(sizes) * plan.num_key_heads
-            each = torch.tensor(config.plan.factors.projected, dtype=torch.float64)
+            each = torch.tensor(config.plan.falcon_h1.ssm_multipliers, dtype=torch.float64)
             self.factors = each.repeat_interleave(counts).to(context.device, context.dtype)
         self.heads = MambaHeads(groups * self.each, plan.step_limits, context)
         self.norm = None

@@ -49,7 +49,7 @@ class SparseMLP(Layer):
             from nanoengine.layers.routers import SparseMixer as router
         self.gate = router(f"{path}.gate", hidden, moe, context=context)
         self.experts = Experts(
-            f"{path}.experts", hidden, moe, config.plan.activation, plain, context=context
+            f"{path}.experts", hidden, moe, config.plan.hidden_act, plain, context=context
         )
         self.shared_experts = self.shared_expert_gate = None
         if moe.shared_size:

@@ -31,8 +31,8 @@ from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.delta_rule import DeltaInputs
 from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.layouts import OneTensorLinear
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
-from nanoengine.layers.variants import OneTensor
 from nanoengine.models.decoder import taken
 
 
@@ -252,7 +252,7 @@ class ShortConv(StateLayer):
         plan, hidden, shard = config.states, config.hidden_size, context.shard
         assert plan is not None
         self.plan = replace(plan, channels=shard.split(hidden))
-        self.in_proj = OneTensor(
+        self.in_proj = OneTensorLinear(
             f"{path}.in_proj",
             hidden,
             {"before": hidden, "behind": hidden, "value": hidden},

@@ -12,9 +12,13 @@ from nanoengine.errors import ConfigError, RequestError
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.chats import Chats, parse_messages
 from nanoengine.text.tokenizer import Tokenizer
-from tests.support.chat_templates import TEMPLATES
 from tests.support.text_fixtures import byte_level
 
+TEMPLATES = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted((Path(__file__).parents[1] / "data" / "chat_templates").glob("*.jinja"))
+}
+"""Each in the manner of a family of models, and no model's own."""
 USER = {"role": "user", "content": "How are you?"}
 ASSISTANT = {"role": "assistant", "content": "Fine."}
 SYSTEM = {"role": "system", "content": "Be brief."}

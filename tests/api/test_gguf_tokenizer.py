@@ -187,61 +187,27 @@ def test_words(pre: str, words: str) -> None:
 SCRIPTS = "aB's c d  1234567\u00a0你好かなไทยaລາວb한국ㄅc。a/\n\n x      y"
 
 
-@pytest.mark.parametrize(
-    ("pre", "words"),
-    [
-        (
-            "starcoder",
-            "aB|'s| c| d|  |1|2|3|4|5|6|7|\u00a0|你好かなไทยaລາວb한국ㄅc|。|a|/|\n\n| x|     | y",
-        ),
-        (
-            "viking",
-            "aB's| c| d| | |1|2|3|4|5|6|7|\u00a0|你好かなไทยaລາວb한국ㄅc|。|a/|\n\n| x|     | y",
-        ),
-        (
-            "hunyuan",
-            "aB|'s| c| d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
-        ),
-        (
-            "falcon-h1",
-            "aB|'s| c| d| | |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
-        ),
-        (
-            "minicpm5",
-            "aB|'s| c| d|  |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
-        ),
-        (
-            "jais-2",
-            "aB|'s| c| d| | |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|    | | y",
-        ),
-        (
-            "tiny_aya",
-            "a|B's| c| d|  |1|234|567|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
-        ),
-        (
-            "kimi-k2",
-            "a|B's| c| d| | |123|456|7|\u00a0|你好|かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
-        ),
-        (
-            "youtu",
-            "a|B's| c| d| | |1|2|3|4|5|6|7|\u00a0|你好かな|ไทยaລາວb|한국|ㄅ|c|。|a|/\n\n"
-            "| x|     | y",
-        ),
-        (
-            "exaone-moe",
-            "aB|'s| c d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n|\n| x|     | y",
-        ),
-        (
-            "afmoe",
-            "aB|'s| c| d|  |1|234|567|\u00a0|你好かな|ไทย|a|ລາວ|b|한국|ㄅc|。|a|/\n\n| x|     | y",
-        ),
-        (
-            "deepseek-llm",
-            "aB|'|s| c| d|  |1|2|3|4|5|6|7|\u00a0|你好かなไทย|a|ລາວ|b|한국ㄅ|c|。|a|/|\n"
-            "|\n| x|     | y",
-        ),
-    ],
-)
+WORDS_OF_SCRIPTS = {
+    "starcoder": "aB|'s| c| d|  |1|2|3|4|5|6|7|\u00a0|你好かなไทยaລາວb한국ㄅc|。|a|/|"
+    "\n\n| x|     | y",
+    "viking": "aB's| c| d| | |1|2|3|4|5|6|7|\u00a0|你好かなไทยaລາວb한국ㄅc|。|a/|\n\n| x|     | y",
+    "hunyuan": "aB|'s| c| d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+    "falcon-h1": "aB|'s| c| d| | |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+    "minicpm5": "aB|'s| c| d|  |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+    "jais-2": "aB|'s| c| d| | |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|    | | y",
+    "tiny_aya": "a|B's| c| d|  |1|234|567|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+    "kimi-k2": "a|B's| c| d| | |123|456|7|\u00a0|你好|かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+    "youtu": "a|B's| c| d| | |1|2|3|4|5|6|7|\u00a0|你好かな|ไทยaລາວb|한국|ㄅ|c|。|a|/"
+    "\n\n| x|     | y",
+    "exaone-moe": "aB|'s| c d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/"
+    "\n|\n| x|     | y",
+    "afmoe": "aB|'s| c| d|  |1|234|567|\u00a0|你好かな|ไทย|a|ລາວ|b|한국|ㄅc|。|a|/\n\n| x|     | y",
+    "deepseek-llm": "aB|'|s| c| d|  |1|2|3|4|5|6|7|\u00a0|你好かなไทย|a|ລາວ|b|한국ㄅ|c|。|a|/|\n"
+    "|\n| x|     | y",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("pre", "words"), WORDS_OF_SCRIPTS.items())
 def test_words_of_many_scripts(pre: str, words: str) -> None:
     """As Python's `regex` takes this text apart with the models' own expressions."""
     raw = make_tokenizer(bytes_said(pre=pre, bos_token_id=0), Path("m.gguf")).backend_tokenizer

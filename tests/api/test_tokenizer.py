@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
@@ -57,23 +57,9 @@ def assert_only_grows(shown: list[str], final: str) -> None:
 
 
 @kinds
-@given(prompt=texts, text=texts)
-@settings(max_examples=150, deadline=None)
-def test_streamed_text_equals_the_one_shot_decode(kind: str, prompt: str, text: str) -> None:
-    tokenizer = KINDS[kind]()
-    params, prompt_ids = SamplingParams(), raw_ids(tokenizer, prompt)
-    ids = raw_ids(tokenizer, text)
-    final, shown = stream_text(TextStream(tokenizer, params, prompt_token_ids=prompt_ids), ids)
-    assert final == tokenizer.output_text(ids, params, prompt_token_ids=prompt_ids)
-    assert_only_grows(shown, final)
-    if REPLACEMENT not in text:
-        assert REPLACEMENT not in "".join(shown)
-
-
-@kinds
-@given(data=st.data(), skip=st.booleans(), prompt=st.sampled_from(["", "a"]))
-@settings(max_examples=300, deadline=None)
-def test_streamed_text_equals_the_one_shot_decode_of_arbitrary_tokens(
+@given(data=st.data(), skip=st.booleans(), prompt=texts)
+@settings(max_examples=400, deadline=None)
+def test_streamed_text_equals_the_one_shot_decode(
     kind: str, data: st.DataObject, skip: bool, prompt: str
 ) -> None:
     """Models sample any token: broken characters, half byte runs, special tokens in between."""
@@ -83,7 +69,8 @@ def test_streamed_text_equals_the_one_shot_decode_of_arbitrary_tokens(
         st.sampled_from(sorted(tokenizer.byte_ids or range(100))),
         st.sampled_from(sorted(tokenizer.special_ids)),
     )
-    ids = data.draw(st.lists(bytes_or_any, max_size=40))
+    words = texts.map(lambda text: raw_ids(tokenizer, text))
+    ids = data.draw(words | st.lists(bytes_or_any, max_size=40))
     params = SamplingParams(skip_special_tokens=skip)
     prompt_ids = raw_ids(tokenizer, prompt)
     final, shown = stream_text(TextStream(tokenizer, params, prompt_token_ids=prompt_ids), ids)
@@ -97,6 +84,7 @@ BYTE_LEVEL_NAMES = {
 
 
 @given(data=st.lists(st.sampled_from(sorted(BYTE_LEVEL_NAMES)), max_size=60))
+@example([0xFF] * 4 + [0xE2, 0x82] + [0xFF] * 30)  # E2 82 is one broken character, not two
 @settings(max_examples=200, deadline=None)
 def test_long_runs_of_broken_bytes_stay_exact_and_late_by_few_tokens(data: list[int]) -> None:
     tokenizer = byte_level()
@@ -108,16 +96,6 @@ def test_long_runs_of_broken_bytes_stay_exact_and_late_by_few_tokens(data: list[
     for count, text in enumerate(shown, start=1):
         settled = bytes(data[: max(0, count - MAX_OPEN_TOKENS - 1)]).decode("utf-8", "replace")
         assert len(text) >= len(settled) - 1
-
-
-def test_a_long_run_of_broken_bytes_is_settled_without_cutting_a_character() -> None:
-    tokenizer = byte_level()
-    stream = TextStream(tokenizer, SamplingParams(), prompt_token_ids=raw_ids(tokenizer, "a"))
-    data = [0xFF] * 4 + [0xE2, 0x82] + [0xFF] * 30  # E2 82 is one broken character, not two.
-    ids = tokenizer.backend.convert_tokens_to_ids([BYTE_LEVEL_NAMES[byte] for byte in data])
-    final, shown = stream_text(stream, ids)
-    assert final == bytes(data).decode("utf-8", "replace")
-    assert all(len(text) >= count - MAX_OPEN_TOKENS - 2 for count, text in enumerate(shown))
 
 
 def test_a_character_in_several_tokens_is_shown_when_complete() -> None:
@@ -494,11 +472,6 @@ def test_a_tokenizer_may_be_in_the_home_folder(
     assert raw_ids(tokenizer, "a cat") == raw_ids(byte_level(), "a cat")
     config = EngineConfig(model=str(demo_model_path()), tokenizer="~/mine")
     assert "tokenizer.json" in describe_engine(config, "demo")["tokenizer"]
-
-
-def test_a_missing_tokenizer_is_a_clear_error(tmp_path: object) -> None:
-    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-        Tokenizer.load(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "~/no", "no/", "a/b/c", "tokenizer.json/"])

@@ -16,7 +16,7 @@ from nanoengine.attention.flash import FlashAttnBackend
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.layers.kernels import Kernels
-from nanoengine.models.variants import VariantAttention
+from nanoengine.models.generic import GenericAttention
 from tests.support.attention_cases import make_case
 from tests.support.engines import checkpoint
 from tests.support.model_helpers import make_context
@@ -218,7 +218,7 @@ def test_refuses_sinks():
     config = load_model_config(checkpoint("gpt_oss"))
     context = make_context(kernels=Kernels(backend))
     with pytest.raises(ConfigError, match="flash_attn does not compute this model's attention sin"):
-        VariantAttention("self_attn", 0, config, context)
+        GenericAttention("self_attn", 0, config, context)
 
 
 @pytest.mark.parametrize(

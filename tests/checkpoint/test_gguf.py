@@ -130,23 +130,9 @@ def test_blocks_are_as_large_as_the_package_says():
         assert NAMES[kind] == kind.name
 
 
-def test_values(tmp_path):
+def test_version_2_is_read_as_version_3(tmp_path):
     found = read_gguf(write(tmp_path, honest()))
-    metadata = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in found.metadata.items()}
-    assert metadata == {
-        "general.alignment": 32,
-        "general.architecture": "llama",
-        "flag": True,
-        "eps": struct.unpack("<f", struct.pack("<f", 1e-6))[0],
-        "tokens": ["a", "é", ""],
-        "flags": [False, True],
-        "scores": [1.0, 2.0],
-    }
-    assert {name: one.shape for name, one in found.tensors.items()} == {
-        "a": (2, 8),
-        "b": (2, 32),
-        "c": (3,),
-    }
+    assert found.metadata["tokens"] == ["a", "é", ""]
     second = write(tmp_path, honest().replace(struct.pack("<I", 3), struct.pack("<I", 2), 1))
     assert read_gguf(second).tensors == found.tensors
 

@@ -29,7 +29,7 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.layers.rotary import inverse_frequencies
 from tests.support.checkpoints import FAMILIES, make_config
 
-pytestmark = pytest.mark.guards("nanoengine/checkpoint/**/*.py", "tests/support/checkpoints.py")
+pytestmark = pytest.mark.guards("nanoengine/checkpoint/**/*.py", "tests/data/models.yaml")
 
 Raw = dict[str, Any]
 

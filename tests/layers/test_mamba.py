@@ -165,7 +165,7 @@ def test_the_letters_of_a_pattern():
     config = parse_model_config(NEMOTRON)
     assert config.num_hidden_layers == 5 and config.moe is None
     assert config.attending == (3,) and config.states.layers == (0, 2)
-    assert config.plan.blocks == (
+    assert config.plan.layers_block_type == (
         "linear_attention", "mlp", "linear_attention", "full_attention", "mlp",
     )  # fmt: skip
     assert config.states.channels == 4 * 8 + 2 * 2 * 128

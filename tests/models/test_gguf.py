@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from nanoengine.checkpoint import gguf_tensors
 from nanoengine.checkpoint.config import load_model_config
@@ -26,167 +27,22 @@ from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, We
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.layers import quantized_formats
 from nanoengine.settings.config import EngineConfig
-from tests.support import gguf_files
+from tests.support.checkpoints import DATA, MODELS
 from tests.support.engines import greedy, make_engine, run, tokens
-from tests.support.gguf_files import make_gguf
+from tests.support.gguf_files import WRITER, make_gguf
 from tests.support.model_helpers import all_logits, build, cpu_kernels, random_prompts
 
 PROMPTS = random_prompts(21, 1, 40)
-SLIDING, FULL = "sliding_attention", "full_attention"
+CONFIGS = yaml.safe_load((DATA / "configs.yaml").read_text(encoding="utf-8"))
+FULL = "full_attention"
 
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
-    "short_factor": [1 + 0.1 * n for n in range(8)], "long_factor": [2 + 0.5 * n for n in range(8)],
-}  # fmt: skip
-PHI3 = {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
-NEMOTRON = {
-    "layers_block_type": ["linear_attention", "mlp", FULL, "mlp"], "rms_norm_eps": None,
-    "use_bias": False, "mamba_num_heads": 8, "mamba_head_dim": 16,
-    "moe_shared_expert_intermediate_size": 64,
-}  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7,
-    "mscale_all_dim": 0.7, "original_max_position_embeddings": 16,
-}  # fmt: skip
-LATENT = {
-    "kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
-    "v_head_dim": 32, "rope_parameters": YARN,
-}  # fmt: skip
-MINICPM = {
-    **LATENT, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16,
-    "rope_parameters": None,
-}  # fmt: skip
 ALL_EXPERTS = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
 """So that rounding does not choose others."""
 
 
-def of_plain_heads(keys: int, values: int) -> dict[str, int | None]:
-    """What older files say of DeepSeek's heads, in place of one wide KV head."""
-    return {
-        "attention.key_length_mla": None, "attention.value_length_mla": None,
-        "attention.key_length": keys, "attention.value_length": values,
-        "attention.head_count_kv": 4,
-    }  # fmt: skip
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"attention_bias": True}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "mixtral": ("mixtral", {"sliding_window": None}),
-    "qwen2": ("qwen2", {}),
-    "qwen2_moe": ("qwen2_moe", {}),
-    "qwen3": ("qwen3", {}),
-    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}),
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
-    "gemma3": (
-        "gemma3",
-        {"query_pre_attn_scalar": 32, "num_hidden_layers": 7,
-         "layer_types": [SLIDING] * 5 + [FULL, SLIDING]},
-    ),
-    "phi3": ("phi3", {}),
-    "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, **PHI3}),
-    "qwen3_5": ("qwen3_5", {}),
-    "qwen3_5_moe": ("qwen3_5_moe", {}),
-    "granite": ("granite", {}),
-    "granitemoe": ("granitemoe", {}),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {}),
-    "olmoe": ("olmoe", {}),
-    "gpt_oss": ("gpt_oss", {}),
-    "smollm3": (
-        "smollm3",
-        {"num_hidden_layers": 5, "no_rope_layers": None, "no_rope_layer_interval": 4},
-    ),
-    "exaone4": ("exaone4", {}),
-    "seed_oss": ("seed_oss", {}),
-    "ernie4_5": ("ernie4_5", {"use_bias": False}),
-    "ernie4_5_moe": ("ernie4_5_moe", {"moe_layer_interval": 1}),
-    "granitemoeshared": ("granitemoeshared", {}),
-    "hunyuan_moe": ("hunyuan_moe", {}),
-    "jais2": ("jais2", {}),
-    "glm4": ("glm4", {}),
-    "lfm2": ("lfm2", {}),
-    "arcee": ("arcee", {"mlp_bias": False}),
-    "cohere": ("cohere", {}),
-    "qwen3_next": ("qwen3_next", {"shared_expert_intermediate_size": 32}),
-    "ministral3": ("ministral3", {}),
-    "mistral3": ("mistral", {"sliding_window": None, "architecture": "mistral3"}),
-    "glm": ("glm", {"head_dim": 16}),
-    "glm4_moe": ("glm4_moe", {}),
-    "glm4_moe without norms": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
-    "lfm2_moe": ("lfm2_moe", {}),
-    "minimax_m2": ("minimax_m2", {}),
-    "dots1": ("dots1", {"layer_types": None, "sliding_window": None}),
-    "hunyuan": ("hunyuan", {"attention_bias": False}),
-    "stablelm": ("stablelm", {}),
-    "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
-    "qwen2vl": ("qwen2", {"architecture": "qwen2vl"}),
-    "qwen3vl": ("qwen3", {"architecture": "qwen3vl"}),
-    "qwen3vlmoe": ("qwen3_moe", {"mlp_only_layers": [], "architecture": "qwen3vlmoe"}),
-    "internlm2": ("llama", {"architecture": "internlm2"}),
-    "exaone": ("llama", {"architecture": "exaone"}),
-    "one tensor": ("llama", {"joined": True}),
-    "glm one tensor": ("glm", {"head_dim": 16, "joined": True}),
-    "qwen3_next one tensor": (
-        "qwen3_next",
-        {"joined": True, "shared_expert_intermediate_size": 32},
-    ),
-    "qwen3_moe one tensor": ("qwen3_moe", {"mlp_only_layers": [], "joined": True}),
-    "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
-    "granitehybrid": ("granite_hybrid", {"shared_intermediate_size": 64}),
-    "granitehybrid dense": (
-        "granite_hybrid",
-        {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 64,
-         "shared_intermediate_size": 64},
-    ),
-    "bamba": ("bamba", {}),
-    "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}),
-    "falcon_h1 without norms": ("falcon_h1", {"mamba_rms_norm": False}),
-    "nemotron_h": (
-        "nemotron_h",
-        {**NEMOTRON, "architecture": "nemotron_h",
-         "keys": {"expert_count": 8, "expert_group_count": 4}},
-    ),
-    "nemotron_h_moe": (
-        "nemotron_h",
-        {**NEMOTRON, "layers_block_type": ["linear_attention", "moe", FULL, "moe"], "n_group": 1,
-         "topk_group": 1},
-    ),
-    "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
-    "deepseek_v2 groups": (
-        "deepseek_v2",
-        {**LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
-    ),
-    "deepseek_v3": ("deepseek_v3", LATENT),
-    "deepseek_v3 older": (
-        "deepseek_v3",
-        {**LATENT, "joined": True, "keys": of_plain_heads(48, 32)},
-    ),
-    "glm4_moe_lite": (
-        "glm4_moe_lite",
-        {**LATENT, "rope_parameters": None, "mlp_layer_types": ["dense", "sparse", "sparse"]},
-    ),
-    "youtu": ("youtu", LATENT),
-    "minicpm3": ("minicpm3", MINICPM),
-    "gemma4": ("gemma4", {"hidden_size_per_layer_input": 32}),
-    "gemma4_moe": ("gemma4_moe", {}),
-    "gemma": ("gemma", {}),
-    "nemotron": ("nemotron", {}),
-    "phi2": ("phi", {}),
-    "phimoe": ("phimoe", {"sliding_window": 16}),
-    "starcoder2": ("starcoder2", {"sliding_window": None}),
-    "afmoe": ("afmoe", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
-    "exaone_moe": ("exaone_moe", {}),
-    "hy_v3": ("hy_v3", {}),
-    "mellum": ("mellum", {"mlp_layer_types": ["sparse"] * 3}),
-    "solar_open": ("solar_open", {}),
-}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = MODELS["gguf"]
 """Name -> a family and what its config must say so that a GGUF file can hold it."""
 
 TYPES = [
@@ -238,7 +94,7 @@ def test_every_architecture(case: str, tmp_path: Path, caplog: pytest.LogCapture
 
 def test_every_architecture_has_a_case() -> None:
     written = {
-        overrides.get("architecture") or gguf_files.ARCHITECTURES.get(family, (family,))[0]
+        overrides.get("architecture") or WRITER["architectures"].get(family, family)
         for family, overrides in CASES.values()
     }
     assert written == {name for family in every_family().values() for name in family.gguf}
@@ -257,47 +113,31 @@ NEXT_32 = {
 }  # fmt: skip
 """Rows of whole blocks; all experts, so that rounding does not choose others; a layer of each kind,
 because each of them adds to what rounding does."""
-QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
-    "Q4_K_M": ("llama", {**WIDE, "tie_word_embeddings": True}, mixed),
-    "some floats": ("qwen2", {}, partly),
-    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}, lambda name: "Q8_0"),
-    "gpt_oss": ("gpt_oss", {}, lambda name: "MXFP4" if "exps" in name else "Q8_0"),
-    "gemma3": CASES["gemma3"] + (lambda name: "Q4_0",),
-    "phi3": ("phi3", {}, lambda name: "Q5_1"),
-    "granite": ("granite", {}, lambda name: "Q8_0"),
-    "lfm2": ("lfm2", {}, lambda name: "Q8_0"),
-    "qwen3_5": ("qwen3_5", {}, lambda name: "Q8_0"),
-    "qwen3_next": ("qwen3_next", NEXT_32, lambda name: "Q8_0"),
-    "qwen3_next one tensor": ("qwen3_next", {**NEXT_32, "joined": True}, lambda name: "Q8_0"),
-    "one tensor": ("llama", {"joined": True}, lambda name: "Q8_0"),
-    "lfm2_moe": ("lfm2_moe", {}, lambda name: "Q4_0"),
-    "granitehybrid": (
-        "granite_hybrid",
-        {"shared_intermediate_size": 64, "num_experts_per_tok": 8},
-        lambda name: "Q8_0",
-    ),
-    "falcon_h1": ("falcon_h1", {"mamba_norm_before_gate": False}, lambda name: "Q8_0"),
-    "nemotron_h": (
-        "nemotron_h",
-        NEMOTRON | {"architecture": "nemotron_h"},
-        lambda name: "Q8_0",
-    ),
-    "deepseek_v3": ("deepseek_v3", LATENT | ALL_EXPERTS, lambda name: "Q8_0"),
-    "deepseek_v3 older": (
-        "deepseek_v3",
-        {**CASES["deepseek_v3 older"][1], **ALL_EXPERTS},
-        lambda name: "Q8_0",
-    ),
-    "gemma4": ("gemma4", {"hidden_size_per_layer_input": 32}, lambda name: "Q8_0"),
-    "gemma4_moe": ("gemma4_moe", {"top_k_experts": 6}, lambda name: "Q8_0"),
+QUANTIZED: dict[str, tuple[str | Callable[[str], str], dict[str, Any]]] = {
+    "llama": (mixed, {**WIDE, "tie_word_embeddings": True, "attention_bias": False}),
+    "qwen2": (partly, {}),
+    "gpt_oss": (lambda name: "MXFP4" if "exps" in name else "Q8_0", {}),
+    "gemma3": ("Q4_0", {}),
+    "phi3": ("Q5_1", {}),
+    "lfm2_moe": ("Q4_0", {}),
+    **dict.fromkeys(("granite", "lfm2", "qwen3_moe", "qwen3_5", "one tensor"), ("Q8_0", {})),
+    **dict.fromkeys(("qwen3_next", "qwen3_next one tensor"), ("Q8_0", NEXT_32)),
+    "granitehybrid": ("Q8_0", {"num_experts_per_tok": 8}),
+    "falcon_h1": ("Q8_0", {}),
+    "nemotron_h": ("Q8_0", {"keys": None}),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v3 older"), ("Q8_0", ALL_EXPERTS)),
+    "gemma4": ("Q8_0", {}),
+    "gemma4_moe": ("Q8_0", {"top_k_experts": 6}),
 }
+"""Case -> the types of its matrices, and what differs."""
 
 
-@pytest.mark.parametrize("case", often(QUANTIZED, "Q4_K_M", "gpt_oss"))
+@pytest.mark.parametrize("case", often(QUANTIZED, "llama", "gpt_oss"))
 def test_files_of_several_types(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_formats, "ROWS_AT_ONCE", 48)
-    family, overrides, types = QUANTIZED[case]
-    model = make_gguf(tmp_path / "m.gguf", family, types=types, **overrides)
+    (family, overrides), (types, more) = CASES[case], QUANTIZED[case]
+    each = types if callable(types) else lambda name: types
+    model = make_gguf(tmp_path / "m.gguf", family, types=each, **{**overrides, **more})
     expected = logits_of(model)
     found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
     assert (found - expected).abs().max() < 2e-4
@@ -339,52 +179,7 @@ def config_with(tmp_path: Path, family: str = "llama", **keys: Any) -> Any:
     return load_model_config(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize(
-    ("family", "keys", "message"),
-    [
-        ("llama", {"attention__causal": False}, r"llama\.attention\.causal=False"),
-        ("llama", {"rope__scaling__type": "longrope"}, r"llama\.rope\.scaling\.type='longrope'"),
-        ("llama", {"rope__dimension_count": 8}, r"rope\.dimension_count=8.*supported: 16"),
-        ("llama", {"attention__value_length": 24}, r"attention\.value_length=24"),
-        ("llama", {"attention__clamp_kqv": 8.0}, r"llama\.attention\.clamp_kqv=8\.0"),
-        ("llama", {"rope__dimension_sections": [4, 4, 4, 4]}, r"rope\.dimension_sections"),
-        ("llama", {"attention__sliding_window": 8}, "sliding_window=8 is not implemented"),
-        ("llama", {"attention__head_count_kv": [2, 1]}, "one number for all layers"),
-        ("llama", {"block_count": 0}, r"llama\.block_count=0"),
-        ("llama", {"block_count": "two"}, "llama.block_count must be an integer, got 'two'"),
-        ("llama", {"embedding_length": None}, r"needs llama\.embedding_length"),
-        (
-            "llama",
-            {"attention__layer_norm_rms_epsilon": None},
-            "layer_norm_rms_epsilon=None.* a number",
-        ),
-        ("llama", {"general__type": "mmproj"}, "general.type='mmproj'"),
-        ("llama", {"general__architecture": "mamba"}, r"general\.architecture='mamba'; supported"),
-        ("ministral3", {"rope__scaling__type": "none"}, r"attention\.temperature_scale=0\.5.*yarn"),
-        ("glm4_moe", {"expert_gating_func": 3}, r"glm4moe\.expert_gating_func=3.*1 and 2"),
-        ("glm4_moe", {"expert_gating_func": 1}, "scoring_func='softmax'"),
-        ("qwen3_moe", {"expert_gating_func": 2}, "scoring_func='sigmoid'"),
-        ("deepseek_v3", {"expert_gating_func": 3}, r"expert_gating_func=3.*1 and 2"),
-        ("deepseek_v3", {"nextn_predict_layers": 3}, "nextn_predict_layers=3.*0 to 2"),
-        ("deepseek_v2", {"expert_weights_norm": True}, r"deepseek2\.expert_weights_norm=True"),
-        (
-            "deepseek_v2",
-            {"attention__kv_lora_rank": None},
-            r"needs deepseek2\.attention\.kv_lora_rank",
-        ),
-        ("afmoe", {"expert_weights_norm": False}, r"afmoe\.expert_weights_norm=False"),
-        ("granite_hybrid", {"rope__scaling__finetuned": None}, r"rope\.scaling\.finetuned=None"),
-        ("nemotron_h", {"moe_latent_size": 8}, r"nemotron_h_moe\.moe_latent_size=8"),
-        ("nemotron_h", {"attention__head_count_kv": [0, 2]}, "one number a layer"),
-        ("gemma4", {"rope__dimension_count_swa": 8}, r"dimension_count_swa=8.*supported: 16"),
-        ("gemma4", {"attention__value_length_swa": 8}, r"value_length_swa=8"),
-        (
-            "qwen3_next",
-            {"rope__dimension_sections": [4, 4]},
-            r"qwen3next\.rope\.dimension_sections",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "keys", "message"), CONFIGS["gguf"])
 def test_what_changes_the_maths_is_refused(
     family: str, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

@@ -128,28 +128,6 @@ def test_a_published_config_is_read() -> None:
     assert parse_model_config(absent).ropes == config.ropes
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not implemented; supported: '7.0'"),
-        ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
-        ({"attention_bias": False}, "attention_bias=False"),
-        (
-            {"quantization_config": {"quant_method": "mxfp4",
-                                     "modules_to_not_convert": ["model.layers.0.mlp.experts"]}},
-            "modules_to_not_convert='model.layers.0.mlp.experts'",
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_not_implemented_is_refused_by_key_and_value(
-    checkpoint: tuple[Path, torch.nn.Module], keys: dict[str, Any], message: str
-) -> None:
-    raw = json.loads((checkpoint[0] / "config.json").read_text("utf-8"))
-    with pytest.raises(UnsupportedModelError) as error:
-        parse_model_config(raw | keys)
-    assert message in str(error.value)
-
-
 def test_mxfp4_is_for_experts_of_this_family() -> None:
     raw = {"architectures": ["MixtralForCausalLM"], "quantization_config": MXFP4}
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)

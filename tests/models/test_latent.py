@@ -3,7 +3,6 @@ dtypes, what lies in the cache; and what is refused."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoengine.checkpoint.config import load_model_config, parse_model_config
-from nanoengine.errors import UnsupportedModelError
+from nanoengine.checkpoint.config import load_model_config
 from nanoengine.settings.params import SamplingParams
 from tests.layers import test_small_floats
 from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
@@ -112,30 +110,3 @@ def test_a_token_takes_what_its_latent_and_turned_numbers_take() -> None:
     assert latent is not None
     assert latent.size == 24 + 8
     assert engine.info.block_bytes == 8 * latent.size * 3 * 4
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "topk_method='best'": {"topk_method": "best"},
-    "n_group=3 and topk_group=1": {
-        "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1
-    },
-    "norm_topk_prob=True": {"norm_topk_prob": True},
-    "qk_rope_head_dim=7 must be even": {"qk_rope_head_dim": 7},
-    "moe_layer_freq=2": {"moe_layer_freq": 2},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_implemented_is_refused_by_key_and_value(message: str) -> None:
-    path = Path(checkpoint("deepseek_v2")) / "config.json"
-    raw = json.loads(path.read_text("utf-8"))
-    with pytest.raises(UnsupportedModelError) as error:
-        parse_model_config(raw | REFUSED[message])
-    assert message in str(error.value)
-
-
-def test_kinds_of_mlps_must_be_known() -> None:
-    path = Path(checkpoint("glm4_moe_lite")) / "config.json"
-    raw = json.loads(path.read_text("utf-8"))
-    with pytest.raises(UnsupportedModelError, match="must be 'dense' or 'sparse' for each of"):
-        parse_model_config(raw | {"mlp_layer_types": ["dense", "sparse", "wide"]})

@@ -14,33 +14,20 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Shard
-from nanoengine.layers.kernels import Kernels, LinearMethod, UnquantizedLinear
-from nanoengine.layers.norm import RMSNorm
+from nanoengine.layers.kernels import UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.numerics import make_kernels
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import MODELS, make_checkpoint
 from tests.support.model_helpers import (
     DenseAttention,
     all_logits,
     build,
     cpu_kernels,
-    make_context,
-    prefill_batch,
     random_prompts,
 )
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 
 
 def oracle(
@@ -86,77 +73,7 @@ def _widen(model: torch.nn.Module) -> None:
             module.forward = route(module)
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("gemma3", {}),
-    "gemma3 pattern": (
-        "gemma3",
-        {"layer_types": None, "num_hidden_layers": 7, "attention_bias": True, "sliding_window": 8},
-    ),
-    "gemma3 ropes": (
-        "gemma3",
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
-            },
-            "tie_word_embeddings": False,
-        },
-    ),
-    "llama": ("llama", {}),
-    "llama tied": ("llama", {"tie_word_embeddings": True}),
-    "llama attention bias": ("llama", {"attention_bias": True}),
-    "llama head_dim": ("llama", {"head_dim": 48}),
-    "llama no GQA": ("llama", {"num_key_value_heads": 4}),
-    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
-    "llama dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
-    "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
-    "llama yarn": ("llama", {"rope_parameters": YARN}),
-    "mistral": ("mistral", {}),
-    "mistral full": ("mistral", {"sliding_window": None}),
-    "olmo3 yarn": (
-        "olmo3",
-        {
-            "rope_parameters": {
-                "full_attention": {**YARN, "rope_theta": 10000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
-            }
-        },
-    ),
-    "qwen2": ("qwen2", {}),
-    "qwen2 untied": ("qwen2", {"tie_word_embeddings": False}),
-    "qwen2 windows": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-    ),
-    "qwen3": ("qwen3", {}),
-    "qwen3 bias": ("qwen3", {"attention_bias": True}),
-    "qwen3 windows": (
-        "qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "qwen3 yarn": (
-        "qwen3",
-        {
-            "rope_parameters": {
-                **YARN,
-                "rope_theta": 1000000.0,
-                "beta_fast": 16.0,
-                "beta_slow": 2.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.5,
-                "truncate": False,
-            }
-        },
-    ),
-    "qwen3_moe": ("qwen3_moe", {}),
-    "qwen3_moe raw probabilities": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
-    "qwen3_moe step": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
-    "qwen3_moe windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
-}
+CASES: dict[str, tuple[str, dict[str, Any]]] = MODELS["exact"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -306,70 +223,6 @@ def test_attention_layers_are_in_order_and_bind_their_cache(tmp_path: Path) -> N
     assert layers[2].cache.k_cache is k_cache
     assert layers[2].cache.v_cache is v_cache
     assert [layer.spec.group for layer in layers] == [0, 0, 1]
-
-
-def test_hidden_states_have_the_models_width(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3")
-    model = build(tmp_path)
-    hidden = model.forward(prefill_batch(random_prompts(6, 3)))
-    assert hidden.shape == (9, 64)
-    assert model.logits(hidden[[5, 8]]).shape == (2, 256)
-    assert not any(p.requires_grad for p in model.parameters())
-
-
-def test_norm_with_residual_returns_the_norm_of_the_sum_and_the_sum() -> None:
-    norm = RMSNorm(8, 1e-6, context=make_context(torch.float64))
-    norm.weight.copy_(torch.arange(1.0, 9.0))
-    x, residual = torch.randn(2, 3, 8, dtype=torch.float64)
-    normed, total = norm(x, residual)
-    assert torch.equal(total, x + residual)
-    expected = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
-    torch.testing.assert_close(normed, expected)
-    torch.testing.assert_close(norm(total, None)[0], expected)
-
-
-class TransposedLinear(LinearMethod):
-    """Keeps [in, out]."""
-
-    made: list[str] = []  # noqa: RUF012
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.made.append(name)
-
-    def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.register_buffer("stored", torch.empty(*shape[::-1], dtype=dtype))
-
-    def hold(self, weight: torch.Tensor) -> None:
-        self.create(weight.shape, weight.dtype, weight.device)
-
-    def load(self, weight: torch.Tensor, first: int = 0) -> None:
-        self.stored[:, first : first + len(weight)] = weight.T
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = x @ self.stored
-        return out if bias is None else out + bias
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.stored.T[ids]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_another_linear_method_enters_by_the_door(tied: bool, tmp_path: Path) -> None:
-    reference = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=tied, num_hidden_layers=1)
-    TransposedLinear.made.clear()
-    model = build(tmp_path, kernels=Kernels(DenseAttention(), TransposedLinear))
-    assert TransposedLinear.made == [
-        "model.layers.0.self_attn.qkv_proj",
-        "model.layers.0.self_attn.o_proj",
-        "model.layers.0.mlp.gate_up_proj",
-        "model.layers.0.mlp.down_proj",
-        "lm_head",
-    ]
-    prompts = random_prompts(12)
-    expected = oracle(reference, prompts, torch.float32)
-    assert (all_logits(model, prompts) - expected).abs().max() < 1e-4
-    assert load_model_config(tmp_path).tie_word_embeddings == tied
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3 bias", "qwen3_moe"])

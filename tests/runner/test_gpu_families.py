@@ -23,7 +23,7 @@ pytestmark = [
         "nanoengine/models/*.py",
         "nanoengine/runner/*.py",
         "nanoengine/runner/sampling/*.py",
-        "tests/support/checkpoints.py",
+        "tests/data/models.yaml",
         "tests/support/*_gpu.py",
     ),
     pytest.mark.timeout(600),

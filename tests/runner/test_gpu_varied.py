@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one"),
     pytest.mark.guards(
         "nanoengine/attention/triton*.py",
-        "nanoengine/models/varied.py",
+        "nanoengine/models/gemma4.py",
         "nanoengine/runner/decode_step.py",
         "nanoengine/runner/graphs.py",
         "tests/support/emulated_gpu.py",

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from nanoengine.checkpoint.families import per_layer
-from nanoengine.checkpoint.families.family import Family, biases, files, has, key, plan
+from nanoengine.checkpoint.families import family
+from nanoengine.checkpoint.families.family import Family, biases, files, has, key, plan, same
 
 # fmt: off
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
-LLAMA = {"mlp_bias": key("mlp_bias"), **ATTENTION_BIAS}
+LLAMA = {**same("mlp_bias"), **ATTENTION_BIAS}
+RELU2 = {"only": {"hidden_act": ("relu2",)}, "gated_mlp": False, "hidden_act": "relu2"}
 GELU = "gelu_pytorch_tanh"
 QWEN3 = plan(qk_norm="per_head", **ATTENTION_BIAS)
 OLMO2 = plan(norms="post", norm="wide", qk_norm="all_heads", **ATTENTION_BIAS)
-GLM = {"qkv_bias": key("attention_bias"), "merged_gate": True, "interleaved": True}
+GLM = {"qkv_bias": key("attention_bias"), "fused_gate_up": True, "rope_interleaved": True}
 COHERE = plan(
-    norms="parallel", norm="layer", interleaved=True, logit_scale=key("logit_scale"),
+    norms="parallel", norm="layer", rope_interleaved=True, logit_scale=key("logit_scale"),
     **ATTENTION_BIAS,
 )
 GRANITE_KEYS = {
-    "embedding_scale": key("embedding_multiplier"), "residual_scale": key("residual_multiplier"),
-    "attention_scale": key("attention_multiplier"),
+    **same("embedding_multiplier", "residual_multiplier", "attention_multiplier"),
     "logit_scale": key("logits_scaling", lambda scaling: 1 / scaling),
 }
 GRANITE = plan(**GRANITE_KEYS, **LLAMA)
 
-WINDOW = per_layer.windows(named=False)
-QWEN_WINDOWS = per_layer.windows(per_layer.from_max_window_layers, asked=True)
+WINDOW = family.windows(named=False)
+QWEN_WINDOWS = family.windows(family.from_max_window_layers, asked=True)
 
 # Why: in other families no token ends a text that the files don't name.
 GLM_DEFAULTS = {"eos_token_id": [151_329, 151_336, 151_338]}
@@ -56,8 +56,8 @@ FAMILIES: dict[str, Family] = {
     "ApertusForCausalLM": Family(
         "apertus",
         plan=plan(
-            only={"hidden_act": ("xielu",)}, qk_norm="per_head", gated=False, activation="xielu",
-            **ATTENTION_BIAS,
+            only={"hidden_act": ("xielu",)}, hidden_act="xielu", gated_mlp=False,
+            qk_norm="per_head", **ATTENTION_BIAS,
         ),
         names={
             "input_layernorm": "attention_layernorm",
@@ -66,27 +66,27 @@ FAMILIES: dict[str, Family] = {
     ),
     "ArceeForCausalLM": Family(
         "arcee",
-        plan=plan(only={"hidden_act": ("relu2",)}, gated=False, activation="relu2", **LLAMA),
+        plan=plan(**RELU2, **LLAMA),
         gguf=files("arcee", pairs=True),
     ),
     "CohereForCausalLM": Family(
         "cohere", plan=COHERE, norm_eps="layer_norm_eps", gguf=files("command-r"),
     ),
     "Cohere2ForCausalLM": Family(
-        "cohere2", plan=COHERE, windows=per_layer.all_but_every(),
-        rope_layers=per_layer.only_with_window, norm_eps="layer_norm_eps",
+        "cohere2", plan=COHERE, windows=family.all_but_every(),
+        rope_layers=family.only_with_window, norm_eps="layer_norm_eps",
         gguf=files("cohere2", slides=4),
     ),
     "CwmForCausalLM": Family(
-        "cwm", plan=plan(mlp_bias=key("mlp_bias")), windows=per_layer.all_but_first_of_four,
+        "cwm", plan=plan(**same("mlp_bias")), windows=family.all_but_first_of_four,
         defaults={"eos_token_id": [128_001, 128_008, 128_009]},  # as GLM_DEFAULTS
     ),
     "Ernie4_5ForCausalLM": Family(
-        "ernie4_5", plan=plan(interleaved=True, **biases("use_bias")), gguf=files("ernie4_5"),
+        "ernie4_5", plan=plan(rope_interleaved=True, **biases("use_bias")), gguf=files("ernie4_5"),
     ),
     "Exaone4ForCausalLM": Family(
-        "exaone4", plan=plan(norms="post", qk_norm="per_head"), windows=per_layer.all_but_every(),
-        rope_layers=per_layer.exaone_rope, names=POST_NORM_NAMES, gguf=files("exaone4", slides=4),
+        "exaone4", plan=plan(norms="post", qk_norm="per_head"), windows=family.all_but_every(),
+        rope_layers=family.exaone_rope, names=POST_NORM_NAMES, gguf=files("exaone4", slides=4),
     ),
     "GlmForCausalLM": Family(
         "glm", plan=plan(**GLM), partial=True, defaults=GLM_DEFAULTS,
@@ -104,12 +104,12 @@ FAMILIES: dict[str, Family] = {
         "granite", plan=GRANITE, gguf=files("granite", pairs=True, unread=NO_STATES),
     ),
     "GraniteSWAForCausalLM": Family(
-        "granite_swa", plan=plan(**GRANITE_KEYS, **LLAMA, sinks=True),
-        windows=per_layer.all_but_first_of_four, rope_layers=per_layer.layer_bases,
+        "granite_swa", plan=plan(**GRANITE_KEYS, **LLAMA, attention_sinks=True),
+        windows=family.all_but_first_of_four, rope_layers=family.layer_bases,
     ),
     "HeliumForCausalLM": Family(
         "helium",
-        plan=plan(interleaved=True, qkv_bias=key("attention_bias"), mlp_bias=key("mlp_bias")),
+        plan=plan(rope_interleaved=True, qkv_bias=key("attention_bias"), **same("mlp_bias")),
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", plan=plan(qk_norm="post_rope", **ATTENTION_BIAS),
@@ -120,23 +120,20 @@ FAMILIES: dict[str, Family] = {
         plan=plan(
             norms=key("use_post_norm", lambda asked: "sandwich" if asked else "pre"),
             **{**GRANITE_KEYS, "logit_scale": key("logits_scaling"),
-               "attention_scale":
+               "attention_multiplier":
                    lambda keys: keys.get("attention_multiplier") or keys.head_dim**-0.5},
         ),
         names={"attention_output_norm": "post_norm1", "mlp_output_norm": "post_norm2"},
     ),
     "Jais2ForCausalLM": Family(
         "jais2",
-        plan=plan(
-            only={"hidden_act": ("relu2",)}, norm="layer", norm_bias=True, gated=False,
-            activation="relu2", **LLAMA,
-        ),
-        norm_eps="layer_norm_eps", gguf=files("jais2"),
+        plan=plan(norm="layer", norm_bias=True, **RELU2, **LLAMA), norm_eps="layer_norm_eps",
+        gguf=files("jais2"),
     ),
     "LlamaForCausalLM": Family(
         "llama", plan=plan(**LLAMA), gguf=files("exaone") | files("internlm2", "llama", pairs=True),
     ),
-    "MinistralForCausalLM": Family("ministral", windows=per_layer.windows()),
+    "MinistralForCausalLM": Family("ministral", windows=family.windows()),
     "Ministral3ForCausalLM": Family(
         "ministral3", windows=WINDOW,
         rope_extra={"llama_4_scaling_beta": True, "max_position_embeddings": False},
@@ -146,37 +143,33 @@ FAMILIES: dict[str, Family] = {
     "NanoChatForCausalLM": Family(
         "nanochat",
         plan=plan(
-            only={"hidden_act": ("relu2",)}, norm="bare", qk_norm="post_rope", backwards=True,
-            embedding_norm=True, gated=False, activation="relu2",
-            logit_softcap=key("final_logit_softcapping"), **ATTENTION_BIAS,
+            norm="bare", qk_norm="post_rope", rope_reversed=True, embedding_norm=True, **RELU2,
+            **same("final_logit_softcapping"), **ATTENTION_BIAS,
         ),
         names={"up_proj": "fc1", "down_proj": "fc2"},
     ),
     "NemotronForCausalLM": Family(
         "nemotron",
-        plan=plan(
-            only={"hidden_act": ("relu2",)}, norm="centered layer", norm_bias=True, gated=False,
-            activation="relu2", **LLAMA,
-        ),
+        plan=plan(norm="centered layer", norm_bias=True, **RELU2, **LLAMA),
         partial=True, norm_eps="norm_eps", gguf=files("nemotron"),
     ),
     "OlmoForCausalLM": Family(
-        "olmo", plan=plan(norm="bare layer", clip=key("clip_qkv"), **ATTENTION_BIAS),
+        "olmo", plan=plan(norm="bare layer", **same("clip_qkv"), **ATTENTION_BIAS),
         norm_eps="layer_norm_eps",
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", plan=OLMO2, names=POST_NORM_NAMES, gguf=files("olmo2", slides=4),
     ),
     "Olmo3ForCausalLM": Family(
-        "olmo3", plan=OLMO2, windows=per_layer.all_but_every(4), bases=("rope_theta", "rope_theta"),
+        "olmo3", plan=OLMO2, windows=family.all_but_every(4), bases=("rope_theta", "rope_theta"),
         names=POST_NORM_NAMES, gguf=files("olmo2", when=has("attention.sliding_window"), slides=4),
     ),
     "PhiForCausalLM": Family(
         "phi",
         plan=plan(
             only={"hidden_act": ("gelu_new",)}, norms="parallel", norm="layer", norm_bias=True,
-            gated=False, activation=GELU, qkv_bias=True, output_bias=True, mlp_bias=True,
-            head_bias=True,
+            gated_mlp=False, hidden_act=GELU, qkv_bias=True, output_bias=True, mlp_bias=True,
+            lm_head_bias=True,
         ),
         partial=True, norm_eps="layer_norm_eps",
         names={
@@ -186,7 +179,7 @@ FAMILIES: dict[str, Family] = {
         gguf=files("phi2"),
     ),
     "Phi3ForCausalLM": Family(
-        "phi3", plan=plan(merged="parts", merged_gate=True), windows=WINDOW, partial=True,
+        "phi3", plan=plan(fused_qkv="parts", fused_gate_up=True), windows=WINDOW, partial=True,
         defaults={"original_max_position_embeddings": 4096},
         gguf=files("phi3", names=MERGED_GATE | {"attn_qkv": "self_attn.qkv_proj"}),
     ),
@@ -202,13 +195,13 @@ FAMILIES: dict[str, Family] = {
         "seed_oss",
         plan=plan(
             qkv_bias=key("attention_bias"), output_bias=key("attention_out_bias"),
-            mlp_bias=key("mlp_bias"),
+            **same("mlp_bias"),
         ),
         gguf=files("seed_oss", names=BEFORE_MLP),
     ),
     "SmolLM3ForCausalLM": Family(
-        "smollm3", plan=plan(**LLAMA), rope_layers=per_layer.smollm_rope,
-        windows=per_layer.windows(per_layer.smollm_window, asked=True),
+        "smollm3", plan=plan(**LLAMA), rope_layers=family.smollm_rope,
+        windows=family.windows(family.smollm_window, asked=True),
         gguf=files("smollm3", pairs=True),
     ),
     "StableLmForCausalLM": Family(
@@ -222,8 +215,8 @@ FAMILIES: dict[str, Family] = {
     "Starcoder2ForCausalLM": Family(
         "starcoder2",
         plan=plan(
-            only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated=False,
-            activation=GELU, **biases("use_bias"),
+            only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated_mlp=False,
+            hidden_act=GELU, **biases("use_bias"),
         ),
         windows=WINDOW, names={"up_proj": "c_fc", "down_proj": "c_proj"}, norm_eps="norm_epsilon",
         gguf=files("starcoder2"),

@@ -2,18 +2,19 @@
 
 A field of `LayerPlan`, `StatePlan` or `MoEConfig` is a value, or a function of the config's keys,
 such as `key("mlp_bias")`. It reads only keys that the family honours; `Keys` refuses the others.
+Further functions read which layers have a sliding window, and which apply RoPE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoengine.checkpoint.families import per_layer
 from nanoengine.checkpoint.keys import KEYS, Json, Keys
-from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
+from nanoengine.checkpoint.plan import SLIDING, LayerPlan, MoEConfig, StatePlan
 from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import shown
 
 if TYPE_CHECKING:
     from nanoengine.checkpoint.gguf_keys import Metadata
@@ -25,6 +26,11 @@ Reader = Callable[[Keys], T]
 def key(name: str, make: Callable[[Any], Any] | None = None) -> Reader[Any]:
     """Reads a key; `make` computes the field from its value."""
     return lambda keys: make(keys.get(name)) if make else keys.get(name)
+
+
+def same(*names: str) -> dict[str, Reader[Any]]:
+    """Fields of a plan that are called as the keys that say them."""
+    return {name: key(name) for name in names}
 
 
 def biases(name: str) -> dict[str, Reader[Any]]:
@@ -100,6 +106,138 @@ def has(key: str) -> Callable[[Metadata], Any]:
     return lambda given: given.get(key, Any)
 
 
+def those(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
+    return tuple(n for n, given in enumerate(kinds) if given == kind)
+
+
+# --- which layers have a window -------------------------------------------------------------------
+
+Kinds = Sequence[str] | None
+"""`layer_types`; None: absent."""
+
+WindowsReader = Callable[[Keys, Kinds, int], list[bool]]
+"""The third argument is the number of layers."""
+
+
+def never(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+    return [False] * layers
+
+
+def windows(
+    pattern: Callable[[Keys, int], bool] = lambda keys, layer: True,
+    *,
+    asked: bool = False,
+    named: bool = True,
+) -> WindowsReader:
+    """No layer has one if `sliding_window` is null, else those that `layer_types` says, else those
+    of a pattern.
+
+    Args:
+        pattern: whether this layer has one.
+        asked: none has one unless `use_sliding_window` is set.
+        named: the family has `layer_types`.
+    """
+
+    def slides(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+        wanted = not asked or keys.get("use_sliding_window")
+        if keys.get("sliding_window") is None or not wanted:
+            return [False] * layers
+        return _named(kinds) if named and kinds else [pattern(keys, n) for n in range(layers)]
+
+    return slides
+
+
+def from_max_window_layers(keys: Keys, layer: int) -> bool:
+    return layer >= keys.get("max_window_layers")
+
+
+def smollm_window(keys: Keys, layer: int) -> bool:
+    """The layers that do not apply RoPE."""
+    return not smollm_rope(keys, [False] * keys.require("num_hidden_layers"))[layer]
+
+
+def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader:
+    """As `layer_types` says, else every layer but each n-th, n being this number, or this key.
+    A model that has such layers needs a window."""
+
+    def slides(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+        if kinds is not None:
+            return _named(kinds)
+        every = keys.get(number) if isinstance(number, str) else number
+        if isinstance(every, str):
+            return [every[n % len(every)] == "L" and n + 1 < layers for n in range(layers)]
+        if not 1 <= every <= 10_000:
+            raise UnsupportedModelError(
+                f"config.json: {number} must be from 1 to 10,000, got {every}"
+            )
+        return [(n + 1) % every != 0 for n in range(layers)]
+
+    return slides
+
+
+def all_but_first_of_four(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+    keys.get("sliding_window")  # of a model, none of whose layers may have it
+    return [n % 4 > 0 for n in range(layers)] if kinds is None else _named(kinds)
+
+
+def _named(kinds: Sequence[str]) -> list[bool]:
+    return [kind == SLIDING for kind in kinds]
+
+
+# --- which layers apply RoPE ----------------------------------------------------------------------
+
+RopeReader = Callable[[Keys, Sequence[bool]], Sequence[float]]
+"""The second argument says which layers have a window. The result has a number per layer: 0 where
+it does not apply RoPE; above 1: the base of RoPE there."""
+
+
+def always(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    return [True] * len(slides)
+
+
+def only_with_window(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    return slides
+
+
+def exaone_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    """In a model with windows, layers with full attention do not apply RoPE."""
+    return slides if keys.get("sliding_window") is not None else always(keys, slides)
+
+
+def nowhere(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    return [False] * len(slides)
+
+
+def if_named_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    """Granite 4: none unless `position_embedding_type` is "rope"."""
+    return [keys.get("position_embedding_type") == "rope"] * len(slides)
+
+
+def layer_bases(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    """Granite SWA: `layer_rope_theta` has a base per layer, 0 where it does not apply RoPE."""
+    bases: Sequence[float] = keys.get("layer_rope_theta") or always(keys, slides)
+    if len(bases) != len(slides) or not all(base in (0, 1) or base > 1.001 for base in bases):
+        raise UnsupportedModelError(
+            f"layer_rope_theta={shown(bases)} must have 0, or a number above 1.001, for each of"
+            f" num_hidden_layers={len(slides)}"
+        )
+    return bases
+
+
+def smollm_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+    """`no_rope_layers` has a 0 for each layer that does not apply RoPE."""
+    every, given = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
+    layers = len(slides)
+    rope = given or [int((n + 1) % every != 0) for n in range(layers)]
+    if len(rope) < layers:
+        raise UnsupportedModelError(
+            f"no_rope_layers has {len(rope)} entries, num_hidden_layers={layers}"
+        )
+    return [each != 0 for each in rope[:layers]]
+
+
+# --- a family -------------------------------------------------------------------------------------
+
 PLAIN, INTERMEDIATE_SIZE = plan(), size("intermediate_size")
 
 
@@ -133,8 +271,8 @@ class Family:
     normalize: Callable[[Json], Json] | None = None
     plan: Reader[LayerPlan] = PLAIN
     states: Reader[StatePlan] | None = None
-    windows: per_layer.WindowsReader = per_layer.never
-    rope_layers: per_layer.RopeReader = per_layer.always
+    windows: WindowsReader = never
+    rope_layers: RopeReader = always
     bases: tuple[str, str] | None = None
     moe: Reader[MoEConfig | None] | None = None
     partial: bool = False

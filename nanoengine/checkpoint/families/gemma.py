@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from nanoengine.checkpoint.families import dense, moe, per_layer
-from nanoengine.checkpoint.families.family import Family, files, key, plan
-from nanoengine.checkpoint.families.per_layer import FULL, SLIDING
+from nanoengine.checkpoint.families import dense, family, moe
+from nanoengine.checkpoint.families.family import Family, files, key, plan, same
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.plan import Gemma4Plan
+from nanoengine.checkpoint.plan import FULL, SLIDING, Gemma4Plan
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
 
@@ -92,17 +91,16 @@ def gemma_4(given: Metadata) -> Json:
 
 
 GEMMA_1 = {
-    "norm": "centered", "activation": dense.GELU,
-    "embedding_scale": key("hidden_size", lambda n: n**0.5), **dense.ATTENTION_BIAS,
+    "norm": "centered", "hidden_act": dense.GELU,
+    "embedding_multiplier": key("hidden_size", lambda n: n**0.5), **dense.ATTENTION_BIAS,
 }
 GEMMA = {
     "only": {"hidden_act": (dense.GELU, None), "hidden_activation": (dense.GELU,)},
     "norms": "sandwich", **GEMMA_1,
-    "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5),
+    "attention_multiplier": key("query_pre_attn_scalar", lambda n: n**-0.5),
 }
 GEMMA_2 = {
-    "attention_softcap": key("attn_logit_softcapping"),
-    "logit_softcap": key("final_logit_softcapping"), **GEMMA,
+    **same("attn_logit_softcapping", "final_logit_softcapping"), **GEMMA,
 }
 # Why in code: configs of other families must have these sizes. Gemma 3's published ones lack them.
 GEMMA_2_DEFAULTS = {"max_position_embeddings": 8192}
@@ -117,12 +115,12 @@ GEMMA_4 = Family(
             "hidden_activation": (dense.GELU,),
             "use_bidirectional_attention": ("vision", False, None),
         },
-        norms="sandwich", norm="wide", qk_norm="per_head", activation=dense.GELU,
-        attention_scale=1.0, gemma4=gemma_4_plan,
-        embedding_scale=key("hidden_size", lambda n: n**0.5),
-        logit_softcap=key("final_logit_softcapping"), **dense.ATTENTION_BIAS,
+        norms="sandwich", norm="wide", qk_norm="per_head", hidden_act=dense.GELU,
+        attention_multiplier=1.0, gemma4=gemma_4_plan,
+        embedding_multiplier=key("hidden_size", lambda n: n**0.5),
+        **same("final_logit_softcapping"), **dense.ATTENTION_BIAS,
     ),
-    windows=per_layer.all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
+    windows=family.all_but_every(6), bases=("rope_theta", "rope_local_base_freq"),
     moe=moe.where_any(key("enable_moe_block"), moe.experts(taken="top_k_experts")),
     # Why a base: for a config whose `rope_parameters` has none.
     defaults={**GEMMA_3_DEFAULTS, "vocab_size": 262_144, "rope_theta": 1e6},
@@ -155,12 +153,12 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Gemma2ForCausalLM": Family(
-        "gemma2", plan=plan(**GEMMA_2), windows=per_layer.all_but_every(2),
+        "gemma2", plan=plan(**GEMMA_2), windows=family.all_but_every(2),
         defaults=GEMMA_2_DEFAULTS, names=dense.POST_NORM_NAMES,
         gguf=files("gemma2", read=score_scale, slides=2),
     ),
     "Gemma3ForCausalLM": Family(
-        "gemma3_text", plan=plan(qk_norm="per_head", **GEMMA), windows=per_layer.all_but_every(),
+        "gemma3_text", plan=plan(qk_norm="per_head", **GEMMA), windows=family.all_but_every(),
         bases=("rope_theta", "rope_local_base_freq"),
         defaults={**GEMMA_3_DEFAULTS, "sliding_window_pattern": 6}, names=dense.POST_NORM_NAMES,
         gguf=files("gemma3", read=score_scale, slides=6),
@@ -175,7 +173,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "VaultGemmaForCausalLM": Family(
         "vaultgemma",
-        plan=plan(**{**GEMMA_2, "norms": "pre"}), windows=per_layer.all_but_every(2),
+        plan=plan(**{**GEMMA_2, "norms": "pre"}), windows=family.all_but_every(2),
         defaults=GEMMA_2_DEFAULTS, names={"post_attention_layernorm": "pre_feedforward_layernorm"},
     ),
 }

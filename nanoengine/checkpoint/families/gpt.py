@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from nanoengine.checkpoint.families import dense, per_layer
+from nanoengine.checkpoint.families import dense, family
 from nanoengine.checkpoint.families.family import Family, biases, key, plan
 from nanoengine.checkpoint.keys import Json, Keys
 
 BEFORE = {"gelu_fast": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
 BEFORE |= {name: name for name in ("gelu", "gelu_pytorch_tanh", "relu", "relu2", "silu")}
-"""`hidden_act` -> what `LayerPlan.activation` calls it."""
+"""`hidden_act` -> what `LayerPlan.hidden_act` calls it."""
 
 
 def activation(keys: Keys) -> str:
@@ -74,9 +74,9 @@ def opt_positions(keys: Keys) -> int:
 
 # fmt: off
 PLAIN = {
-    "norm": "layer", "norm_bias": True, "gated": False, "activation": activation,
+    "norm": "layer", "norm_bias": True, "gated_mlp": False, "hidden_act": activation,
 }
-GPT = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "positions": 0, **PLAIN}
+GPT = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "learned_positions": 0, **PLAIN}
 OLD: Json = {
     "intermediate_size":
         lambda keys: keys.get("intermediate_size") or 4 * keys.require("hidden_size"),
@@ -101,22 +101,24 @@ FAMILIES: dict[str, Family] = {
     ),
     "FalconForCausalLM": Family(
         "falcon", falcon,
-        plan=plan(norms=falcon_norms, merged="heads", **PLAIN, **biases("bias")),
+        plan=plan(norms=falcon_norms, fused_qkv="heads", **PLAIN, **biases("bias")),
         defaults={"max_position_embeddings": 2048}, names=falcon_names, **OLD,
     ),
     "GPT2LMHeadModel": Family(
-        "gpt2", older, plan=plan(merged="parts", inputs_first=True, **GPT),
-        rope_layers=per_layer.nowhere, names=GPT_2_NAMES, **OLD,
+        "gpt2", older, plan=plan(fused_qkv="parts", transposed_matrices=True, **GPT),
+        rope_layers=family.nowhere, names=GPT_2_NAMES, **OLD,
     ),
     "GPTBigCodeForCausalLM": Family(
-        "gpt_bigcode", older, plan=plan(merged="parts", **GPT),
+        "gpt_bigcode", older, plan=plan(fused_qkv="parts", **GPT),
         # Why: the class says this as `multi_query`.
         defaults={"num_key_value_heads": 1},
-        rope_layers=per_layer.nowhere, names=GPT_2_NAMES, **OLD,
+        rope_layers=family.nowhere, names=GPT_2_NAMES, **OLD,
     ),
     "GPTJForCausalLM": Family(
         "gptj", older,
-        plan=plan(norms="parallel", interleaved=True, head_bias=True, mlp_bias=True, **PLAIN),
+        plan=plan(
+            norms="parallel", rope_interleaved=True, mlp_bias=True, lm_head_bias=True, **PLAIN,
+        ),
         partial=True,
         names={
             **GPT_NAMES, "self_attn": "attn", "o_proj": "out_proj", "up_proj": "fc_in",
@@ -128,7 +130,7 @@ FAMILIES: dict[str, Family] = {
         "gpt_neox", older,
         plan=plan(
             norms=key("use_parallel_residual", lambda on: "parallel each" if on else "pre"),
-            merged="heads", mlp_bias=True, **PLAIN, **dense.ATTENTION_BIAS,
+            fused_qkv="heads", mlp_bias=True, **PLAIN, **dense.ATTENTION_BIAS,
         ),
         partial=True,
         names={
@@ -139,8 +141,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "OPTForCausalLM": Family(
         "opt", older,
-        plan=plan(positions=opt_positions, **PLAIN, **biases("enable_bias")),
-        rope_layers=per_layer.nowhere,
+        plan=plan(learned_positions=opt_positions, **PLAIN, **biases("enable_bias")),
+        rope_layers=family.nowhere,
         names={
             "model.norm": "model.final_layer_norm", "input_layernorm": "self_attn_layer_norm",
             "post_attention_layernorm": "final_layer_norm", "o_proj": "out_proj",

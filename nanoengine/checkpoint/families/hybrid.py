@@ -7,47 +7,46 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from nanoengine.checkpoint.families import dense, moe, per_layer
-from nanoengine.checkpoint.families.family import Family, Reader, files, has, key, plan, size
-from nanoengine.checkpoint.families.per_layer import ATTENTION, CONV, FULL, LINEAR, MAMBA, SLIDING
+from nanoengine.checkpoint.families import dense, family, moe
+from nanoengine.checkpoint.families.family import Family, files, has, key, plan, size
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.plan import Factors, StatePlan
+from nanoengine.checkpoint.plan import ATTENTION, FULL, SLIDING, FalconH1Multipliers, StatePlan
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import shown
+
+LINEAR, CONV = "linear_attention", "conv"
+MAMBA = "mamba"
+"""What transformers 4 wrote for LINEAR."""
 
 # --- the gated delta rule, and short convolutions -------------------------------------------------
 
 
-def delta_states(*, merged: bool) -> Reader[StatePlan]:
-    """Qwen3-Next: every layer but each `full_attention_interval`-th."""
-
-    def states(keys: Keys) -> StatePlan:
-        key_heads, key_dim = keys.get("linear_num_key_heads"), keys.get("linear_key_head_dim")
-        heads, value_dim = keys.get("linear_num_value_heads"), keys.get("linear_value_head_dim")
-        if heads % key_heads:
-            raise UnsupportedModelError(
-                f"linear_num_value_heads={heads} must be a multiple of"
-                f" linear_num_key_heads={key_heads}"
-            )
-        every = keys.get("full_attention_interval")
-        kinds = keys.get("layer_types") or [
-            FULL if (n + 1) % every == 0 else LINEAR
-            for n in range(keys.require("num_hidden_layers"))
-        ]
-        return StatePlan(
-            kind="delta",
-            layers=per_layer.those(kinds, LINEAR),
-            kernel=keys.get("linear_conv_kernel_dim"),
-            channels=2 * key_heads * key_dim + heads * value_dim,
-            num_key_heads=key_heads,
-            num_value_heads=heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            merged=merged,
+def delta_states(keys: Keys) -> StatePlan:
+    """Qwen3.5: every layer but each `full_attention_interval`-th."""
+    key_heads, key_dim = keys.get("linear_num_key_heads"), keys.get("linear_key_head_dim")
+    heads, value_dim = keys.get("linear_num_value_heads"), keys.get("linear_value_head_dim")
+    if heads % key_heads:
+        raise UnsupportedModelError(
+            f"linear_num_value_heads={heads} must be a multiple of linear_num_key_heads={key_heads}"
         )
+    every, layers = keys.get("full_attention_interval"), keys.require("num_hidden_layers")
+    kinds = [LINEAR if (n + 1) % every else FULL for n in range(layers)]
+    return StatePlan(
+        kind="delta",
+        layers=family.those(keys.get("layer_types") or kinds, LINEAR),
+        kernel=keys.get("linear_conv_kernel_dim"),
+        channels=2 * key_heads * key_dim + heads * value_dim,
+        num_key_heads=key_heads,
+        num_value_heads=heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
 
-    return states
+
+def merged_delta_states(keys: Keys) -> StatePlan:
+    """Qwen3-Next: the same, stored as one tensor."""
+    return replace(delta_states(keys), merged=True)
 
 
 def conv_states(keys: Keys) -> StatePlan:
@@ -56,7 +55,7 @@ def conv_states(keys: Keys) -> StatePlan:
     kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
     return StatePlan(
         kind="conv",
-        layers=per_layer.those(kinds, CONV),
+        layers=family.those(kinds, CONV),
         kernel=keys.get("conv_L_cache"),
         channels=keys.require("hidden_size"),
         bias=keys.get("conv_bias"),
@@ -68,7 +67,8 @@ def lfm3_layers(raw: Json) -> Json:
     layers = raw.get("num_hidden_layers")
     if raw.get("layer_types") is not None or not isinstance(layers, int):
         return raw
-    return {**raw, "layer_types": [CONV, *([CONV, FULL, CONV, SLIDING] * layers)[: layers - 1]]}
+    kinds = [CONV, *([CONV, FULL, CONV, SLIDING] * layers)]
+    return {**raw, "layer_types": kinds[:layers]}
 
 
 def lfm2_inner_size(keys: Keys) -> int:
@@ -136,24 +136,15 @@ def falcon_states(keys: Keys) -> StatePlan:
     )
 
 
-def factors(keys: Keys) -> Factors:
+def multipliers(keys: Keys) -> FalconH1Multipliers:
     """Falcon-H1's multipliers."""
-    of_mlp, projected = keys.get("mlp_multipliers"), keys.get("ssm_multipliers")
-    of_mlp, projected = of_mlp or [1.0] * 2, projected or [1.0] * 5
-    if (len(of_mlp), len(projected)) != (2, 5):
-        raise UnsupportedModelError(
-            f"mlp_multipliers={shown(of_mlp)} must be 2 numbers, and"
-            f" ssm_multipliers={shown(projected)} 5"
-        )
-    return Factors(
-        mamba_in=keys.get("ssm_in_multiplier"),
-        attention_in=keys.get("attention_in_multiplier"),
-        projected=tuple(projected),
-        mamba_out=keys.get("ssm_out_multiplier"),
-        attention_out=keys.get("attention_out_multiplier"),
-        gate=of_mlp[0],
-        down=of_mlp[1],
-    )
+    names = "ssm_in_multiplier", "ssm_out_multiplier", "attention_in_multiplier"
+    found = {name: keys.get(name) for name in (*names, "attention_out_multiplier")}
+    for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
+        found[name] = tuple(keys.get(name) or [1.0] * count)
+        if len(found[name]) != count:
+            raise UnsupportedModelError(f"{name}={shown(found[name])} must be {count} numbers")
+    return FalconH1Multipliers(**found)
 
 
 PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
@@ -197,14 +188,14 @@ def nemotron_states(keys: Keys) -> StatePlan:
     size = keys.get("mamba_d_head")
     if not isinstance(size, int) or size < 1:
         raise UnsupportedModelError(f"mamba_head_dim must be a size, got {shown(size)}")
-    return _states(keys, per_layer.those(nemotron_blocks(keys), LINEAR), size)
+    return _states(keys, family.those(nemotron_blocks(keys), LINEAR), size)
 
 
 def nemotron_experts(keys: Keys) -> tuple[int, ...]:
     """The layers that are experts; a model of none may have keys of them."""
     for name in ("n_routed_experts", "norm_topk_prob", "routed_scaling_factor"):
         keys.get(name)
-    return per_layer.those(nemotron_blocks(keys), "moe")
+    return family.those(nemotron_blocks(keys), "moe")
 
 
 def _limits(keys: Keys) -> tuple[float, float]:
@@ -336,10 +327,10 @@ FAMILIES: dict[str, Family] = {
     "FalconH1ForCausalLM": Family(
         "falcon_h1",
         plan=plan(
-            factors=factors, embedding_scale=key("embedding_multiplier"),
+            falcon_h1=multipliers, **family.same("embedding_multiplier"),
             logit_scale=key("lm_head_multiplier"), **dense.LLAMA,
             # Why here: a factor on keys is one on q.k.
-            attention_scale=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
+            attention_multiplier=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
         ),
         states=falcon_states, names=FALCON_NAMES,
         gguf=files(
@@ -350,8 +341,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteMoeHybridForCausalLM": Family(
         "granitemoehybrid",
-        plan=plan(merged_gate=True, **dense.GRANITE_KEYS, **dense.ATTENTION_BIAS),
-        states=mamba_states, rope_layers=per_layer.if_named_rope,
+        plan=plan(fused_gate_up=True, **dense.GRANITE_KEYS, **dense.ATTENTION_BIAS),
+        states=mamba_states, rope_layers=family.if_named_rope,
         moe=moe.where_any(
             key("num_local_experts"),
             moe.experts(**moe.MIXTRAL, shared_size=size("shared_intermediate_size")),
@@ -384,7 +375,7 @@ FAMILIES: dict[str, Family] = {
             norms=key("use_sandwich_norm", lambda asked: "sandwich" if asked else "pre"),
             output_gate=key("use_attention_gate", lambda asked: "per_head" if asked else False),
         ),
-        states=conv_states, windows=per_layer.windows(lambda keys, layer: False),
+        states=conv_states, windows=family.windows(lambda keys, layer: False),
         bases=("rope_theta", "rope_local_base_freq"),
         names={
             "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
@@ -400,10 +391,10 @@ FAMILIES: dict[str, Family] = {
                 "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
                 "residual_in_fp32": (False,), "n_shared_experts": (1,),
             },
-            blocks=nemotron_blocks, norm="wide", gated=False, activation="relu2",
-            mlp_bias=key("mlp_bias"),
+            layers_block_type=nemotron_blocks, norm="wide", gated_mlp=False, hidden_act="relu2",
+            **family.same("mlp_bias"),
         ),
-        states=nemotron_states, rope_layers=per_layer.nowhere,
+        states=nemotron_states, rope_layers=family.nowhere,
         moe=moe.where_any(nemotron_experts, moe.experts(**{
             **moe.DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
             "layers": nemotron_experts, "gated": False,
@@ -415,14 +406,14 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text", plan=QWEN_NEXT, states=delta_states(merged=False),
+        "qwen3_5_text", plan=QWEN_NEXT, states=delta_states,
         partial=True, rope_extra=dense.M_ROPE, left_out=moe.DRAFTS,
         gguf=files(
             "qwen35", read=delta, names=GGUF_DELTA, unread=dense.IMAGES, tiled=True,
         ),
     ),
     "Qwen3_5MoeForCausalLM": Family(
-        "qwen3_5_moe_text", plan=QWEN_NEXT, states=delta_states(merged=False),
+        "qwen3_5_moe_text", plan=QWEN_NEXT, states=delta_states,
         # Why: the class has no such key, its model code divides always.
         moe=moe.QWEN_SHARED, partial=True, defaults={"norm_topk_prob": True},
         rope_extra=dense.M_ROPE, names=moe.SHARED_NAMES, left_out=moe.DRAFTS,
@@ -432,7 +423,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Qwen3NextForCausalLM": Family(
-        "qwen3_next", plan=QWEN_NEXT, states=delta_states(merged=True),
+        "qwen3_next", plan=QWEN_NEXT, states=merged_delta_states,
         moe=moe.QWEN_SHARED, partial=True, names=moe.SHARED_NAMES, left_out=moe.DRAFTS,
         gguf=files("qwen3next", read=delta, names=GGUF_DELTA),
     ),

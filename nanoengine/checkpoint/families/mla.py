@@ -14,16 +14,12 @@ from nanoengine.errors import UnsupportedModelError
 
 def latent(keys: Keys, value_dim: int | None = None) -> LatentPlan:
     """DeepSeek-V2's sizes of attention."""
-    rope_dim = keys.require("qk_rope_head_dim")
-    if rope_dim % 2:
-        raise UnsupportedModelError(f"qk_rope_head_dim={rope_dim} must be even")
-    return LatentPlan(
-        rank=keys.require("kv_lora_rank"),
-        query_rank=keys.get("q_lora_rank"),
-        nope_dim=keys.require("qk_nope_head_dim"),
-        rope_dim=rope_dim,
-        value_dim=value_dim or keys.require("v_head_dim"),
-    )
+    names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
+    sizes = {name: keys.require(name) for name in names}
+    if sizes["qk_rope_head_dim"] % 2:
+        raise UnsupportedModelError(f"qk_rope_head_dim={sizes['qk_rope_head_dim']} must be even")
+    value_dim = value_dim or keys.require("v_head_dim")
+    return LatentPlan(q_lora_rank=keys.get("q_lora_rank"), v_head_dim=value_dim, **sizes)
 
 
 def minicpm_latent(keys: Keys) -> LatentPlan:
@@ -97,7 +93,7 @@ def deepseek_2(given: Metadata) -> Json:
 
 DEEPSEEK_PLAN = plan(
     only={"topk_method": ("noaux_tc",)}, latent=latent, **dense.ATTENTION_BIAS,
-    interleaved=key("rope_interleave"),
+    rope_interleaved=key("rope_interleave"),
 )
 # Why in code: a key of `COMMON`. Published checkpoints have one layer for drafts.
 UNUSED_HEAD = {"head_dim": 64}  # Why: MLA has other sizes, and one computed from others may be odd
@@ -109,7 +105,7 @@ FAMILIES: dict[str, Family] = {
             only={
                 "topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,),
             },
-            latent=latent, interleaved=True, **dense.LLAMA,
+            latent=latent, rope_interleaved=True, **dense.LLAMA,
         ),
         moe=moe.experts(
             count="n_routed_experts", norm_topk_prob=False, shared_size=moe.shared_size(),
@@ -132,8 +128,8 @@ FAMILIES: dict[str, Family] = {
     "MiniCPM3ForCausalLM": Family(
         "minicpm3",
         plan=plan(
-            latent=minicpm_latent, embedding_scale=key("scale_emb"),
-            residual_scale=depth_scale, **dense.LLAMA,
+            latent=minicpm_latent, embedding_multiplier=key("scale_emb"),
+            residual_multiplier=depth_scale, **dense.LLAMA,
             logit_scale=lambda keys: keys.require("dim_model_base") / keys.require("hidden_size"),
         ),
         # Why in code: other families with MLA must have these sizes.
@@ -144,7 +140,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "YoutuForCausalLM": Family(
         "youtu",
-        plan=plan(latent=latent, interleaved=key("rope_interleave"), **dense.ATTENTION_BIAS),
+        plan=plan(latent=latent, rope_interleaved=key("rope_interleave"), **dense.ATTENTION_BIAS),
         defaults={
             "head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
             "v_head_dim": 128,

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoengine.checkpoint.families import dense, per_layer
-from nanoengine.checkpoint.families.family import Family, Reader, files, has, key, made, plan, size
+from nanoengine.checkpoint.families import dense, family
+from nanoengine.checkpoint.families.family import (
+    Family,
+    Reader,
+    files,
+    has,
+    key,
+    made,
+    plan,
+    size,
+)
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.keys import KEYS, Json, Keys
 from nanoengine.checkpoint.plan import MoEConfig
@@ -83,7 +92,7 @@ def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
             f"mlp_layer_types={shown(kinds)} must be 'dense' or 'sparse' for each of"
             f" num_hidden_layers={layers}"
         )
-    return per_layer.those(kinds, "sparse")
+    return family.those(kinds, "sparse")
 
 
 def ernie_layers(keys: Keys) -> tuple[int, ...]:
@@ -182,10 +191,10 @@ FAMILIES: dict[str, Family] = {
         "afmoe",
         plan=plan(
             only={"attention_bias": (False,)}, norms="sandwich", norm="wide", qk_norm="per_head",
-            output_gate="gate_proj", embedding_scale=mup_scale,
+            output_gate="gate_proj", embedding_multiplier=mup_scale,
         ),
-        windows=per_layer.all_but_every("global_attn_every_n_layers"),
-        rope_layers=per_layer.only_with_window,
+        windows=family.all_but_every("global_attn_every_n_layers"),
+        rope_layers=family.only_with_window,
         moe=experts(
             score="sigmoid", scaling_factor=key("route_scale"), norm_epsilon=1e-20,
             layers=layers_from("num_dense_layers"), **SHARED,
@@ -203,13 +212,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "Dots1ForCausalLM": Family(
         "dots1", plan=dense.QWEN3, moe=DEEPSEEK,
-        windows=per_layer.windows(per_layer.from_max_window_layers),
+        windows=family.windows(family.from_max_window_layers),
         defaults={"n_shared_experts": None},  # Why: the class has None, which is no number.
         gguf=files("dots1"),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         "ernie4_5_moe",
-        plan=plan(only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, interleaved=True),
+        plan=plan(only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, rope_interleaved=True),
         moe=experts(
             count="moe_num_experts", taken="moe_k", correction_bias="row", norm_least=1e-12,
             shared_size=shared_size("moe_num_shared_experts"),
@@ -220,8 +229,8 @@ FAMILIES: dict[str, Family] = {
         gguf=files("ernie4_5-moe", unread=("expert_shared_feed_forward_length",)),
     ),
     "ExaoneMoeForCausalLM": Family(
-        "exaone_moe", plan=plan(qk_norm="per_head"), windows=per_layer.all_but_every(),
-        rope_layers=per_layer.exaone_rope,
+        "exaone_moe", plan=plan(qk_norm="per_head"), windows=family.all_but_every(),
+        rope_layers=family.exaone_rope,
         moe=experts(**{**DEEPSEEK_KEYS, "count": "num_experts", **SHARED,
                        "layers": named_sparse_layers}),
         names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}, left_out=DRAFTS,
@@ -248,9 +257,10 @@ FAMILIES: dict[str, Family] = {
         "gpt_oss",
         plan=plan(
             only={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-            norm="wide", qkv_bias=True, output_bias=True, activation="clamped_swiglu", sinks=True,
+            norm="wide", qkv_bias=True, output_bias=True, hidden_act="clamped_swiglu",
+            attention_sinks=True,
         ),
-        windows=per_layer.all_but_every(2),
+        windows=family.all_but_every(2),
         moe=experts(
             **MIXTRAL, router_bias=True, expert_bias=True, interleaved=True, inputs_first=True,
         ),
@@ -271,7 +281,7 @@ FAMILIES: dict[str, Family] = {
         gguf=files("granitemoe", pairs=True),
     ),
     "GraniteMoeSharedForCausalLM": Family(
-        "granitemoeshared", plan=plan(**dense.GRANITE_KEYS, **dense.LLAMA, merged_gate=True),
+        "granitemoeshared", plan=plan(**dense.GRANITE_KEYS, **dense.LLAMA, fused_gate_up=True),
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         names=GRANITE_SHARED_NAMES,
         gguf=files(
@@ -280,8 +290,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteMoeSWAForCausalLM": Family(
         "granitemoe_swa",
-        plan=plan(**dense.GRANITE_KEYS, **dense.ATTENTION_BIAS, merged_gate=True, sinks=True),
-        windows=per_layer.all_but_first_of_four, rope_layers=per_layer.layer_bases,
+        plan=plan(**dense.GRANITE_KEYS, **dense.ATTENTION_BIAS, fused_gate_up=True,
+                  attention_sinks=True),
+        windows=family.all_but_first_of_four, rope_layers=family.layer_bases,
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         names={
             "mlp": "block_sparse_moe", "mlp.gate": "block_sparse_moe.router",
@@ -320,7 +331,7 @@ FAMILIES: dict[str, Family] = {
         gguf=files("hy_v3", read=hunyuan_3),
     ),
     "MellumForCausalLM": Family(
-        "mellum", plan=dense.QWEN3, windows=per_layer.windows(lambda keys, layer: False),
+        "mellum", plan=dense.QWEN3, windows=family.windows(lambda keys, layer: False),
         bases=("rope_theta", "rope_local_base_freq"),
         moe=experts(layers=named_sparse_layers, **NORM_TOPK), left_out=DRAFTS,
         gguf=files("mellum", fixed={"norm_topk_prob": True}, slides=4),
@@ -345,7 +356,7 @@ FAMILIES: dict[str, Family] = {
     "PhimoeForCausalLM": Family(
         "phimoe",
         plan=plan(
-            norm="layer", norm_bias=True, head_bias=key("lm_head_bias"), **dense.ATTENTION_BIAS,
+            norm="layer", norm_bias=True, **family.same("lm_head_bias"), **dense.ATTENTION_BIAS,
         ),
         windows=dense.WINDOW,
         moe=experts(**MIXTRAL, score="sparsemixer", jitter=key("router_jitter_noise")),
@@ -353,14 +364,14 @@ FAMILIES: dict[str, Family] = {
         gguf=files("phimoe"),
     ),
     "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", plan=plan(qkv_bias=key("qkv_bias")), moe=QWEN_SHARED, names=SHARED_NAMES,
-        windows=per_layer.windows(
+        "qwen2_moe", plan=plan(**family.same("qkv_bias")), moe=QWEN_SHARED, names=SHARED_NAMES,
+        windows=family.windows(
             lambda keys, n: n % 2 == 0 and n < keys.get("max_window_layers"), asked=True,
         ), gguf=files("qwen2moe"),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", plan=dense.QWEN3, moe=experts(**QWEN),
-        windows=per_layer.windows(asked=True, named=False),
+        windows=family.windows(asked=True, named=False),
         gguf=files("qwen3moe", fixed={"norm_topk_prob": True})
         | files("qwen3vlmoe", fixed={"norm_topk_prob": True}, unread=dense.IMAGES),
     ),

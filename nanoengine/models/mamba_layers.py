@@ -1,7 +1,7 @@
 """Layers of models with Mamba that are no mixer and MLP behind each other.
 
-    SideBySide   the mixer is Mamba and attention, each with factors (Falcon-H1)
-    LoneBlock    one norm and one of Mamba, attention, MLP or experts (Nemotron-H)
+    FalconH1Layer   the mixer is Mamba and attention, each with factors (Falcon-H1)
+    NemotronHLayer    one norm and one of Mamba, attention, MLP or experts (Nemotron-H)
 
 Taken by `loader.py` for a config that asks for either.
 """
@@ -13,38 +13,38 @@ import torch
 from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import Factors
+from nanoengine.checkpoint.plan import FalconH1Multipliers
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.variants import make_norm
+from nanoengine.layers.norms import make_norm
 from nanoengine.models.decoder import taken
-from nanoengine.models.variants import (
-    VariantAttention,
-    VariantLayer,
-    VariantLM,
+from nanoengine.models.generic import (
+    GenericAttention,
+    GenericLayer,
+    GenericLM,
     make_mixer,
     make_mlp,
 )
 
 
-class SideBySide(VariantLayer):
+class FalconH1Layer(GenericLayer):
     """A layer in which Mamba and attention see the same, and what they say is added."""
 
     def __init__(
         self, index: int, rotation: int, config: ModelConfig, context: ModelContext
     ) -> None:
         super().__init__(index, rotation, config, context)
-        assert config.plan.factors is not None
+        assert config.plan.falcon_h1 is not None
         path = f"model.layers.{index}.self_attn"
-        self.self_attn = VariantAttention(path, index, config, context)
-        self.mixer = Both(self.mixer, self.self_attn, config.plan.factors)
+        self.self_attn = GenericAttention(path, index, config, context)
+        self.mixer = ParallelMixer(self.mixer, self.self_attn, config.plan.falcon_h1)
 
 
-class Both(Layer):
+class ParallelMixer(Layer):
     """The mixer of such a layer."""
 
     needs_torch = True
 
-    def __init__(self, mamba: Layer, attention: Layer, factors: Factors) -> None:
+    def __init__(self, mamba: Layer, attention: Layer, factors: FalconH1Multipliers) -> None:
         super().__init__()
         # Why a tuple: a checkpoint has them as parts of the layer, under names of their own.
         self.parts, self.factors = (mamba, attention), factors
@@ -52,12 +52,13 @@ class Both(Layer):
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        f, (mamba, attention) = self.factors, self.parts
-        kept = mamba(x * f.mamba_in, rotation, batch, rows) * f.mamba_out
-        return kept + attention(x * f.attention_in, rotation, batch, rows) * f.attention_out
+        by, (mamba, attention) = self.factors, self.parts
+        kept = mamba(x * by.ssm_in_multiplier, rotation, batch, rows)
+        attended = attention(x * by.attention_in_multiplier, rotation, batch, rows)
+        return kept * by.ssm_out_multiplier + attended * by.attention_out_multiplier
 
 
-class LoneBlock(VariantLayer):
+class NemotronHLayer(GenericLayer):
     """A layer that is one thing, behind one norm."""
 
     needs_torch = True
@@ -66,10 +67,10 @@ class LoneBlock(VariantLayer):
         self, index: int, rotation: int, config: ModelConfig, context: ModelContext
     ) -> None:
         Layer.__init__(self)
-        assert config.plan.blocks is not None
+        assert config.plan.layers_block_type is not None
         self.rotation, path = rotation, f"model.layers.{index}"
         self.mixer = self.mlp = None
-        if config.plan.blocks[index] in ("mlp", "moe"):
+        if config.plan.layers_block_type[index] in ("mlp", "moe"):
             self.mlp = make_mlp(f"{path}.mlp", index, config, context)
         else:
             mixer = make_mixer(path, index, config, context)
@@ -91,13 +92,13 @@ class LoneBlock(VariantLayer):
         return self.mixer(x, rotations[self.rotation], batch, rows), taken(residual, rows)
 
 
-class SideBySideLM(VariantLM):
+class FalconH1LM(GenericLM):
     """Falcon-H1."""
 
-    layer = SideBySide
+    layer = FalconH1Layer
 
 
-class LoneBlockLM(VariantLM):
+class NemotronHLM(GenericLM):
     """Nemotron-H."""
 
-    layer = LoneBlock
+    layer = NemotronHLayer

@@ -1,9 +1,9 @@
 """Layers of two shapes, that may attend to another's keys, and have an input of their own.
 
-    VariedLM         the model; its layers' caches, several of which may share a slice
-    VariedDecoder    makes the inputs of all layers of the token ids and of their embeddings
-    VariedLayer      attention, MLP and experts side by side, then the layer's input, then a factor
-    VariedAttention  values are normed, or are the keys; or keys and values are an earlier layer's
+    Gemma4LM         the model; its layers' caches, several of which may share a slice
+    Gemma4Decoder    makes the inputs of all layers of the token ids and of their embeddings
+    Gemma4Layer      attention, MLP and experts side by side, then the layer's input, then a factor
+    Gemma4Attention  values are normed, or are the keys; or keys and values are an earlier layer's
 
     token ids ─ embed_tokens_per_layer ────────────────────┐
     embeddings ─ per_layer_model_projection ─ norm ── + ── inputs [T, layers, input size]
@@ -37,19 +37,20 @@ from nanoengine.checkpoint.slots import WeightSlot, whole_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.layouts import whole_linear
 from nanoengine.layers.linear import MergedLinear
 from nanoengine.layers.moe import Experts
+from nanoengine.layers.norms import ReorderedHeadNorm, make_norm
 from nanoengine.layers.routers import ScaledRouter
-from nanoengine.layers.variants import OtherHeadNorm, make_norm, whole_linear
 from nanoengine.models.decoder import taken
-from nanoengine.models.variants import (
+from nanoengine.models.generic import (
     ACTIVATIONS,
+    GenericAttention,
+    GenericDecoder,
+    GenericLayer,
+    GenericLM,
     Rotaries,
     ScaledEmbedding,
-    VariantAttention,
-    VariantDecoder,
-    VariantLayer,
-    VariantLM,
     make_mlp,
 )
 
@@ -64,14 +65,14 @@ def of_layer(config: ModelConfig, index: int) -> ModelConfig:
     return replace(config, head_dim=head_dim, num_key_value_heads=kv_heads, intermediate_size=inner)
 
 
-class VariedLM(VariantLM):
+class Gemma4LM(GenericLM):
     """A language model whose layers differ, on one rank.
 
     Raises:
         ConfigError: ranks are more than KV heads of one kind of layer.
     """
 
-    def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariedDecoder:
+    def make_decoder(self, config: ModelConfig, context: ModelContext) -> Gemma4Decoder:
         varied, ranks = config.plan.gemma4, context.shard.world_size
         assert varied is not None
         least = min(heads for _, heads in varied.shapes)
@@ -80,7 +81,7 @@ class VariedLM(VariantLM):
                 f"tensor_parallel_size={ranks} must be at most {least}, the KV heads of this"
                 " model's layers that have the fewest"
             )
-        return VariedDecoder(config, context)
+        return Gemma4Decoder(config, context)
 
     @property
     def attention_layers(self) -> list[SharedSlice]:
@@ -121,7 +122,7 @@ class SharedSlice:
         return flat[: count * math.prod(inner)].view(count, *inner)
 
 
-class VariedDecoder(VariantDecoder):
+class Gemma4Decoder(GenericDecoder):
     """The stack of layers, and the inputs that each of them has of its own."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
@@ -130,7 +131,7 @@ class VariedDecoder(VariantDecoder):
         varied = plan.gemma4
         assert varied is not None
         self.embed_tokens = ScaledEmbedding(
-            plan.embedding_scale, config.vocab_size, hidden, context=context
+            plan.embedding_multiplier, config.vocab_size, hidden, context=context
         )
         configs = [of_layer(config, index) for index in range(depth)]
         kinds = list(dict.fromkeys(config.sliding_windows))
@@ -149,10 +150,10 @@ class VariedDecoder(VariantDecoder):
             self.projection_scale = hidden**-0.5
         self.backend, self.first_shared = context.kernels.attention, depth - varied.num_shared
         self.layers = nn.ModuleList()
-        last: dict[int | None, VariedAttention] = {}
+        last: dict[int | None, Gemma4Attention] = {}
         for index, window in enumerate(config.sliding_windows):
             shared = last[window] if index >= self.first_shared else None
-            layer = VariedLayer(index, kinds.index(window), configs[index], shared, context)
+            layer = Gemma4Layer(index, kinds.index(window), configs[index], shared, context)
             self.layers.append(layer)
             if shared is None:
                 last[window] = layer.mixer
@@ -215,7 +216,7 @@ def ends_of(batch: Batch, backend: AttentionBackend) -> Batch:
     return found
 
 
-class VariedLayer(VariantLayer):
+class Gemma4Layer(GenericLayer):
     """One layer; `shared` is the attention whose keys and values it attends to, None: its own.
 
     Attributes:
@@ -229,15 +230,15 @@ class VariedLayer(VariantLayer):
         index: int,
         rotation: int,
         config: ModelConfig,
-        shared: VariedAttention | None,
+        shared: Gemma4Attention | None,
         context: ModelContext,
     ) -> None:
         Layer.__init__(self)
         path, plan, moe = f"model.layers.{index}", config.plan, config.moe
         varied, hidden = plan.gemma4, config.hidden_size
         assert varied is not None
-        self.index, self.rotation, self.scale = index, rotation, plan.residual_scale
-        self.self_attn = self.mixer = VariedAttention(
+        self.index, self.rotation, self.scale = index, rotation, plan.residual_multiplier
+        self.self_attn = self.mixer = Gemma4Attention(
             f"{path}.self_attn", index, config, shared, context
         )
         self.mlp = make_mlp(f"{path}.mlp", index, replace(config, moe=None), context)
@@ -246,10 +247,10 @@ class VariedLayer(VariantLayer):
         norms += ("mlp_output_norm",)
         if moe is not None:
             self.router = ScaledRouter(f"{path}.router", hidden, moe, config, context)
-            self.experts = Experts(f"{path}.experts", hidden, moe, plan.activation, context=context)
+            self.experts = Experts(f"{path}.experts", hidden, moe, plan.hidden_act, context=context)
             self.routed: Callable[..., torch.Tensor] = self._one_by_one
             norms += "post_mlp_norm", "post_experts_norm", "pre_experts_norm"
-        self.activation = ACTIVATIONS[plan.activation]
+        self.activation = ACTIVATIONS[plan.hidden_act]
         if varied.input_size:
             self.per_layer_input_gate = whole_linear(
                 f"{path}.per_layer_input_gate", hidden, varied.input_size, context
@@ -313,7 +314,7 @@ class VariedLayer(VariantLayer):
         return whole_slots(path, layer_scalar=self.layer_scalar)
 
 
-class VariedAttention(VariantAttention):
+class Gemma4Attention(GenericAttention):
     """Attention whose values are normed, without a weight; they may be the keys as projected.
 
     Attributes:
@@ -325,7 +326,7 @@ class VariedAttention(VariantAttention):
         path: str,
         index: int,
         config: ModelConfig,
-        shared: VariedAttention | None,
+        shared: Gemma4Attention | None,
         context: ModelContext,
     ) -> None:
         varied = config.plan.gemma4
@@ -354,8 +355,8 @@ class VariedAttention(VariantAttention):
 
     def make_norm(
         self, spec: AttentionSpec, config: ModelConfig, context: ModelContext
-    ) -> OtherHeadNorm:
-        return (QueryNorm if self.is_shared else OtherHeadNorm)(spec, config, context)
+    ) -> ReorderedHeadNorm:
+        return (QueryNorm if self.is_shared else ReorderedHeadNorm)(spec, config, context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
@@ -372,7 +373,7 @@ class VariedAttention(VariantAttention):
         return self.o_proj(taken(attended, rows).flatten(1))
 
 
-class QueryNorm(OtherHeadNorm):
+class QueryNorm(ReorderedHeadNorm):
     """The norm of query heads alone."""
 
     def __init__(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> None:

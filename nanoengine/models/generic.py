@@ -1,11 +1,11 @@
 """What other families have in place of the parts of `decoder.py`, as `LayerPlan` says it.
 
-    VariantLM         a head that scales or caps logits
-    VariantDecoder    embeddings that are scaled; several kinds of rotation
-    VariantLayer      norms behind attention and MLP too, or only there, or one before both; other
+    GenericLM         a head that scales or caps logits
+    GenericDecoder    embeddings that are scaled; several kinds of rotation
+    GenericLayer      norms behind attention and MLP too, or only there, or one before both; other
                       MLPs; layers that keep a state in place of keys and values
-    VariantAttention  rows stored otherwise, factors, soft caps, sinks, other norms of heads
-    TorchAttention    gates, and whatever else no backend does
+    GenericAttention  rows stored otherwise, factors, soft caps, sinks, other norms of heads
+    UnfusedAttention    gates, and whatever else no backend does
 
 Taken by `loader.py` for a config that asks for any of them. Experts (`moe.py`) and states
 (`states.py`) are loaded for configs that have them.
@@ -31,12 +31,13 @@ from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import WeightSlot, whole_slots
 from nanoengine.errors import ConfigError
-from nanoengine.layers import variants
+from nanoengine.layers import layouts
 from nanoengine.layers.embedding import Embedding, OutputHead
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.linear import MergedLinear, RowParallelLinear
+from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
+from nanoengine.layers.norms import AllHeadsNorm, LayerNorm, ReorderedHeadNorm, make_norm
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.decoder import (
     CausalLM,
@@ -48,24 +49,26 @@ from nanoengine.models.decoder import (
     taken,
 )
 
-Norm = RMSNorm | variants.LayerNorm | None
+Norm = RMSNorm | LayerNorm | None
 
 
-class VariantLM(CausalLM):
+class GenericLM(CausalLM):
     """A language model of any family, on one rank.
 
     Attributes:
-        layer: the kind of its layers; None: `VariantLayer`.
+        layer: the kind of its layers; None: `GenericLayer`.
     """
 
-    layer: type[VariantLayer] | None = None
+    layer: type[GenericLayer] | None = None
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         self.config = config
         self.model = self.make_decoder(config, context)
         plan, tied = config.plan, config.tie_word_embeddings
-        capped = plan.logit_scale != 1 or plan.logit_softcap is not None or plan.head_bias
+        capped = (
+            plan.logit_scale != 1 or plan.final_logit_softcapping is not None or plan.lm_head_bias
+        )
         head = partial(CappedHead, plan) if capped else OutputHead
         self.lm_head = head("lm_head", self.model.embed_tokens, tied=tied, context=context)
         if config.states is not None:
@@ -73,9 +76,9 @@ class VariantLM(CausalLM):
 
             self.state_layers = [m for m in self.modules() if isinstance(m, StateLayer)]
 
-    def make_decoder(self, config: ModelConfig, context: ModelContext) -> VariantDecoder:
+    def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
         """What is between token ids and the last norm."""
-        return VariantDecoder(config, context, self.layer or VariantLayer)
+        return GenericDecoder(config, context, self.layer or GenericLayer)
 
     @property
     def graph_safe(self) -> bool:
@@ -90,8 +93,8 @@ class CappedHead(OutputHead):
 
     def __init__(self, plan: LayerPlan, *arguments: Any, context: ModelContext, tied: bool) -> None:
         super().__init__(*arguments, context=context, tied=tied)
-        self.scale, self.cap = plan.logit_scale, plan.logit_softcap
-        self.bias = context.parameter(self.shape[0]) if plan.head_bias else None
+        self.scale, self.cap = plan.logit_scale, plan.final_logit_softcapping
+        self.bias = context.parameter(self.shape[0]) if plan.lm_head_bias else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = super().forward(self._scaled(hidden))
@@ -115,16 +118,16 @@ class CappedHead(OutputHead):
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
-class VariantDecoder(Decoder):
+class GenericDecoder(Decoder):
     """The stack of layers, of this kind, with a list of rotations in place of one."""
 
-    embed_positions: variants.Positions | None = None
+    embed_positions: layouts.LearnedPositions | None = None
 
     def __init__(
-        self, config: ModelConfig, context: ModelContext, layer: type[VariantLayer]
+        self, config: ModelConfig, context: ModelContext, layer: type[GenericLayer]
     ) -> None:
         Layer.__init__(self)
-        sizes, scale = (config.vocab_size, config.hidden_size), config.plan.embedding_scale
+        sizes, scale = (config.vocab_size, config.hidden_size), config.plan.embedding_multiplier
         embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
         self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
@@ -134,10 +137,10 @@ class VariantDecoder(Decoder):
             for index, rope in enumerate(config.ropes)
         )
         self.stack: list[Layers] = list(self.layers)
-        self.norm = variants.make_norm(config, context)
+        self.norm = make_norm(config, context)
         self.norms_embeddings = config.plan.embedding_norm
-        if config.plan.positions is not None:
-            self.embed_positions = variants.Positions(config, context)
+        if config.plan.learned_positions is not None:
+            self.embed_positions = layouts.LearnedPositions(config, context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         x = self.embed_tokens(batch.token_ids)
@@ -168,17 +171,16 @@ class Rotaries(Layer):
     ) -> None:
         super().__init__()
         plan = kinds[0][1].plan
-        turning = RotaryEmbedding if plan.rotary_dim is None else variants.PartialRotary
+        turning = RotaryEmbedding if plan.rotary_dim is None else layouts.PartialRotary
         self.each = nn.ModuleList(
-            (turning if rope else variants.NoRotary)(rope, config, context)
-            for rope, config in kinds
+            (turning if rope else layouts.NoRotary)(rope, config, context) for rope, config in kinds
         )
 
     def forward(self, positions: torch.Tensor) -> list[Rotation]:
         return [rotary(positions) for rotary in self.each]
 
 
-class VariantLayer(DecoderLayer):
+class GenericLayer(DecoderLayer):
     """One layer of any family.
 
     Attributes:
@@ -195,12 +197,12 @@ class VariantLayer(DecoderLayer):
         mixer = make_mixer(path, index, config, context)
         setattr(self, mixer.name, mixer)  # as checkpoints call it
         self.mixer, self.mlp = mixer, make_mlp(f"{path}.mlp", index, config, context)
-        norms, self.scale = config.plan.norms, config.plan.residual_scale
+        norms, self.scale = config.plan.norms, config.plan.residual_multiplier
         self.is_parallel = norms in ("parallel", "parallel each")
         before, behind = norms != "post", norms in ("post", "sandwich")
 
         def norm(wanted: bool) -> Norm:
-            return variants.make_norm(config, context) if wanted else None
+            return make_norm(config, context) if wanted else None
 
         self.input_layernorm = norm(before)
         self.attention_output_norm = norm(behind)
@@ -266,28 +268,28 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
 
         return LatentAttention(f"{path}.{LatentAttention.name}", index, config, context)
     needed = config.plan.output_gate or needs_torch(index, config, context)
-    attention = TorchAttention if needed else VariantAttention
+    attention = UnfusedAttention if needed else GenericAttention
     return attention(f"{path}.{attention.name}", index, config, context)
 
 
 def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
     """The MLP of layer `index`, whose full name is `path`: [T, hidden_size] -> the same."""
     plan = config.plan
-    gated = OneTensorMLP if plan.merged_gate else FactorMLP if plan.factors else GatedMLP
+    gated = OneTensorMLP if plan.fused_gate_up else FactorMLP if plan.falcon_h1 else GatedMLP
     if config.moe is not None and index in config.moe.layers:
         from nanoengine.models.moe import SparseMLP
 
         if not config.moe.gated:
-            activation = ACTIVATIONS[plan.activation]
+            activation = ACTIVATIONS[plan.hidden_act]
             return SparseMLP(path, config, context, PlainMLP, activation)
         return SparseMLP(path, config, context, gated)
-    return (gated if plan.gated else PlainMLP)(path, config.intermediate_size, config, context)
+    return (gated if plan.gated_mlp else PlainMLP)(path, config.intermediate_size, config, context)
 
 
 class OneTensorMLP(GatedMLP):
     """A gated MLP whose gate and up are one tensor of the checkpoint."""
 
-    linear = variants.OneTensor
+    linear = layouts.OneTensorLinear
 
 
 class FactorMLP(GatedMLP):
@@ -295,12 +297,13 @@ class FactorMLP(GatedMLP):
 
     def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(path, inner, config, context)
-        self.factors = config.plan.factors
+        assert config.plan.falcon_h1 is not None
+        self.factors = config.plan.falcon_h1.mlp_multipliers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=1)
-        both = torch.cat((gate * self.factors.gate, up), dim=1)
-        return self.down_proj(self.kernels.gate(both, self.activation)) * self.factors.down
+        both = torch.cat((gate * self.factors[0], up), dim=1)
+        return self.down_proj(self.kernels.gate(both, self.activation)) * self.factors[1]
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -313,13 +316,37 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """`hidden_act` of a config -> the function of an MLP without a gate, in plain torch everywhere."""
 
 
+class XIELU(Layer):
+    """a x^2 + b x, for x above 0; below, c (e^x - 1 - x) + b x. a and c are a layer's own.
+
+    Attributes:
+        alpha_p, alpha_n, beta, eps: as checkpoints have them: a is softplus(alpha_p), c is beta +
+            softplus(alpha_n), b is beta; x counts as at most eps in e^x.
+
+    Source: Huang and Schlag (arXiv 2411.13010).
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = context.parameter(1), context.parameter(1)
+        self.beta, self.eps = context.parameter(), context.parameter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        above, below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        bent = torch.expm1(torch.minimum(x, self.eps)) - x
+        return torch.where(x > 0, above * x * x, bent * below) + self.beta * x
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return whole_slots(path, **dict(self.named_parameters()))
+
+
 class PlainMLP(Layer):
     """down(act(up(x)))."""
 
     def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         plan, hidden = config.plan, config.hidden_size
-        self.act_fn = ACTIVATIONS.get(plan.activation) or variants.XIELU(context)
+        self.act_fn = ACTIVATIONS.get(plan.hidden_act) or XIELU(context)
         self.up_proj = MergedLinear(
             f"{path}.up_proj", hidden, {"up_proj": inner}, bias=plan.mlp_bias, context=context
         )
@@ -331,7 +358,7 @@ class PlainMLP(Layer):
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
-class VariantAttention(SelfAttention):
+class GenericAttention(SelfAttention):
     """The attention of any family, where backends do all that stands between two projections.
 
     Attributes:
@@ -341,21 +368,19 @@ class VariantAttention(SelfAttention):
 
     name, needs_torch = "self_attn", False
 
-    def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> variants.OtherQKV:
-        kind = variants.OneTensorQKV if config.plan.merged else variants.OtherQKV
-        kind = variants.HeadByHeadQKV if config.plan.merged == "heads" else kind
-        return kind(path, config, context)
+    def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> QKVLinear:
+        return layouts.QKV_LAYOUTS[config.plan.fused_qkv](path, config, context)
 
     def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
         plan, plain = config.plan, super().make_spec(index, config, context)
         heads = config.num_attention_heads
         self.all_sinks = (heads,), (context.shard.slice(heads, "num_attention_heads"),)
-        self.sinks = make_sinks(plain.num_heads, context) if plan.sinks else None
-        scale = plan.attention_scale or plain.scale
-        return replace(plain, scale=scale, softcap=plan.attention_softcap, sinks=self.sinks)
+        self.sinks = make_sinks(plain.num_heads, context) if plan.attention_sinks else None
+        scale = plan.attention_multiplier or plain.scale
+        return replace(plain, scale=scale, softcap=plan.attn_logit_softcapping, sinks=self.sinks)
 
     def make_norm(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> Layer:
-        norm = variants.WidthNorm if config.plan.qk_norm == "all_heads" else variants.OtherHeadNorm
+        norm = AllHeadsNorm if config.plan.qk_norm == "all_heads" else ReorderedHeadNorm
         return norm(spec, config, context)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
@@ -381,14 +406,14 @@ def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
 
 
 def needs_torch(index: int, config: ModelConfig, context: ModelContext) -> bool:
-    """Whether the attention of layer `index` has what `TorchAttention` does, but for a gate."""
+    """Whether the attention of layer `index` has what `UnfusedAttention` does, but for a gate."""
     norm, rope = config.plan.qk_norm, config.ropes[index]
     split = norm == "all_heads" and context.shard.world_size > 1
     grows = rope is not None and rope.llama_4_scaling_beta != 0
-    return split or grows or norm == "post_rope" or config.plan.clip is not None
+    return split or grows or norm == "post_rope" or config.plan.clip_qkv is not None
 
 
-class TorchAttention(VariantAttention):
+class UnfusedAttention(GenericAttention):
     """Attention with what no backend does: a gate on what heads have attended, queries that grow, a
     norm behind the rotation, or one over heads of several ranks, and heads that are clipped."""
 
@@ -402,7 +427,7 @@ class TorchAttention(VariantAttention):
         self.norm_is_split = plan.qk_norm == "all_heads" and self.norm_weights is None
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
-        self.clip, self.needs_torch = plan.clip, needs_torch(index, config, context)
+        self.clip, self.needs_torch = plan.clip_qkv, needs_torch(index, config, context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoengine.checkpoint.config import load_model_config, parse_model_config
+from nanoengine.checkpoint.config import parse_model_config
 from nanoengine.checkpoint.plan import Gemma4Plan
-from nanoengine.errors import ConfigError, UnsupportedModelError
+from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import in_a_slice, make_groups
 from nanoengine.settings.params import SamplingParams
 from tests.support.checkpoints import make_checkpoint
@@ -138,28 +137,3 @@ def test_chunks_score_prompts_and_sample_as_whole_prompts_do() -> None:
     assert list(map(len, scored)) == [20, 0, 29]
     for a, b in zip(scored, other_scored, strict=True):
         assert a == pytest.approx(b, abs=1e-4)
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "use_bidirectional_attention='all'": {"use_bidirectional_attention": "all"},
-    "per_layer_config={'3': {'head_dim': 32}} is not implemented": {
-        "per_layer_config": {"3": {"head_dim": 32}}
-    },
-    "layers of 2 KV heads of 16 and of 2 of 24": {
-        "per_layer_config": {"3": {"head_dim": 24}, "6": {"head_dim": 24}}
-    },
-    "num_kv_shared_layers=6 of 7": {"num_kv_shared_layers": 6},
-    "vocab_size_per_layer_input=99": {"vocab_size_per_layer_input": 99},
-    "layer_types ends with 'sliding_attention'": {
-        "layer_types": ["full_attention"] * 6 + ["sliding_attention"]
-    },
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_implemented_is_refused_by_key_and_value(message: str, tmp_path: Path) -> None:
-    raw = json.loads((Path(checkpoint("gemma4")) / "config.json").read_text("utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(raw | REFUSED[message]), "utf-8")
-    with pytest.raises(UnsupportedModelError) as error:
-        load_model_config(tmp_path)
-    assert message in str(error.value)

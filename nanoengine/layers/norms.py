@@ -1,0 +1,152 @@
+"""Norms of other kinds than `norm.py` has: of other factors, with a mean, or over all heads.
+
+Where a family rounds after multiplying by the weight, the weight is kept in a dtype that is wider
+than the model's. Called by `models/generic.py` and `models/gemma4.py`.
+
+Source: Ba et al., "Layer Normalization" (arXiv 1607.06450); OLMo 2 (arXiv 2501.00656).
+
+Legend: T tokens, H / K query / KV heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from nanoengine.attention.base import AttentionSpec, HeadNormWeights
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.plan import NormKind
+from nanoengine.checkpoint.slots import WeightSlot, ordered, whole_slots
+from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.layouts import head_order
+from nanoengine.layers.norm import HeadNorm, RMSNorm
+
+
+def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
+    """The norm over the hidden size that a family has."""
+    kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
+    if kind.endswith("layer"):
+        layer_norm = CenteredLayerNorm if kind == "centered layer" else LayerNorm
+        return layer_norm(*sizes, bias=config.plan.norm_bias, context=context)
+    norm = CenteredNorm if kind == "centered" else RMSNorm
+    return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))
+
+
+def norm_dtype(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a norm's weight: float32 or wider where the norm is rounded behind it."""
+    return dtype if kind == "rms" else torch.promote_types(dtype, torch.float32)
+
+
+class CenteredNorm(RMSNorm):
+    """RMSNorm whose stored weight is how far the factor is from 1.
+
+    Why added in the dtype that it is kept in: 1 + weight has more digits than 16 bits hold.
+    """
+
+    def store(self, stored: torch.Tensor) -> None:
+        self.weight.copy_(stored.to(self.weight.dtype) + 1)
+
+
+class LayerNorm(Layer):
+    """(x - mean(x)) / std(x) * weight, plus a bias where the checkpoint has one; in plain torch."""
+
+    def __init__(self, size: int, eps: float, *, bias: bool, context: ModelContext) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+        dtype = norm_dtype("layer", context.dtype)
+        self.weight = context.parameter(size, dtype=dtype)
+        self.bias = context.parameter(size, dtype=dtype) if bias else None
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `RMSNorm.forward`."""
+        total = x if residual is None else x + residual
+        wide = total.to(self.weight.dtype)
+        normed = F.layer_norm(wide, (self.size,), self.weight, self.bias, self.eps)
+        return normed.to(x.dtype), total
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return whole_slots(path, weight=self.weight, bias=self.bias)
+
+
+class CenteredLayerNorm(LayerNorm):
+    """LayerNorm whose stored weight is how far the factor is from 1."""
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        name, slots = f"{path}.weight", super().weight_slots(path)
+        return slots | {name: replace(slots[name], store=self.store)}
+
+    def store(self, stored: torch.Tensor) -> None:
+        self.weight.copy_(stored.to(self.weight.dtype) + 1)
+
+
+class ReorderedHeadNorm(HeadNorm):
+    """The norm of each head, of the family's kind, with a head's dimensions in the order that
+    `head_order` says."""
+
+    def __init__(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> None:
+        dtype = norm_dtype(config.plan.norm, context.dtype)
+        super().__init__(spec, config.rms_norm_eps, context=context, dtype=dtype)
+        self.kind, self.order = config.plan.norm, head_order(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H + K, D] -> the same, each head normed, where no backend does it."""
+        wide = x.to(self.weight.dtype)
+        normed = F.rms_norm(wide, self.weight.shape[1:], None, self.weights.eps)
+        return (normed * self.weight).to(x.dtype)
+
+    def store(self, rows: torch.Tensor, stored: torch.Tensor) -> None:
+        factors = stored.to(rows.dtype) + 1 if self.kind == "centered" else stored
+        rows.copy_(ordered(factors, self.order))
+
+
+class AllHeadsNorm(ReorderedHeadNorm):
+    """RMSNorm over all query heads together, and over all key heads: `q_norm` and `k_norm` beside
+    this module in the checkpoint, [H * D] and [K * D] of all ranks.
+
+    Attributes:
+        weights: what backends norm with; None: heads are split over ranks, and `forward` norms
+            them.
+
+    Source: OLMo 2 (arXiv 2501.00656), section 3.3.
+    """
+
+    weights: HeadNormWeights | None
+
+    def __init__(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(spec, config, context)
+        self.ranks, self.all_reduce = context.shard.world_size, context.all_reduce
+        self.eps, self.counts = config.rms_norm_eps, (spec.num_heads, spec.num_kv_heads)
+        self.weights = None
+        if self.ranks == 1:
+            self.weights = HeadNormWeights(weight=self.weight, eps=self.eps, together=self.counts)
+        heads = config.num_attention_heads, config.num_key_value_heads
+        self.whole = [(count * config.head_dim, context.shard.of_heads(count)) for count in heads]
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """[T, H + 2 K, D] -> the same, value heads as they were; for heads split over ranks."""
+        q, k, v = heads.split((*self.counts, self.counts[1]), dim=1)
+        weights = self.weight.split(self.counts)
+        return torch.cat((self._normed(q, weights[0]), self._normed(k, weights[1]), v), dim=1)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        total = self.all_reduce(wide.square().sum((1, 2), keepdim=True))
+        # Why it holds for heads that several ranks share: they count as often in both.
+        size = weight.numel() * self.ranks
+        normed = (wide * torch.rsqrt(total / size + self.eps)).to(weight.dtype)
+        return (normed * weight).to(x.dtype)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return {
+            name: replace(slot, shape=(size,), part=(shard.slice(size, name),))
+            for (name, slot), (size, shard) in zip(
+                super().weight_slots(path).items(), self.whole, strict=True
+            )
+        }
+
+    def store(self, rows: torch.Tensor, stored: torch.Tensor) -> None:
+        rows.copy_(ordered(stored.view(rows.shape).T, self.order).T)
