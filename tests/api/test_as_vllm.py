@@ -24,12 +24,7 @@ from nanoengine.as_vllm.nano import NanoLLM, NanoParams
 from nanoengine.as_vllm.params import RequestOutputKind, VLLMForm, VLLMParams
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, NanoEngineError, RequestError
-from nanoengine.settings.vllm_names import (
-    LLM_OPTIONS,
-    LORA,
-    SAMPLING_PARAMS,
-    TEXT_ONLY,
-)
+from nanoengine.settings.vllm_names import LLM_OPTIONS, LORA, SAMPLING_PARAMS, TEXT_ONLY
 from tests.support.as_vllm import run_apart, run_here
 from tests.support.as_vllm import vllm_modules as vllm_modules
 
@@ -121,7 +116,7 @@ def test_installing_says_so_once_and_never_over_another_vllm(
 
 
 @pytest.mark.usefixtures("vllm_modules")
-@pytest.mark.parametrize("name", ["chat", "constructor", "dict_prompts", "nano_bench", "to_file"])
+@pytest.mark.parametrize("name", ["chat", "constructor", "nano_bench"])
 def test_a_program_runs_as_it_stands(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import io
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -370,68 +368,6 @@ def test_info_ends_without_a_word_of_what_it_has_loaded():
 # --- files ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other_name", ["same", "relative", "symlink", "hard link"])
-def test_the_output_may_not_be_the_file_that_is_read(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    other_name: str,
-) -> None:
-    """2.4: it would be emptied before its first line is read."""
-    source = tmp_path / "in.jsonl"
-    source.write_text('"a"\n"b"\n', encoding="utf-8")
-    sink = tmp_path / "out.jsonl"
-    if other_name == "same":
-        sink = source
-    elif other_name == "relative":
-        monkeypatch.chdir(tmp_path)
-        sink = Path("../") / tmp_path.name / "in.jsonl"
-    elif other_name == "symlink":
-        sink.symlink_to(source)
-    else:
-        os.link(source, sink)
-    monkeypatch.setattr("nanoengine.llm.LLM", None)
-    assert cli.main(["generate", str(model), "--file", str(source), "--output", str(sink)]) == 2
-    assert "is an input: write to another file" in capsys.readouterr().err
-    assert source.read_text(encoding="utf-8") == '"a"\n"b"\n'
-
-
-@pytest.mark.parametrize("path", ["nodir/out.jsonl", ".", "in.jsonl/out.jsonl"])
-def test_an_output_that_cant_be_written_is_refused_before_the_model_loads(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    path: str,
-) -> None:
-    """2.4: not after minutes of loading, and not by a traceback."""
-    source = tmp_path / "in.jsonl"
-    source.write_text('"a"\n', encoding="utf-8")
-    monkeypatch.setattr("nanoengine.llm.LLM", None)
-    command = ["generate", str(model), "--file", str(source), "--output", str(tmp_path / path)]
-    assert cli.main(command) == 2
-    captured = capsys.readouterr().err
-    assert captured.startswith("error: output")
-    assert "can't be written" in captured
-
-
-def test_a_full_disk_and_a_model_that_is_none_are_errors_of_one_line(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """2.4: what was written before stays, also if the model can't be loaded."""
-    source, kept = tmp_path / "in.jsonl", tmp_path / "kept.jsonl"
-    source.write_text('"the dog"\n', encoding="utf-8")
-    command = ["generate", str(model), "--file", str(source), *GREEDY, "--output"]
-    assert cli.main([*command, "/dev/full"]) == 1
-    assert "error: No space left on device" in capsys.readouterr().err
-    kept.write_text("earlier records\n", encoding="utf-8")
-    assert cli.main(["generate", "/no/such", *command[2:], str(kept)]) == 2
-    assert cli.main([*command, str(kept)]) == 2
-    assert "no kept.jsonl.job.json beside it" in capsys.readouterr().err
-    assert kept.read_text(encoding="utf-8") == "earlier records\n"
-
-
 @pytest.mark.parametrize(
     ("target", "status"), [("| head -c 1 > /dev/null", 141), ("> /dev/full", 2)]
 )
@@ -449,59 +385,6 @@ def test_output_that_nobody_takes_is_no_traceback(target: str, status: int) -> N
     assert (run.returncode, "Traceback" in run.stderr) == (status, False), run.stderr
     assert "Exception ignored" not in run.stderr
     assert status == 141 or run.stderr == "error: [Errno 28] No space left on device\n"
-
-
-BAD_LINES = {
-    b'{"prompt"': "not JSON",
-    b"[" * 200_000: "not JSON",
-    b'"caf\xe9"': "not UTF-8",
-    b'"\\ud800"': "can't be encoded",
-    b'{"prompt_token_ids": [5, 6], "prompt": "\\ud800"}': "can't be encoded",
-    b'{"prompt_token_ids": [5, 6], "cache_salt": "\\ud800"}': "can't be encoded",
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "can't be encoded",
-    b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": 1}}': (
-        "chat_template_kwargs"
-    ),
-    b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 5}': (
-        "chat_template_kwargs"
-    ),
-    b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "'image_url'",
-    b"5": "must be a string",
-    b"1" * 5000: "not JSON",
-}
-
-
-def test_a_bad_line_is_its_own_record_with_its_number(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """2.5: all others are answered; order and count are kept."""
-    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [line for bad in BAD_LINES for line in (b'"the dog"', bad, b"")]
-    source.write_bytes(codecs.BOM_UTF8 + b"\r\n".join(lines))
-    command = ["generate", str(model), "--file", str(source), *GREEDY]
-    assert cli.main([*command, "--output", str(sink)]) == 1
-    records = [json.loads(line) for line in sink.read_text(encoding="utf-8").splitlines()]
-    assert [record["_row"] for record in records] == list(range(2 * len(BAD_LINES)))
-    (text,) = expected(model, "the dog")
-    assert [r["outputs"][0]["text"] for r in records[::2]] == [text] * len(BAD_LINES)
-    for i, (record, message) in enumerate(zip(records[1::2], BAD_LINES.values(), strict=True)):
-        assert record["error"]["line"] == 3 * i + 2
-        assert message in record["error"]["message"]
-
-
-def test_a_text_file_may_be_of_windows_and_hold_a_line_that_is_no_text(
-    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """2.5: the byte order mark and the line ends are no part of a prompt."""
-    source = tmp_path / "in.txt"
-    source.write_bytes(codecs.BOM_UTF8 + b"the dog\r\ncaf\xe9\r\n\r\n go home\n")
-    assert cli.main(["generate", str(model), "--file", str(source), *GREEDY]) == 1
-    records = sorted(
-        (json.loads(line) for line in capfd.readouterr().out.splitlines()),
-        key=lambda record: record["_row"],
-    )
-    assert [record.get("prompt") for record in records] == ["the dog", None, " go home"]
-    assert "the line is not UTF-8" in records[1]["error"]["message"]
 
 
 @pytest.mark.guards("nanoengine/cli/*.py")

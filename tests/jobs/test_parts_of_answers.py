@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nanoengine.cli.main import main
-from tests.support.batch_jobs import Batch, batch_fixture, chat, completion  # noqa: F401
-from tests.support.fake_llm import MakeLLM, make_llm_fixture  # noqa: F401
+from tests.support.batch_jobs import Batch, chat, completion
+from tests.support.fake_llm import MakeLLM
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
@@ -127,13 +127,6 @@ def test_what_can_not_be_obeyed_is_refused(jobs: Batch) -> None:
     assert jobs.run(jobs.write(REFUSED)) == 1
     errors = [record["error"] for record in jobs.records()]
     assert [error["code"] for error in errors] == ["invalid_row"] * len(REFUSED)
-
-
-@pytest.mark.parametrize("option", ["--reasoning-parser", "--tool-call-parser"])
-def test_an_unknown_parser_is_refused_before_a_model_loads(jobs: Batch, option: str) -> None:
-    assert jobs.run(jobs.write([chat("x")]), option, "qwen") == 2
-    assert "'qwen'" in jobs.told
-    assert not jobs.output.exists()
 
 
 @pytest.mark.extra
