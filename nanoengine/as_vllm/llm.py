@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Self
 
-from nanoengine.as_vllm import Absent
+from nanoengine.as_vllm import TABLES, Absent
 from nanoengine.as_vllm.engine_args import asked
 from nanoengine.as_vllm.outputs import VLLMBeams, VLLMOutput, beams, request_output
 from nanoengine.as_vllm.params import VLLMParams, VLLMPooler, ours
@@ -30,12 +30,7 @@ from nanoengine.turns import Call
 
 KINDS: dict[str, OutputKind] = {"CUMULATIVE": "cumulative", "DELTA": "delta", "FINAL_ONLY": "final"}
 
-NEUTRAL = {
-    "chat_template_content_format": "auto",
-    **dict.fromkeys(("tokenization_kwargs", "mm_processor_kwargs", "trace_headers")),
-    **dict.fromkeys(("usage_context", "stat_loggers", "data_parallel_rank")),
-    **dict.fromkeys(("reset_running_requests", "reset_connector"), False),
-}
+NEUTRAL: dict[str, Any] = TABLES["call options"]
 """Options of vLLM's calls that are no options here, and the value that asks for nothing."""
 
 

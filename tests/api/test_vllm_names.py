@@ -124,7 +124,7 @@ def test_what_a_table_names_fails_the_check_of_fields(cls, table):
         assert (name in kinds) == isinstance(meaning, Values)
         match meaning:
             case Values(pairs):
-                for value, _ in pairs:
+                for value, *_ in pairs:
                     with pytest.raises(ValueError, match=name):
                         check_value(value, kinds[name], name, ValueError)
             case Alias(field):
