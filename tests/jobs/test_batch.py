@@ -30,7 +30,6 @@ from nanoengine.jobs.job import Job
 from nanoengine.jobs.log import PipeLog
 from nanoengine.jobs.records import json_line
 from nanoengine.jobs.source import Input, Line
-from nanoengine.llm import LLM
 from nanoengine.text import rendering
 from nanoengine.text.prompt_forms import PAUSE
 from tests.support.batch_jobs import Batch, chat, completion, row_of
@@ -64,8 +63,7 @@ def validate(record: dict[str, Any]) -> None:
 
 def test_openai_rows_are_answered_in_their_own_format(batch: Batch) -> None:
     rows = [completion("a", "one"), chat("b", "dog"), completion("c", "€", n=1)]
-    assert batch.run(batch.write(rows)) == 0, batch.told
-    found = batch.by_row()
+    found = batch.answers(rows)
     for record in found.values():
         validate(record)
     assert [found[i]["custom_id"] for i in range(3)] == ["a", "b", "c"]
@@ -95,19 +93,7 @@ def test_the_example_of_openai_and_conversations_of_two_turns_run_as_they_are(ba
     assert all([o["turn"] for o in record["outputs"]] == [0, 1] for record in records)
 
 
-def test_the_answer_of_a_turn_is_part_of_the_next(batch: Batch, monkeypatch: Any) -> None:
-    seen = []
-    stream = LLM.stream
-
-    def watched(self: LLM, rows: Any, *args: Any, **options: Any) -> Any:
-        def told() -> Any:
-            for row in rows:
-                seen.append(row)
-                yield row
-
-        return stream(self, told(), *args, **options)
-
-    monkeypatch.setattr(LLM, "stream", watched)
+def test_the_answer_of_a_turn_is_part_of_the_next(batch: Batch, seen: list[Any]) -> None:
     source = batch.write([{"turns": ["hi", "and then"], "temperature": 0}])
     assert batch.run(source, "--chat", "--system", "be kind") == 0
     assert [m["role"] for m in seen[1].prompt["messages"]] == [
@@ -124,8 +110,7 @@ def test_logprobs_have_the_form_of_openai(batch: Batch) -> None:
         completion("b", "one", logprobs=1, max_tokens=3),
         chat("c", "one", logprobs=True, max_tokens=3),
     ]
-    assert batch.run(batch.write(rows)) == 0, batch.told
-    found = batch.by_row()
+    found = batch.answers(rows)
     for record in found.values():
         validate(record)
     first = found[0]["response"]["body"]["choices"][0]["logprobs"]["content"]
@@ -194,8 +179,7 @@ def test_a_row_that_cant_run_is_an_error_record_and_its_neighbours_are_answered(
     """As Windows writes the file, with a byte order mark and blank lines, which are no rows."""
     written = [row if isinstance(row, bytes) else json.dumps(row).encode() for row, _, _ in rows]
     lines = [line for bad in written for line in (json.dumps(good).encode(), bad, b"")]
-    assert batch.run(batch.write(codecs.BOM_UTF8 + b"\r\n".join(lines)), *GREEDY) == 1
-    found = batch.by_row()
+    found = batch.answers(codecs.BOM_UTF8 + b"\r\n".join(lines), *GREEDY, code=1)
     assert sorted(found) == list(range(2 * len(rows)))
     for i, (row, code, message) in enumerate(rows):
         assert texts(found[2 * i]) == [ANSWERS["one"]]
@@ -208,25 +192,7 @@ def test_a_row_that_cant_run_is_an_error_record_and_its_neighbours_are_answered(
             assert record["custom_id"] == (row.get("custom_id") if isinstance(row, dict) else None)
 
 
-def test_unknown_fields_may_be_ignored(batch: Batch) -> None:
-    rows = [completion("a", temprature=5, user="me", metadata={"a": 1})]
-    assert batch.run(batch.write(rows), "--ignore-unknown") == 0
-    assert texts(batch.records()[0]) == [ANSWERS["one"]]
-
-
-def test_fields_of_a_body_reach_the_engine(batch: Batch, monkeypatch: Any) -> None:
-    given: dict[str, Any] = {}
-    stream = LLM.stream
-
-    def watched(self: LLM, rows: Any, *args: Any, **options: Any) -> Any:
-        def told() -> Any:
-            for row in rows:
-                given[row.key] = row
-                yield row
-
-        return stream(self, told(), *args, **options)
-
-    monkeypatch.setattr(LLM, "stream", watched)
+def test_fields_of_a_body_reach_the_engine(batch: Batch, seen: list[Any]) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     own = {
         "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x", "y"], "seed": 7,
@@ -240,8 +206,10 @@ def test_fields_of_a_body_reach_the_engine(batch: Batch, monkeypatch: Any) -> No
         chat("c", tools=[tool], tool_choice="none", chat_template_kwargs={"k": 1}),
         completion("d", max_tokens=None),
         completion("e", [[5, 6, 7]], top_k=None),
+        completion("f", temprature=5, user="me", metadata={"a": 1}),
     ]
-    assert batch.run(batch.write(rows)) == 0, batch.told
+    assert batch.run(batch.write(rows), "--ignore-unknown") == 0, batch.told
+    given = {row.key: row for row in seen}
     params = given["a"].sampling_params
     for name in own.keys() - {"logit_bias", "stop", "stop_token_ids", "response_format", "stream"}:
         assert getattr(params, name) == own[name], name
@@ -255,6 +223,7 @@ def test_fields_of_a_body_reach_the_engine(batch: Batch, monkeypatch: Any) -> No
     assert given["c"].sampling_params.max_tokens is None, "OpenAI: as far as the context goes"
     assert given["d"].sampling_params.max_tokens == 16, "OpenAI: what its completions have"
     assert given["e"].prompt == {"prompt_token_ids": [5, 6, 7]}
+    assert given["f"].sampling_params.temperature == 0
 
 
 # --- simple rows and other files ------------------------------------------------------------------
@@ -270,8 +239,7 @@ def test_simple_rows_carry_their_columns_through(batch: Batch) -> None:
         {"prompt": "one", "priority": -(10**400), "max_tokens": 10**400},
         {"prompt": 5, "id": 4},
     ]
-    assert batch.run(batch.write(rows), *GREEDY) == 1
-    found = batch.by_row()
+    found = batch.answers(rows, *GREEDY, code=1)
     assert {k: found[0][k] for k in rows[0]} == rows[0]  # type: ignore[union-attr]
     assert (texts(found[0]), texts(found[1])) == ([ANSWERS["one"]], [ANSWERS["dog"]])
     assert found[0]["outputs"][0]["finish_reason"] == "stop"
@@ -302,14 +270,12 @@ def test_text_csv_and_packed_files_and_a_glob(batch: Batch) -> None:
 def test_a_prompt_is_made_of_columns(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"word": "one", "n": 5}, {"word": 3}, {"other": "x"}]
     source = batch.write(rows)
-    assert batch.run(source, "--prompt-column", "word", *GREEDY) == 1
-    found = batch.by_row()
+    found = batch.answers(source, "--prompt-column", "word", *GREEDY, code=1)
     assert texts(found[0]) == [ANSWERS["one"]], "a column named n is data"
     assert found[0]["n"] == 5
     assert "column 'word' must be a string, got 3" in found[1]["error"]["message"]
     assert "the row has no column 'word'" in found[2]["error"]["message"]
-    assert batch.run(source, "--template", "{{ word }}", "--restart", *GREEDY) == 1
-    found = batch.by_row()
+    found = batch.answers(source, "--template", "{{ word }}", "--restart", *GREEDY, code=1)
     assert texts(found[0]) == [ANSWERS["one"]]
     assert "'word' is undefined" in found[2]["error"]["message"]
     evil = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
@@ -343,8 +309,7 @@ def test_a_damaged_file_is_an_error_record_behind_what_could_be_read(batch: Batc
     whole = gzip.compress(b'"one"\n' * 5_000)
     source = batch.write(whole[: len(whole) // 2], "a.jsonl.gz")
     other = batch.write(["dog"], "b.jsonl")
-    assert batch.run(source, other, *GREEDY) == 1
-    found = batch.by_row()
+    found = batch.answers(source, other, *GREEDY, code=1)
     *_, before, last = sorted(found)
     assert before > 1_000
     assert found[before]["error"]["code"] == "unreadable_input"
@@ -354,9 +319,9 @@ def test_a_damaged_file_is_an_error_record_behind_what_could_be_read(batch: Batc
 
 def test_a_row_that_is_too_long_is_never_in_memory(batch: Batch) -> None:
     long = b'{"prompt": "' + b"x" * 200_000 + b'"}\n'
-    source = batch.write(b'"one"\n' + long + b'"dog"\n' + long[:-1])
-    assert batch.run(source, "--max-row-mib", "0.1", *GREEDY) == 1
-    found = batch.by_row()
+    found = batch.answers(
+        b'"one"\n' + long + b'"dog"\n' + long[:-1], "--max-row-mib", "0.1", *GREEDY, code=1
+    )
     assert [found[i]["error"] and found[i]["error"]["code"] for i in range(4)] == [
         None, "row_too_large", None, "row_too_large"
     ]  # fmt: skip
@@ -481,6 +446,8 @@ def test_the_end_says_why_rows_failed_and_which_answers_are_empty_or_cut(batch: 
     assert f"1 failed with invalid_request, the first at {source}:6: " in batch.told
     facts = json.loads((batch.directory / "s.json").read_text())
     assert (facts["empty_answers"], facts["cut_answers"]) == (1, 1)
+    assert (facts["rows"], facts["answered"], facts["failed"]) == (6, 3, 3)
+    assert facts["output_tokens"] > 1 and facts["ended"] == "complete"
     assert "1 answers were cut at max_tokens" in batch.told
     assert "1 answers are empty" in batch.told
 
@@ -624,16 +591,6 @@ def test_a_custom_id_that_stands_twice_is_told(batch: Batch) -> None:
     assert len(batch.by_row()) == 4
 
 
-def test_the_summary_is_written_for_machines_too(batch: Batch) -> None:
-    path = batch.directory / "summary.json"
-    rows = [completion("a"), completion("b", x=1)]
-    assert batch.run(batch.write(rows), "--summary-json", path) == 1
-    facts = json.loads(path.read_text())
-    assert (facts["rows"], facts["answered"], facts["failed"]) == (2, 1, 1)
-    assert facts["output_tokens"] == len(ANSWERS) or facts["output_tokens"] > 1
-    assert facts["ended"] == "complete"
-
-
 def test_stdin_to_a_pipe(batch: Batch, monkeypatch: Any) -> None:
     stdin = batch.write(b'"one"\ntorn\n"dog"\n', "stdin").open("rb")
     monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": stdin}))
@@ -724,8 +681,7 @@ def test_an_engine_that_fails_under_a_row_goes_on_without_it(
 
     monkeypatch.setattr(ScriptedExecutor, "_run", failing)
     rows = [completion(str(i), bad if i == 11 else "one") for i in range(50)]
-    assert batch.run(batch.write(rows)) == 1
-    found = batch.by_row()
+    found = batch.answers(rows, code=1)
     assert [row for row in found if found[row]["error"]] == [11]
     assert found[11]["error"]["code"] == "poison"
     assert "ZeroDivisionError: a bug" in found[11]["error"]["message"]

@@ -112,8 +112,7 @@ def test_a_package_that_a_row_needs_is_told_with_the_row(
 
     monkeypatch.setattr("nanoengine.core.request_options.check_options", check_options)
     source = batch.write(["one", {"prompt": "one", "structured_outputs": {"choice": ["a"]}}, "one"])
-    assert batch.run(source, "--temperature", "0") == 1, batch.told
-    found = batch.by_row()
+    found = batch.answers(source, "--temperature", "0", code=1)
     assert [found[row]["error"] is None for row in range(3)] == [True, False, True]
     assert found[1]["error"]["code"] == "invalid_request"
     assert "pip install 'it'" in found[1]["error"]["message"]

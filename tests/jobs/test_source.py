@@ -95,8 +95,7 @@ def test_a_job_answers_what_a_damaged_file_has(batch: Batch) -> None:
     packed = bytearray(gzip.compress(b'"one"\n' * 300 + bytes(range(256)) * 8))
     packed[-1] ^= 1
     path = batch.write(bytes(packed), "in.txt.gz")
-    assert batch.run(path, "--max-tokens", "4") == 1
-    found = batch.by_row()
+    found = batch.answers(path, "--max-tokens", "4", code=1)
     assert all(found[row]["error"] is None for row in range(300))
     assert found[max(found)]["error"]["code"] == "unreadable_input"
     assert "behind row" in found[max(found)]["error"]["message"]

@@ -75,27 +75,6 @@ GEMMA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"""
 
-GEMMA_3 = """\
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- if messages[0]['content'] is string %}{%- set first = messages[0]['content'] + '\n\n' %}
-    {%- else %}{%- set first = messages[0]['content'][0]['text'] + '\n\n' %}{%- endif %}
-    {%- set turns = messages[1:] %}
-{%- else %}{%- set first = '' %}{%- set turns = messages %}{%- endif %}
-{%- for m in turns %}
-    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Conversation roles must alternate user/assistant/...') }}
-    {%- endif %}
-    {{- '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}
-    {{- first if loop.first else '' }}
-    {%- if m['content'] is string %}{{- m['content'] | trim }}
-    {%- else %}
-        {%- for part in m['content'] %}
-            {%- if part['type'] == 'text' %}{{- part['text'] | trim }}{%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<end_of_turn>\n' }}
-{%- endfor %}"""
 
 PHI_3 = (
     "{% for m in messages %}{% if m['role'] == 'system' %}<|system|>\n{{ m['content'] }}<|end|>\n"
@@ -134,46 +113,6 @@ DEEPSEEK = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|><think>\n' }}{%- endif %}"""
 
-COMMAND_R = """\
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set turns = messages[1:] %}{%- set system = messages[0]['content'] %}
-{%- else %}{%- set turns = messages %}{%- set system = 'You are Command.' %}{%- endif %}
-{{- '<|START|><|SYSTEM|>' + system + '<|END|>' }}
-{%- for m in turns %}
-    {%- if m['role'] | lower == 'user' %}
-        {{- '<|START|><|USER|>' + m['content'].strip() + '<|END|>' }}
-    {%- elif m['role'] | lower in ('assistant', 'chatbot') %}
-        {{- '<|START|><|CHATBOT|>' }}
-        {%- if m.tool_calls %}
-            {{- 'Action: ' + m.tool_calls | map(attribute='function') | list | tojson }}
-        {%- else %}{{- m['content'].strip() }}{%- endif %}
-        {{- '<|END|>' }}
-    {%- elif m['role'] == 'tool' %}
-        {{- '<|START|><|SYSTEM|><results>' + m['content'] | trim + '</results><|END|>' }}
-    {%- endif %}
-{%- endfor %}"""
-
-GLM_4 = """\
-[gMASK]<sop>
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{{- '<|user|>\n' + m.content }}
-    {%- elif m.role == 'assistant' %}
-        {{- '<|assistant|>' }}
-        {%- if m.content %}{{- '\n' + m.content.split('</think>')[-1].strip() }}{%- endif %}
-        {%- for call in m.tool_calls or [] %}
-            {%- set call = call.function or call %}
-            {{- '\n<tool_call>' + call.name }}
-            {%- for k, v in call.arguments.items() %}
-                {{- '\n<arg_key>' + k + '</arg_key>\n<arg_value>' }}
-                {{- v | tojson if v is not string else v }}{{- '</arg_value>' }}
-            {%- endfor %}
-            {{- '\n</tool_call>' }}
-        {%- endfor %}
-    {%- elif m.role == 'tool' %}{{- '<|observation|>\n<tool_response>\n' + m.content }}
-    {%- elif m.role == 'system' %}{{- '<|system|>\n' + m.content }}
-    {%- endif %}
-{%- endfor %}"""
 
 GPT_OSS = """\
 {%- if messages[0].role == 'developer' or messages[0].role == 'system' %}
