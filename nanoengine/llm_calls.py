@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import NanoEngineError, RequestError
+from nanoengine.locking import Calls
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompts import OnError, PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.turns import Calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -357,7 +357,7 @@ def test_a_forked_child_is_told_that_it_has_no_engine(make_llm: MakeLLM) -> None
         held, release = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with llm.engine.turns.turn(), llm._calls.lock:
+            with llm.engine.lock.held(), llm._calls.lock:
                 held.set()
                 release.wait(PATIENCE_S)
 
