@@ -29,7 +29,7 @@ from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked, require_positive
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.vllm_names import BEAM_SEARCH_PARAMS, translate
+from nanoengine.settings.vllm_names import NAMES, translate
 from nanoengine.text.prompt_forms import Row, prompt_list
 from nanoengine.text.prompts import CheckedPrompt
 from nanoengine.text.tokenizer import Tokenizer
@@ -38,7 +38,10 @@ MOST_PENALTY = 30
 """Of lengths. Why: to its power a length is a float, however long a context is."""
 
 
-@checked(RequestError, functools.partial(translate, table=BEAM_SEARCH_PARAMS, error=RequestError))
+@checked(
+    RequestError,
+    functools.partial(translate, table=NAMES["BeamSearchParams"], error=RequestError),
+)
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """How to search. Fields may be given by position, in vLLM's order.

@@ -10,7 +10,7 @@ vllm.json has the names by class: vLLM's default, and what the name means, by on
 
 `translate` applies a table to a user's options, and `checks.checked` calls it only where one of
 them is not a field or has a value of a wrong type. So a name in a table must not be a field, and a
-value in `Values` must not be of the field's type. A name that is neither in a table nor a field is
+value in "values" must not be of the field's type. A name that is neither in a table nor a field is
 refused by `checked`. docs/moving_from_vllm.md shows the tables to users; a test holds the two
 together. Source: vLLM's `LLM`, `EngineArgs`, `SamplingParams` and `BeamSearchParams`.
 """
@@ -22,69 +22,21 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanoengine.settings.checks import plain, shown
 
+Table = Mapping[str, Mapping[str, Any]]
 
-class Alias(NamedTuple):
-    """Another name of a field here."""
+NAMES: dict[str, Table] = json.loads(Path(__file__).with_name("vllm.json").read_text())
 
-    field: str
-
-
-class Idle(NamedTuple):
-    """Accepted without effect; values that `only` lacks are refused. None: any value."""
-
-    why: str
-    only: tuple[Any, ...] | None = None
-
-
-class Refused(NamedTuple):
-    """Not implemented; values that ask for nothing are accepted, as they are obeyed."""
-
-    why: str
-    neutral: tuple[Any, ...] = (None, False)
-
-
-class Values(NamedTuple):
-    """A field of that name here: pairs of a value of vLLM's, or how it prints, and ours.
-
-    Attributes:
-        reported: the value asks for something that has no effect here.
-    """
-
-    pairs: tuple[tuple[Any, ...], ...]
-    reported: bool = False
-
-
-Meaning = Alias | Idle | Refused | Values
-Table = Mapping[str, Meaning]
-
-
-def _meaning(entry: Mapping[str, Any]) -> Meaning | None:
-    """What an entry of vllm.json says; None for a field of the same name and values."""
-    match entry:
-        case {"alias": field}:
-            return Alias(field)
-        case {"values": pairs}:
-            return Values(tuple(map(tuple, pairs)), entry.get("reported", False))
-        case {"no effect": why}:
-            return Idle(why, tuple(entry["only"]) if "only" in entry else None)
-        case {"refused": why}:
-            return Refused(why, tuple(entry.get("unless", Refused._field_defaults["neutral"])))
-    return None
-
-
-NAMES: dict[str, Any] = json.loads(Path(__file__).with_name("vllm.json").read_text())
-
-LLM_OPTIONS, SAMPLING_PARAMS, STRUCTURED_OUTPUTS, BEAM_SEARCH_PARAMS = (
-    {name: found for name, entry in NAMES[owner].items() if (found := _meaning(entry))}
-    for owner in ("LLM", "SamplingParams", "StructuredOutputsParams", "BeamSearchParams")
+LLM_OPTIONS, SAMPLING_PARAMS = (
+    {name: entry for name, entry in NAMES[owner].items() if entry.keys() - {"default"}}
+    for owner in ("LLM", "SamplingParams")
 )
-"""Arguments of vLLM's classes; those not here and not fields of ours are unknown."""
+"""Those that have not simply the name and the values of a field here."""
 
-LLM_METHODS: Mapping[str, str] = NAMES["methods"]
+LLM_METHODS = NAMES["methods"]
 """Attributes of vLLM's `LLM` that this one lacks, and why or what to write instead."""
 
 
@@ -94,33 +46,31 @@ def translate(options: dict[str, Any], table: Table, error: type[Exception]) -> 
     Raises:
         error: an option that is refused, or given together with its alias.
     """
-    if options.keys().isdisjoint(table):
-        return options
     found: dict[str, Any] = {}
     idle: list[str] = []
     for name, value in options.items():
-        meaning, value = table.get(name), plain(value)
+        meaning, value = table.get(name, {}), plain(value)
         match meaning:
-            case None:
-                found[name] = value
-            case Alias(field):
+            case {"alias": field}:
                 if field in options:
                     raise error(f"{name} is another name of {field}: give one of them")
                 found[field] = value
-            case Values(pairs, reported):
+            case {"values": pairs}:
                 same = (to for one, *to in pairs if _equal(one, value) or one == shown(value))
                 ours = next(same, [value])
                 if ours:
                     found[name] = ours[0]
-                if reported and ours != [value]:
+                if "reported" in meaning and ours != [value]:
                     idle.append(f"{name}={shown(value)}")
-            case Idle(why, only):
-                if only is not None and _asked(value) not in only:
+            case {"no effect": why}:
+                if "only" in meaning and _asked(value) not in meaning["only"]:
                     raise error(f"{name}={shown(value)} can't be obeyed: {why}")
                 idle.append(f"{name} ({why})")
-            case Refused(why, neutral):
-                if not any(_equal(one, value) for one in neutral):
+            case {"refused": why}:
+                if not any(_equal(one, value) for one in meaning.get("unless", (None, False))):
                     raise error(f"{name}={shown(value)} can't be obeyed: {why}")
+            case _:
+                found[name] = value
     if idle:
         warn_idle(", ".join(idle))
     return found
