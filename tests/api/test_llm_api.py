@@ -402,18 +402,6 @@ def test_without_a_tokenizer_prompts_and_outputs_are_ids(make_llm: MakeLLM) -> N
                 llm.generate(prompt, params, use_tqdm=False)
 
 
-def test_two_llms_live_in_one_process(make_llm: MakeLLM) -> None:
-    with make_llm({"one": " first"}) as a, make_llm({"one": " second"}) as b:
-        streams = [llm.stream("one", LONG, kind="delta") for llm in (a, b)]
-        shown = ["", ""]
-        for pair in zip(*streams, strict=False):
-            for i, output in enumerate(pair):
-                shown[i] += output.outputs[0].text
-        assert a.generate("one", LONG, use_tqdm=False)[0].outputs[0].text == " first"
-    assert shown[0].startswith(" f")
-    assert shown[1].startswith(" s")
-
-
 def test_llm_is_a_class_like_any_other_before_anything_heavy_is_loaded() -> None:
     code = (
         "import inspect, pydoc, sys; from nanoengine import LLM;"

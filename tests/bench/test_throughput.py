@@ -109,11 +109,6 @@ def test_lost_tokens_stop_the_benchmark(llm: LLM) -> None:
         report_of(llm)
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        bench.main(BenchArgs(smoke=True, json=tmp_path / "missing" / "report.json"))
-
-
 @pytest.mark.parametrize(
     "name",
     ["nanoengine.observe.metrics", "nanoengine.observe.taps", "nanoengine.observe.trace",

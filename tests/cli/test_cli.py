@@ -39,14 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_folder_without_a_model_is_named_and_its_tokenizer_is_not_looked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["generate", str(tmp_path), "--prompt", "a"]) == 2
-    problem = "is no checkpoint: it has no config.json, and no GGUF file"
-    assert capsys.readouterr().err == f"error: model={str(tmp_path)!r} {problem}\n"
-
-
 def expected(model: Path, *prompts: object) -> list[str]:
     """What the library gives for greedy prompts of the tests."""
     with LLM(model, device="cpu", attention_backend="naive", num_kv_blocks=64) as llm:
@@ -63,7 +55,10 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
     assert all(name in shown for name in cli.COMMANDS)
 
 
-def test_help_and_options_need_no_torch() -> None:
+def test_the_module_is_an_entry_point_and_options_need_no_torch() -> None:
+    command = [sys.executable, "-m", "nanoengine.cli.main", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == f"nanoengine {__version__}"
     code = (
         "import sys; from nanoengine.cli.main import main, parse; main(['--help']);"
         "from nanoengine.cli.generate import GenerateArgs;"
@@ -74,47 +69,44 @@ def test_help_and_options_need_no_torch() -> None:
     assert run.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_module_is_an_entry_point() -> None:
-    command = [sys.executable, "-m", "nanoengine.cli.main", "--version"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == f"nanoengine {__version__}"
+TIERS = "--kv-disk needs --kv-disk-gib and --kv-host-gib"
+REFUSED = {
+    "generte": "unknown command 'generte'; known: batch, generate, chat, bench, viz",
+    "generate m --output x": "--output has the records of a file: give",
+    "generate m --prompt a --file b": "--file and --output are for",
+    "generate m --prompt a --system b": "--system needs --chat",
+    "generate m --prompt a --top-p 2": "top_p must be in (0, 1], got",
+    "generate m --prompt a --n 2 --temperature 0": "n must be 1",
+    "generate demo --file x.xml": "input 'x.xml' does not exist",
+    "chat /no/model --n 2": "--n must be 1",
+    "chat /no/model --top-p 7": "top_p must be in (0, 1], got 7",
+    "info /no/such/dir": "model directory '/no/such/dir' does not exist",
+    "info .": "model='.' is no checkpoint: it has no config.json, and no GGUF file",
+    "info m --kv-disk d": TIERS,
+    "info m --kv-disk d --kv-disk-gib 1": TIERS,
+    "info m --kv-host-gib 0": "HostTier gib must be greater than 0",
+    "info m --max-num-seqs 0": "max_num_seqs must be at least 1, got 0",
+    "embed demo a.txt --output v.json": "--output must end in .npy or .parquet",
+    "embed demo a.txt --output v.npy --dimensions 0": "dimensions must be at least 1",
+    "bench --smoke --json missing/report.json": "json='missing/report.json' lies in a directory",
+    "simulate --num-blocks 20 --workload nowhere.csv": "the workload must be random, shared-prefix",
+    "simulate --num-blocks 20 --fit nowhere.json": "fit='nowhere.json' must be a report",
+    "simulate --num-blocks 20 --block-size 7": "block_size must be a power of two",
+    "simulate --num-blocks 20 --num-requests 0": "num_requests must be at least 1",
+    "simulate --num-blocks 20 --workload text.jsonl": "text.jsonl: row 1 must be a JSON object",
+}
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (
-            ["generte"],
-            "error: unknown command 'generte'; known: batch, generate, chat, bench, viz",
-        ),
-        (["generate", "m", "--output", "x"], "error: --output has the records of a file: give"),
-        (["generate", "m", "--prompt", "a", "--file", "b"], "error: --file and --output are for"),
-        (["generate", "m", "--prompt", "a", "--system", "b"], "error: --system needs --chat"),
-        (["generate", "m", "--prompt", "a", "--top-p", "2"], "error: top_p must be in (0, 1], got"),
-        (
-            ["generate", "m", "--prompt", "a", "--n", "2", "--temperature", "0"],
-            "error: n must be 1",
-        ),
-        (["generate", "demo", "--file", "x.xml"], "error: input 'x.xml' does not exist"),
-        (["info", "/no/such/dir"], "error: model directory '/no/such/dir' does not exist"),
-        (
-            ["info", "m", "--kv-disk", "d"],
-            "error: --kv-disk needs --kv-disk-gib and --kv-host-gib",
-        ),
-        (
-            ["info", "m", "--kv-disk", "d", "--kv-disk-gib", "1"],
-            "error: --kv-disk needs --kv-disk-gib and --kv-host-gib",
-        ),
-        (["info", "m", "--kv-host-gib", "0"], "error: HostTier gib must be greater than 0"),
-        (["info", "m", "--max-num-seqs", "0"], "error: max_num_seqs must be at least 1, got 0"),
-    ],
-)
+@pytest.mark.parametrize("args", REFUSED)
 def test_errors_are_one_line_and_status_2(
-    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    args: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(args) == 2
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("one")
+    Path("text.jsonl").write_text('{"prompt": "text", "max_tokens": 3}\n')
+    assert cli.main(args.split()) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(message)
+    assert captured.err.startswith(f"error: {REFUSED[args]}")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
