@@ -28,7 +28,8 @@ from nanoengine.settings.checks import plain, shown
 
 Table = Mapping[str, Mapping[str, Any]]
 
-NAMES: dict[str, Table] = json.loads(Path(__file__).with_name("vllm.json").read_text())
+FILE = Path(__file__).with_name("vllm.json")
+NAMES: dict[str, Table] = json.loads(FILE.read_text(encoding="utf-8"))
 
 LLM_OPTIONS, SAMPLING_PARAMS = (
     {name: entry for name, entry in NAMES[owner].items() if entry.keys() - {"default"}}

@@ -150,7 +150,7 @@ def test_forced_calls_validate_against_their_schemas(tmp_path, capsys) -> None:
     template, model = CHAT_TEMPLATE, text_checkpoint()
     rows = [
         chat(f"{i}-{which}", "hi", tools=tools, tool_choice=choice, temperature=1.0, max_tokens=200)
-        for i in range(6)
+        for i in range(3)
         for which, choice in (("required", "required"), ("named", named))
     ]
     path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -173,7 +173,7 @@ def test_forced_calls_validate_against_their_schemas(tmp_path, capsys) -> None:
         for call in found["message"]["tool_calls"]:
             name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
             jsonschema.validate(arguments, schemas[name])
-    assert finished >= 4
+    assert finished >= 2
     with LLM(model, tokenizer=str(tokenizer)) as llm:
         params = SamplingParams(max_tokens=200, seed=1)
         message = [{"role": "user", "content": "hi"}]
