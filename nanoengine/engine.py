@@ -31,8 +31,8 @@ from nanoengine.core.requests import RequestChecker
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import OutputFollower, Request, Sequence, TokenChooser
 from nanoengine.errors import NanoEngineError, RequestError
+from nanoengine.locking import EngineLock, exclusive
 from nanoengine.settings.params import SamplingParams
-from nanoengine.turns import Turns, one_at_a_time
 
 
 class UnderWay(NamedTuple):
@@ -82,7 +82,7 @@ class LLMEngine:
         self._make_proposer = make_proposer
         self.overlap = overlap
         self.checker = RequestChecker(info, scheduler.block_manager, stages)
-        self.turns = Turns()
+        self.lock = EngineLock()
         self._seed = seed
         self._debug_checks = debug_checks
         self._requests: dict[str, Request] = {}
@@ -102,10 +102,10 @@ class LLMEngine:
         Raises:
             EngineDeadError, NanoEngineError: as `require_idle`.
         """
-        with self.turns.turn():
-            if self._stepping_thread is not None or self.turns.why_over:
+        with self.lock.held():
+            if self._stepping_thread is not None or self.lock.why_closed:
                 self.require_idle()
-            with self.turns.change():
+            with self.lock.change():
                 return self._step()
 
     def _step(self) -> list[Request]:
@@ -154,7 +154,7 @@ class LLMEngine:
         if before is not None:
             self._commit(before)
 
-    @one_at_a_time()
+    @exclusive()
     def settle(self) -> None:
         """Commits the step that the overlapped loop has under way, so that all tokens are known.
 
@@ -202,10 +202,10 @@ class LLMEngine:
         for request in finished:
             del self._requests[request.request_id]
         self._finished += finished
-        self.turns.is_changing = False
+        self.lock.is_changing = False
         for observer in list(self.observers):  # Why last: it may abort what has not finished.
             observer.on_step(step.plan, result, self.scheduler)
-        self.turns.is_changing = True
+        self.lock.is_changing = True
         if self._debug_checks:
             from nanoengine.core.checks import check
 
@@ -245,11 +245,11 @@ class LLMEngine:
             RequestError, PromptTooLongError, CapacityError: as `RequestChecker.check`, before
                 anything is queued; RequestError also for a request_id in use.
         """
-        self.turns.require_open()
+        self.lock.require_open()
         request = self.checker.check(prompt_token_ids, params, **options)
         return self.queue(request_id, request, make_follower=make_follower, chooser=chooser)
 
-    @one_at_a_time()
+    @exclusive()
     def queue(
         self,
         request_id: str,
@@ -259,7 +259,7 @@ class LLMEngine:
         chooser: TokenChooser | None = None,
     ) -> Request:
         """Queues, once, what this engine's `checker` has returned; else as `add_request`."""
-        self.turns.require_open()
+        self.lock.require_open()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests:
@@ -280,7 +280,7 @@ class LLMEngine:
         self._requests[request_id] = request
         return request
 
-    @one_at_a_time()
+    @exclusive()
     def fork(
         self, request_id: str, *, index: int = 0, next_token_id: int | None = None
     ) -> Sequence:
@@ -301,7 +301,7 @@ class LLMEngine:
             RequestError: no such unfinished sequence, or a next_token_id that can't stand there;
                 a step is under way: see `settle`.
         """
-        self.turns.require_open()
+        self.lock.require_open()
         if self._under_way is not None:
             raise RequestError(
                 "a step is under way, so the sequence has a token more than can be seen: call"
@@ -315,14 +315,14 @@ class LLMEngine:
         is_same = next_token_id == parent.token_ids[-1]
         return enlist(self.scheduler).fork(parent, None if is_same else next_token_id)
 
-    @one_at_a_time("later")
+    @exclusive("later")
     def abort(self, request_id: str) -> Request | None:
         """Ends a request with finish_reason "abort"; None if it is unknown or finished already.
 
         Inside of a step, where a signal handler may call it, it returns None, and ends the request
         when the step has ended.
         """
-        if self.turns.why_over:
+        if self.lock.why_closed:
             return None
         request = self._requests.pop(request_id, None)
         if request is not None:
@@ -331,13 +331,13 @@ class LLMEngine:
                 self._settle()
         return request
 
-    @one_at_a_time("later")
+    @exclusive("later")
     def abort_all(self) -> None:
         """Forgets every request, so that after an exception nothing leaks into later work.
 
         Waits for a step under way: the copies of blocks between tiers end with it.
         """
-        if not self.turns.why_over:
+        if not self.lock.why_closed:
             self._abort_all()
 
     def _abort_all(self) -> None:
@@ -360,12 +360,12 @@ class LLMEngine:
         """True while `step` has something to do."""
         return bool(self._requests or self._finished)
 
-    @one_at_a_time()
+    @exclusive()
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes; refuses (False) while blocks are in use."""
         return self.scheduler.block_manager.prefix_cache.reset()
 
-    @one_at_a_time()
+    @exclusive()
     def evict(self, block_ids: Iterable[int]) -> int:
         """Drops the cached content of those given blocks that nobody uses; returns how many were.
 
@@ -379,21 +379,21 @@ class LLMEngine:
 
     # --- the rest -----------------------------------------------------------------------------
 
-    @one_at_a_time("now")
+    @exclusive("now")
     def stats(self) -> EngineStats:
         """Counters since the start, and block counts now."""
         return EngineStats.of(self.scheduler)
 
-    @one_at_a_time("later")
+    @exclusive("later")
     def close(self) -> None:
         """Gives all memory back; the engine can't be used afterwards. Closing twice is harmless.
 
         Inside of a step it happens when the step has ended."""
-        if not self.turns.why_over:
+        if not self.lock.why_closed:
             try:
                 self._abort_all()  # waits for a step under way, which may fail
             finally:
-                self.turns.why_over = "the engine is closed: build a new one"
+                self.lock.why_closed = "the engine is closed: build a new one"
                 tiers = self.scheduler.block_manager.prefix_cache.tiers
                 if tiers is not None:
                     tiers.close()
@@ -404,7 +404,7 @@ class LLMEngine:
     def require_idle(self) -> None:
         """Raises EngineDeadError if the engine is closed or another process's, and NanoEngineError
         inside of a step, to those who watch it."""
-        self.turns.require_open()
+        self.lock.require_open()
         if self._stepping_thread == threading.get_ident():
             raise NanoEngineError(
                 "a step is running: who watches it, such as a progress bar, can't run another;"

@@ -1,7 +1,7 @@
 """What a process that was forked from an engine's must not do: use that engine, or make one.
 
 Why: OpenMP ends a process that uses it on both sides of a fork, CUDA can't start again, and another
-thread may have held the engine's locks. Called by turns.py and by `LLM`.
+thread may have held the engine's locks. Called by locking.py and by `LLM`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _why_no_engine = ""
 
 
 def watch(owned: Any) -> None:
-    """Ends what belongs to the process that made it, such as `Turns`, in processes that are forked
-    from this one: it has `why_over` and `make_locks`."""
+    """Closes an object of this process, such as an `EngineLock`, in processes that are forked from
+    it: sets `why_closed`, and calls `make_locks`."""
     _watch_forks()
     _all.add(owned)
 
@@ -45,5 +45,5 @@ def _disown() -> None:
         " the first engine is made"
     )
     for owned in _all:
-        owned.why_over = _why_no_engine
+        owned.why_closed = _why_no_engine
         owned.make_locks()

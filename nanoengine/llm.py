@@ -26,13 +26,13 @@ from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.forked import require_unforked
 from nanoengine.llm_calls import OtherCalls, check_lora, progress_bar, refused_output
+from nanoengine.locking import Calls
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import Pause, Row, is_single_prompt, plain_column
 from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.turns import Calls
 
 LOOK_AHEAD = 8
 """Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""
@@ -218,7 +218,7 @@ class LLM(OtherCalls):
         bar = nullcontext() if progress is False else progress_bar(progress, call.engine, total)
         with bar, call:
             while True:
-                # Why outside of the turn: an iterator of the caller's may do anything.
+                # Why without the lock: an iterator of the caller's may do anything.
                 new, pause = [], None
                 for one in itertools.islice(waiting, limit - len(running)):
                     if isinstance(one, Pause):
@@ -230,7 +230,7 @@ class LLM(OtherCalls):
                     for one in new
                     if isinstance(one, RefusedPrompt)
                 ]
-                with call.turn() as engine:
+                with call.held_engine() as engine:
                     for prompt in new:
                         if isinstance(prompt, CheckedPrompt):
                             builder = self._queue(engine, prompt, kind)

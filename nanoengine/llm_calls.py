@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import NanoEngineError, RequestError
+from nanoengine.locking import Calls
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompts import OnError, PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.turns import Calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -206,11 +206,7 @@ class OtherCalls:
         *,
         output: str | PathLike[str] | None = None,
         sampling_params: SamplingParams | None = None,
-        prompt_column: str | None = None,
-        template: str | None = None,
-        chat: bool = False,
-        system: str | None = None,
-        trust_row_templates: bool = False,
+        **row_options: Any,
     ) -> Any:
         """Answers the rows of a table; gives the same kind with columns outputs, usage, error.
 
@@ -220,22 +216,15 @@ class OtherCalls:
                 row is what docs/batch.md calls a simple one.
             output: a file of records, from which the same call goes on after a death.
             sampling_params: for rows that set nothing; None: the model's own, 256 tokens.
-            prompt_column, template, chat, system, trust_row_templates: as the options of
-                `nanoengine batch`.
+            row_options: prompt_column, template, chat, system and the other fields of
+                `jobs.rows.RowOptions`, as the options of `nanoengine batch`.
 
         Raises:
             RequestError, ConfigError: the source is of no such kind; `output` is of another job.
         """
         from nanoengine.jobs.datasets import generate_dataset
 
-        options = {
-            "prompt_column": prompt_column,
-            "template": template,
-            "chat": chat,
-            "system": system,
-            "trust_row_templates": trust_row_templates,
-        }
-        return generate_dataset(self, source, output, sampling_params, options)
+        return generate_dataset(self, source, output, sampling_params, row_options)
 
     def embed(self, prompts: Any, **options: Any) -> list[EmbeddingRequestOutput]:
         """A vector a prompt, `outputs.embedding`; docs/embedding.md says of what hidden states.

@@ -27,7 +27,7 @@ CHAIN: tuple[set[str], ...] = (
     {"features"},
     {"observe", "ranks"},
     {"engine", "runner", "outputs"},
-    {"models", "text", "turns"},
+    {"models", "text", "locking"},
     {"layers"},
     {"attention", "checkpoint"},
     {"kernels"},
@@ -48,7 +48,7 @@ STANDARD_LIBRARY_AND = {
     "settings": set(),
     "core": {"xxhash", "numpy"},
     "engine": {"xxhash"},
-    "turns": set(),
+    "locking": set(),
 }
 
 

@@ -78,6 +78,7 @@ LOADED = [
     "layers.rotary",
     "llm",
     "llm_calls",
+    "locking",
     "models.decoder",
     "models.loader",
     "outputs",
@@ -102,7 +103,6 @@ LOADED = [
     "text.prompts",
     "text.tokenizer",
     "text.tokenizer_file",
-    "turns",
     "version",
 ]
 """All modules of the package that a plain greedy `generate` loads with attention_backend="naive":

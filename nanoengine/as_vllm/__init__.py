@@ -30,7 +30,7 @@ from nanoengine.settings.checks import nearest
 from nanoengine.version import __version__
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("vllm.json").read_text())
-"""vllm.json: modules, names and where they are here, names without a meaning, vLLM's defaults."""
+"""vllm.json: modules, names and where they are here, names without a meaning."""
 
 VERSION: str = TABLES["version"]
 """Of the API that is meant."""

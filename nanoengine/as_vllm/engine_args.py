@@ -14,9 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoengine.as_vllm import TABLES
+from nanoengine.settings.vllm_names import NAMES
 
-DEFAULTS: dict[str, Any] = TABLES["arguments"]
+DEFAULTS: dict[str, Any] = {name: entry["default"] for name, entry in NAMES["LLM"].items()}
 """Name -> vLLM's default, of arguments that have a meaning here."""
 
 FLAGS = ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling")

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Self
 
-from nanoengine.as_vllm import Absent
+from nanoengine.as_vllm import TABLES, Absent
 from nanoengine.as_vllm.engine_args import asked
 from nanoengine.as_vllm.outputs import VLLMBeams, VLLMOutput, beams, request_output
 from nanoengine.as_vllm.params import VLLMParams, VLLMPooler, ours
@@ -22,20 +22,15 @@ from nanoengine.errors import RequestError
 from nanoengine.features.pooled_outputs import PoolingOutput, ScoringRequestOutput
 from nanoengine.llm import LLM
 from nanoengine.llm_calls import check_lora
+from nanoengine.locking import Call
 from nanoengine.outputs import OutputBuilder, OutputKind
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.pooling import PoolingParams
 from nanoengine.settings.vllm_names import warn_idle
-from nanoengine.turns import Call
 
 KINDS: dict[str, OutputKind] = {"CUMULATIVE": "cumulative", "DELTA": "delta", "FINAL_ONLY": "final"}
 
-NEUTRAL = {
-    "chat_template_content_format": "auto",
-    **dict.fromkeys(("tokenization_kwargs", "mm_processor_kwargs", "trace_headers")),
-    **dict.fromkeys(("usage_context", "stat_loggers", "data_parallel_rank")),
-    **dict.fromkeys(("reset_running_requests", "reset_connector"), False),
-}
+NEUTRAL: dict[str, Any] = TABLES["call options"]
 """Options of vLLM's calls that are no options here, and the value that asks for nothing."""
 
 
@@ -263,7 +258,7 @@ class VLLMEngine:
         if any(name == request_id for name, *_ in self._running.values()):
             raise RequestError(f"request_id {request_id!r} is in use; choose another")
         kind = KINDS[params.output_kind.name]
-        with self._call.turn() as engine:
+        with self._call.held_engine() as engine:
             builder = llm._queue(engine, read, kind)  # type: ignore[arg-type]
         self._running[builder.request.request_id] = request_id, builder, kind
         return request_id
@@ -272,7 +267,7 @@ class VLLMEngine:
         """Runs a step; the outputs of what has ended or grown by it."""
         if self._call is None:
             return []
-        with self._call.turn():
+        with self._call.held_engine():
             shown = [self._running.pop(one) for one in self._call.step(self._running)]
             for name, builder, kind in self._running.values():
                 if kind != "final" and builder.has_grown():

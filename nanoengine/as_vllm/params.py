@@ -14,13 +14,12 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from nanoengine.as_vllm import TABLES
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import nearest, shown
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.pooling import TASKS, PoolingParams
 from nanoengine.settings.structured import StructuredOutputs
-from nanoengine.settings.vllm_names import BACKENDS
+from nanoengine.settings.vllm_names import NAMES
 
 
 class RequestOutputKind(enum.Enum):
@@ -34,10 +33,12 @@ OWN = ("priority", "prompt_logprobs_start")
 
 DEFAULTS: dict[str, Any] = {
     **{f.name: f.default for f in dataclasses.fields(SamplingParams) if f.name not in OWN},
-    **TABLES["parameters"],
+    **{n: e["default"] for n, e in NAMES["SamplingParams"].items() if "default" in e},
     "output_kind": RequestOutputKind.CUMULATIVE,
 }
 """Name -> vLLM's default; of names that older versions had, too."""
+
+BACKENDS = tuple(filter(None, NAMES["LLM"]["guided_decoding_backend"]["only"]))
 
 LISTS = ("stop", "stop_token_ids", "bad_words")
 """Fields that are lists in every VLLMParams, so that programs append to them."""

@@ -29,7 +29,7 @@ from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked, require_positive
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.vllm_names import BEAM_SEARCH_PARAMS, translate
+from nanoengine.settings.vllm_names import NAMES, translate
 from nanoengine.text.prompt_forms import Row, prompt_list
 from nanoengine.text.prompts import CheckedPrompt
 from nanoengine.text.tokenizer import Tokenizer
@@ -38,7 +38,10 @@ MOST_PENALTY = 30
 """Of lengths. Why: to its power a length is a float, however long a context is."""
 
 
-@checked(RequestError, functools.partial(translate, table=BEAM_SEARCH_PARAMS, error=RequestError))
+@checked(
+    RequestError,
+    functools.partial(translate, table=NAMES["BeamSearchParams"], error=RequestError),
+)
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """How to search. Fields may be given by position, in vLLM's order.
@@ -283,7 +286,7 @@ def beam_search(
     call = calls.begin()
     with bar(call.engine, len(read)), call:
         while waiting or running:
-            with call.turn() as engine:
+            with call.held_engine() as engine:
                 while waiting and len(running) < room:  # Why: more would only wait for rows.
                     prompt = waiting[-1]
                     search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))

@@ -29,7 +29,7 @@ from nanoengine.jobs.feed import size_of
 from nanoengine.jobs.source import AS_UTF8, STDIN, Input, Line, RowError, own_id, read_lines
 from nanoengine.settings.checks import nearest, plain, shown
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
+from nanoengine.settings.vllm_names import NAMES, SAMPLING_PARAMS, translate
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.text.rendering import Renderer
 
@@ -46,24 +46,7 @@ KINDS: dict[str, Kind] = {CHAT_URL: "chat", COMPLETION_URL: "completion"}
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
-OPENAI: Table = {
-    "max_completion_tokens": Alias("max_tokens"),
-    **dict.fromkeys(("stream", "stream_options"), Refused("a batch has nobody to stream to")),
-    "response_format": Alias("structured_outputs"),
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        Refused("give response_format, or structured_outputs"),
-    ),
-    "parallel_tool_calls": Refused("an answer has as many calls as there are", (None, True)),
-    "functions": Refused("give tools", (None, [])),
-    "function_call": Refused("give tools", (None, "auto", "none")),
-    "modalities": Refused("answers are text", (None, ["text"])),
-    "audio": Refused("answers are text"),
-    "web_search_options": Refused("nothing is searched"),
-    "prediction": Refused("drafts come from prompt and output alone: speculative='ngram'"),
-    "echo": Refused("the request has the prompt"),
-    "suffix": Refused("models continue a prompt; none is filled in", (None, "")),
-}
+OPENAI = NAMES["OpenAI bodies"]
 """Fields of OpenAI's bodies and of vLLM's servers whose meaning is not simply a field here."""
 
 NO_FORM = (
@@ -348,7 +331,7 @@ class RowReader:
         self._check_template(given)
         for name, one in row.items():
             meant = _meant(name) if one is not None else ""
-            if meant and plain(one) not in getattr(OPENAI.get(name), "neutral", ()):
+            if meant and plain(one) not in _neutral(name):
                 raise RequestError(f"column {name!r} has no effect: {meant}; {OTHERS_ARE_DATA}")
         if isinstance(row.get("model"), str):
             self._check_model(row["model"])
@@ -534,13 +517,19 @@ def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 @functools.lru_cache(KNOWN_PARAMS)
 def _meant(column: str) -> str:
     """What a column of a simple row that sets nothing was meant to be; empty for data."""
-    refused = OPENAI.get(column)
-    if isinstance(refused, Refused) or column in ELSEWHERE:
-        return refused.why if isinstance(refused, Refused) else f"give {ELSEWHERE[column]}"
+    refused = OPENAI.get(column, {}).get("refused")
+    if refused is not None or column in ELSEWHERE:
+        return refused or f"give {ELSEWHERE[column]}"
     letters = _letters(column)
     near = difflib.get_close_matches(letters, OPTIONS, n=1, cutoff=LEAST_LIKENESS)
     is_data = not near or len(letters) < LEAST_NAME or column in (*PROMPT_KEYS, *_PARAMS)
     return "" if is_data else f"did you mean {OPTIONS[near[0]]!r}?"
+
+
+def _neutral(column: str) -> tuple[Any, ...]:
+    """Values of a refused column that ask for nothing."""
+    entry = OPENAI.get(column, {"unless": ()})
+    return tuple(entry.get("unless", (None, False)))
 
 
 def _letters(name: object) -> str:
@@ -550,7 +539,7 @@ def _letters(name: object) -> str:
 OPTIONS = {
     _letters(name): name
     for name in (*TEMPLATE_KEYS, "cache_salt", *_PARAMS)
-    if not isinstance(OPENAI.get(name), Refused) and name not in ("tools", "priority")
+    if "refused" not in OPENAI.get(name, {}) and name not in ("tools", "priority")
 }
 """What a column may be a typo of; other words are too near to names of data."""
 

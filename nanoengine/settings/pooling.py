@@ -12,7 +12,7 @@ from typing import Literal
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked, require_positive, shown
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.vllm_names import Alias, Idle, Refused, Table, translate
+from nanoengine.settings.vllm_names import NAMES, translate
 
 Pooling = Literal["last", "mean", "cls"]
 """Which hidden states count: the last token's, the mean of all, the first token's."""
@@ -25,14 +25,7 @@ TASKS = ("embed", "classify", "token_embed", "token_classify")
 
 NO_POSITION = 2**31 - 1
 
-POOLING_PARAMS: Table = {
-    "normalize": Alias("use_activation"),
-    "softmax": Alias("use_activation"),
-    "activation": Alias("use_activation"),
-    "task": Idle("the method says the task"),
-    "skip_reading_prefix_cache": Refused("set enable_prefix_caching=False"),
-}
-"""Names of vLLM's `PoolingParams` whose meaning is not simply a field here."""
+POOLING_PARAMS = NAMES["PoolingParams"]
 
 
 @checked(RequestError, functools.partial(translate, table=POOLING_PARAMS, error=RequestError))

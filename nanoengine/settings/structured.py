@@ -27,9 +27,9 @@ it takes time and memory in squares of that, and its stack grows with it."""
 
 
 def _translate(options: dict[str, Any]) -> dict[str, Any]:
-    from nanoengine.settings.vllm_names import STRUCTURED_OUTPUTS, translate
+    from nanoengine.settings.vllm_names import NAMES, translate
 
-    return translate(options, STRUCTURED_OUTPUTS, RequestError)
+    return translate(options, NAMES["StructuredOutputsParams"], RequestError)
 
 
 @checked(RequestError, _translate)

@@ -6,7 +6,7 @@ import pytest
 
 from nanoengine.errors import RequestError
 from nanoengine.settings.params import SamplingParams
-from tests.support.fake_llm import LONG, MakeLLM, make_llm_fixture  # noqa: F401
+from tests.support.fake_llm import LONG, MakeLLM
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
 
 TOOLS = [{"type": "function", "function": {"name": "look"}}]

@@ -23,7 +23,7 @@ from nanoengine.text.ends import turn_ends
 from nanoengine.text.load_tokenizer import with_ends
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.checkpoints import make_checkpoint
-from tests.support.fake_llm import MakeLLM, make_llm_fixture  # noqa: F401
+from tests.support.fake_llm import MakeLLM
 from tests.support.text_fixtures import CORPUS, byte_level
 
 TEXT_END, START, TURN_END = 0, 1, 2
@@ -309,4 +309,5 @@ def test_a_chat_never_has_bos_twice(make_llm: MakeLLM, with_bos: Tokenizer) -> N
 def test_a_tokenizer_that_adds_no_bos_is_not_warned_about(make_llm: MakeLLM) -> None:
     with make_llm() as llm, warnings.catch_warnings():
         warnings.simplefilter("error")
-        llm.generate(["<s><s>a", "aa"], use_tqdm=False)
+        begun, plain = llm.generate(["<s><s>a", "aa"], use_tqdm=False)
+    assert begun.prompt_token_ids[:2] == [0, 0] and plain.prompt_token_ids[0] != 0

@@ -14,39 +14,12 @@ from typing import Any
 import pytest
 
 import nanoengine
-from nanoengine import (
-    LLM,
-    CapacityError,
-    ConfigError,
-    NanoEngineError,
-    PromptTooLongError,
-    RequestError,
-    SamplingParams,
-)
-from nanoengine.llm import LOOK_AHEAD
+from nanoengine import LLM, ConfigError, NanoEngineError, RequestError, Row, SamplingParams
 from nanoengine.text.ends import bad_word_ids
 from nanoengine.text.prompt_forms import PAUSE
 from nanoengine.text.tokenizer import Tokenizer
-from tests.support.fake_llm import (
-    ANSWERS,
-    LONG,
-    MakeLLM,
-    assert_idle,
-    executor,
-    ids,
-    make_llm_fixture,
-    texts,
-)
+from tests.support.fake_llm import ANSWERS, LONG, Bar, MakeLLM, assert_idle, executor, ids, texts
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_fallback, byte_level
-
-__all__ = ["make_llm_fixture"]
-
-
-@pytest.fixture
-def llm(make_llm: MakeLLM) -> Iterator[LLM]:
-    with make_llm(ANSWERS) as llm:
-        yield llm
-
 
 # --- generate -------------------------------------------------------------------------------------
 
@@ -77,9 +50,10 @@ def test_all_forms_of_prompts_mix(llm: LLM) -> None:
     assert all(o.prompt_token_ids == ids("one") for o in outputs)
 
 
-def test_peer_bug_08_bare_string_is_one_prompt(llm: LLM) -> None:
-    for single in ("one", ids("one"), {"prompt": "one"}):
+def test_peer_bug_08_one_prompt_of_any_form_is_one_prompt(llm: LLM) -> None:
+    for single in ("one", ids("one"), {"prompt": "one"}, Row("one", sampling_params=LONG)):
         assert texts(llm.generate(single, LONG, use_tqdm=False)) == [" two three."]
+        assert texts(llm.stream(single, LONG)) == [" two three."]
     assert llm.generate([], LONG, use_tqdm=False) == []
 
 
@@ -90,64 +64,9 @@ def test_peer_bug_08_prompts_and_params_of_different_length_are_refused(llm: LLM
         llm.generate(["one", "dog"], LONG, priority=[1], use_tqdm=False)
     with pytest.raises(RequestError, match=r"sampling_params\[1\]"):
         llm.generate(["one", "dog"], [LONG, {"n": 1}], use_tqdm=False)
+    with pytest.raises(RequestError, match="share one"):
+        llm.stream(iter(["one"]), [LONG])
     assert_idle(llm)
-
-
-def test_peer_bug_09_unknown_options_are_refused(make_llm: MakeLLM) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
-        make_llm(max_modle_len=5)
-    with pytest.raises(RequestError, match="did you mean 'cache_salt'"):
-        make_llm().generate({"prompt": "one", "cach_salt": "x"}, use_tqdm=False)
-
-
-def test_peer_bug_05_max_tokens_ends_and_zero_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="max_tokens"):
-        SamplingParams(max_tokens=0)
-    (output,) = llm.generate("dog", SamplingParams(max_tokens=1), use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 1
-    assert output.outputs[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("bad", "error", "message"),
-    [
-        ([], RequestError, "prompt 1: the prompt is empty"),
-        ("", RequestError, "prompt 1: the prompt is empty"),
-        ([10**6], RequestError, "prompt 1: prompt token ids must be in"),
-        ([1.5], RequestError, "prompt 1: prompt token ids must be integers, got 1.5"),
-        ([True], RequestError, "prompt 1: prompt token ids must be integers, got True"),
-        (7, RequestError, "prompt 1: a prompt must be a string"),
-        (None, RequestError, "prompt 1: a prompt must be a string"),
-        ({}, RequestError, "prompt 1: a prompt dict needs one of"),
-        ({"prompt": 3}, RequestError, "prompt 1: prompt must be a string or None, got 3"),
-        ({"messages": []}, RequestError, "prompt 1: a conversation must be a list"),
-        ("\ud800", RequestError, "prompt 1: the text can't be encoded"),
-        ([5] * 100, PromptTooLongError, "prompt 1: the prompt has 100 tokens"),
-        ([5] * 90, CapacityError, "prompt 1: the prompt of 90 tokens needs 12 KV blocks"),
-    ],
-)
-def test_peer_bug_06_31_a_bad_prompt_is_named_before_anything_runs(
-    make_llm: MakeLLM, bad: object, error: type[Exception], message: str
-) -> None:
-    with make_llm(ANSWERS, num_blocks=10) as llm:
-        with pytest.raises(error, match=message):
-            llm.generate(["one", bad, "dog"], LONG, use_tqdm=False)
-        assert llm.stats().steps == 0
-        assert_idle(llm)
-        outputs = llm.generate(["one", bad, "dog"], LONG, use_tqdm=False, on_error="record")
-        assert texts(outputs) == [" two three.", "", " and a little cat!"]
-        failed = outputs[1]
-        assert [o.finish_reason for o in failed.outputs] == ["error"]
-        assert failed.finished
-        assert failed.error is not None
-        assert message.removeprefix("prompt 1: ") in failed.error
-        assert len({o.request_id for o in outputs}) == 3
-
-
-def test_only_bad_prompts_still_give_all_records(llm: LLM) -> None:
-    outputs = llm.generate([[], [], []], LONG, use_tqdm=False, on_error="record")
-    assert [o.error is not None for o in outputs] == [True] * 3
-    assert len(list(llm.stream(iter([[]] * 500), LONG, on_error="record"))) == 500
 
 
 def test_a_wrong_on_error_is_refused(llm: LLM) -> None:
@@ -228,13 +147,6 @@ def test_peer_bug_23_stop_strings_end_an_answer(llm: LLM) -> None:
     assert texts(llm.generate("one", keep, use_tqdm=False)) == [" two three"]
 
 
-def test_peer_bug_30_the_callers_params_are_never_changed(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=10**6, stop=["x"], logit_bias={1: 1.0})
-    before = dataclasses.asdict(params)
-    llm.generate(["one", "dog"], params, use_tqdm=False)
-    assert dataclasses.asdict(params) == before
-
-
 def test_a_stop_id_may_be_kept_in_the_text_also_while_streaming(llm: LLM) -> None:
     end = byte_level().encode(" three")[-1]
     params = SamplingParams(
@@ -277,6 +189,10 @@ def test_followers_are_made_only_where_text_is_needed_early(llm: LLM) -> None:
     executor(llm).hook = look
     llm.generate("one", LONG, use_tqdm=False)
     assert set(followers) == {None}
+    silent = dataclasses.replace(LONG, detokenize=False)
+    for outputs in (llm.generate("one", silent, use_tqdm=False), llm.stream("one", silent)):
+        assert texts(outputs) == [""]
+    assert set(followers) == {None}
     llm.generate("one", SamplingParams(stop=["zzz"]), use_tqdm=False)
     assert set(followers) != {None}
 
@@ -312,16 +228,6 @@ def test_n_completions_by_index_and_metrics(llm: LLM) -> None:
     assert 0 <= times.queued_s <= times.ttft_s <= times.e2e_s
 
 
-def test_priority_orders_the_queue(make_llm: MakeLLM) -> None:
-    with make_llm(ANSWERS, max_num_seqs=1) as llm:
-        prompts = ["one", "dog", "€"]
-        for priority, params in (([3, 2, 1], LONG), (None, None)):
-            each = params or [dataclasses.replace(LONG, priority=p) for p in (3, 2, 1)]
-            order = [o.index for o in llm.stream(prompts, each, priority=priority)]
-            assert order == [2, 1, 0]
-        assert [o.index for o in llm.stream(prompts, each, priority=0)] == [0, 1, 2]
-
-
 def test_no_params_means_the_models_generation_config(make_llm: MakeLLM) -> None:
     with make_llm(generation_defaults={"temperature": 0.6, "top_k": 20}) as llm:
         params = llm.default_sampling_params
@@ -332,30 +238,18 @@ def test_no_params_means_the_models_generation_config(make_llm: MakeLLM) -> None
         assert seen == [params, params]
 
 
-def test_the_progress_bar_counts_requests_and_speed(llm: LLM) -> None:
-    bars: list[Any] = []
+def test_a_progress_bar_counts_requests_and_tells_the_speed(llm: LLM) -> None:
+    def call(prompts: Any, bar: Bar) -> Any:
+        if isinstance(prompts, list):
+            llm.generate(prompts, LONG, use_tqdm=bar, on_error="record")
+        return list(llm.stream(prompts, LONG, use_tqdm=bar, on_error="record"))
 
-    class Bar:
-        def __init__(self, *, total: int, **kwargs: Any) -> None:
-            self.total, self.count, self.text, self.is_closed = total, 0, "", False
-            bars.append(self)
-
-        def update(self, count: int) -> None:
-            self.count += count
-
-        def set_postfix_str(self, text: str) -> None:
-            self.text = text
-
-        def close(self) -> None:
-            self.is_closed = True
-
-    llm.generate(["one"], LONG, use_tqdm=False)
-    llm.generate(["one", "dog", []], LONG, use_tqdm=Bar, on_error="record")
-    (bar,) = bars
-    assert (bar.total, bar.count, bar.is_closed) == (2, 2, True)
-    assert "output" in bar.text
-    assert "tok/s" in bar.text
-    assert_idle(llm)
+    for prompts, total, count in ((["one", "dog", []], 2, 4), (iter(["one", "dog"]), None, 2)):
+        bar = Bar()
+        call(prompts, bar)
+        assert (bar.total, bar.count, bar.is_closed) == (total, count, True)
+        assert "output" in bar.text and "tok/s" in bar.text
+        assert_idle(llm)
 
 
 @pytest.mark.parametrize("wrong", ["no", None, 1])
@@ -437,26 +331,6 @@ def test_streams_of_a_byte_fallback_tokenizer_keep_spaces(make_llm: MakeLLM) -> 
         assert text.endswith("dog 🙂 the.")
 
 
-def test_a_generator_is_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
-    pulled = 0
-
-    def source() -> Iterator[str]:
-        nonlocal pulled
-        for _ in range(300):
-            pulled += 1
-            yield "dog"
-
-    with make_llm(ANSWERS, max_num_seqs=4) as llm:
-        finished = 0
-        for output in llm.stream(source(), LONG):
-            finished += 1
-            assert output.outputs[0].text == ANSWERS["dog"]
-            assert pulled - finished <= 4 + LOOK_AHEAD
-        assert finished == 300
-        with pytest.raises(RequestError, match="share one"):
-            llm.stream(source(), [LONG])
-
-
 def test_rows_that_run_go_on_while_a_generator_has_none_at_present(make_llm: MakeLLM) -> None:
     """A pause counts as no prompt, and where nothing runs it ends the stream."""
     with make_llm(ANSWERS, max_num_seqs=4) as llm:
@@ -476,23 +350,6 @@ def test_rows_that_run_go_on_while_a_generator_has_none_at_present(make_llm: Mak
             assert output.outputs[0].text == ANSWERS[("dog", "one")[output.index]]
             finished.append(output.index)
         assert finished == [0, 1]
-
-
-def test_a_bad_prompt_in_a_generator_is_named_or_recorded(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
-        list(llm.stream(iter(["one", [], "dog"]), LONG))
-    assert_idle(llm)
-    outputs = list(llm.stream(iter(["one", [], "dog"]), LONG, on_error="record"))
-    assert {o.index: o.outputs[0].finish_reason for o in outputs} == {
-        0: "stop",
-        1: "error",
-        2: "stop",
-    }
-
-
-def test_a_list_is_checked_when_stream_is_called(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="prompt 1"):
-        llm.stream(["one", []], LONG)
 
 
 def test_closing_a_stream_aborts_the_rest(llm: LLM) -> None:
@@ -519,21 +376,14 @@ def test_close_is_final_and_idempotent(make_llm: MakeLLM) -> None:
     llm = make_llm(ANSWERS)
     run, stream = executor(llm), llm.stream("one", LONG, kind="delta")
     next(stream)
-    llm.close()
-    llm.close()
+    with pytest.raises(ZeroDivisionError), llm:
+        raise ZeroDivisionError
     assert run.is_shut_down
+    llm.close()
     for use in (lambda: llm.generate("one", use_tqdm=False), llm.stats, lambda: next(stream)):
         with pytest.raises(NanoEngineError, match="closed"):
             use()
     assert "closed" in repr(llm)
-
-
-def test_an_exception_in_the_with_block_closes_too(make_llm: MakeLLM) -> None:
-    llm = make_llm()
-    run = executor(llm)
-    with pytest.raises(ZeroDivisionError), llm:
-        raise ZeroDivisionError
-    assert run.is_shut_down
 
 
 def test_without_a_tokenizer_prompts_and_outputs_are_ids(make_llm: MakeLLM) -> None:
@@ -550,24 +400,6 @@ def test_without_a_tokenizer_prompts_and_outputs_are_ids(make_llm: MakeLLM) -> N
         ):
             with pytest.raises(RequestError, match="skip_tokenizer_init"):
                 llm.generate(prompt, params, use_tqdm=False)
-
-
-def test_detokenize_false_costs_no_text(llm: LLM) -> None:
-    params = dataclasses.replace(LONG, detokenize=False)
-    assert texts(llm.generate("one", params, use_tqdm=False)) == [""]
-    assert "".join(texts(llm.stream("one", params, kind="delta"))) == ""
-
-
-def test_two_llms_live_in_one_process(make_llm: MakeLLM) -> None:
-    with make_llm({"one": " first"}) as a, make_llm({"one": " second"}) as b:
-        streams = [llm.stream("one", LONG, kind="delta") for llm in (a, b)]
-        shown = ["", ""]
-        for pair in zip(*streams, strict=False):
-            for i, output in enumerate(pair):
-                shown[i] += output.outputs[0].text
-        assert a.generate("one", LONG, use_tqdm=False)[0].outputs[0].text == " first"
-    assert shown[0].startswith(" f")
-    assert shown[1].startswith(" s")
 
 
 def test_llm_is_a_class_like_any_other_before_anything_heavy_is_loaded() -> None:

@@ -20,17 +20,7 @@ import pytest
 from nanoengine import LLM, BeamSearchParams, NanoEngineError, RequestOutput, SamplingParams
 from nanoengine.core.checks import check
 from nanoengine.errors import EngineDeadError
-from tests.support.fake_llm import (
-    ANSWERS,
-    LONG,
-    MakeLLM,
-    assert_idle,
-    executor,
-    make_llm_fixture,
-    texts,
-)
-
-__all__ = ["make_llm_fixture"]
+from tests.support.fake_llm import ANSWERS, LONG, Bar, MakeLLM, assert_idle, executor, texts
 
 MOST_STEPS = 2_000
 PATIENCE_S = 20.0
@@ -158,23 +148,6 @@ def test_a_request_of_the_callers_own_does_not_disturb_a_stream(llm: LLM) -> Non
     assert own is not None
     assert own.finished
     assert sorted(filter(None, reasons(outputs).values())) == ["abort", "stop"]
-
-
-class Bar:
-    """A progress bar that does something at each refresh."""
-
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self.act = act
-
-    def __call__(self, **kwargs: Any) -> Bar:
-        return self
-
-    def update(self, count: int) -> None:
-        self.act()
-
-    def set_postfix_str(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -384,7 +357,7 @@ def test_a_forked_child_is_told_that_it_has_no_engine(make_llm: MakeLLM) -> None
         held, release = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with llm.engine.turns.turn(), llm._calls.lock:
+            with llm.engine.lock.held(), llm._calls.lock:
                 held.set()
                 release.wait(PATIENCE_S)
 

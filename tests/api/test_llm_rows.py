@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,34 +15,20 @@ from nanoengine import (
     BeamSearchParams,
     CapacityError,
     ConfigError,
+    NanoEngineError,
+    PromptTooLongError,
     RequestError,
+    Row,
     SamplingParams,
     TextPrompt,
     TokensPrompt,
 )
 from tests.support.fake_executor import make_engine
-from tests.support.fake_llm import (
-    ANSWERS,
-    LONG,
-    MakeLLM,
-    assert_idle,
-    executor,
-    ids,
-    make_llm_fixture,
-    texts,
-)
+from tests.support.fake_llm import ANSWERS, LONG, MakeLLM, assert_idle, executor, ids, texts
 from tests.support.text_fixtures import CHAT_TEMPLATE
-
-__all__ = ["make_llm_fixture"]
 
 TALK = [{"role": "user", "content": "go home"}]
 TOKENS = [5] * 40
-
-
-@pytest.fixture
-def llm(make_llm: MakeLLM) -> Iterator[LLM]:
-    with make_llm(ANSWERS) as llm:
-        yield llm
 
 
 class Raising(dict[str, Any]):
@@ -51,59 +38,68 @@ class Raising(dict[str, Any]):
         raise ZeroDivisionError("a row of a kind of its own")
 
 
-BAD_ROWS = {
-    "a salt that no encoding has": (
-        {"prompt_token_ids": TOKENS, "cache_salt": "\ud800"},
-        "cache_salt can't be encoded as UTF-8",
-    ),
-    "a text beside ids that no encoding has": (
-        {"prompt_token_ids": TOKENS, "prompt": "\ud800"},
-        "prompt can't be encoded as UTF-8",
-    ),
-    "variables that are a number": (
-        {"messages": TALK, "chat_template_kwargs": 5},
-        "'chat_template_kwargs' must be a dict by names, got 5",
-    ),
-    "variables without names": (
-        {"messages": TALK, "chat_template_kwargs": {5: 1}},
-        "'chat_template_kwargs' must be a dict by names, got {5: 1}",
-    ),
-    "a variable of the renderer's": (
-        {"messages": TALK, "chat_template_kwargs": {"messages": 1}},
-        "'chat_template_kwargs' can't set 'messages'",
-    ),
-    "a template that is no text": ({"messages": TALK, "chat_template": 5}, "chat_template must"),
-    "a flag that is a word": (
-        {"messages": TALK, "add_generation_prompt": "no"},
-        "'add_generation_prompt' must be True or False, got 'no'",
-    ),
-    "tools that are a word": ({"messages": TALK, "tools": "x"}, "'tools' must be a list"),
-    "a role that is a number": ({"messages": [{"role": 5}]}, "a message must be a dict"),
-    "a template that divides by zero": (
-        {"messages": TALK, "chat_template": "{{ 1 / 0 }}"},
-        "the chat template refused",
-    ),
-    "an object that raises": (Raising(prompt="a"), "ZeroDivisionError: a row of a kind of its own"),
-    "a row that could not be read": (RequestError("line 3 is torn"), "line 3 is torn"),
-    "media": (
-        {"prompt": "one", "multi_modal_data": {"image": 1}},
-        "'multi_modal_data' must be None",
-    ),
-}
+BAD_ROWS: list[tuple[Any, str]] = [
+    ([], "the prompt is empty"),
+    ("", "the prompt is empty"),
+    ([10**6], "prompt token ids must be in"),
+    ([5, "6"], "prompt token ids must be integers, got '6'"),
+    ([1.5], "prompt token ids must be integers, got 1.5"),
+    ([True], "prompt token ids must be integers, got True"),
+    (7, "a prompt must be a string"),
+    (None, "a prompt must be a string"),
+    (Row(Row("one")), "a prompt must be a string"),
+    ({}, "a prompt dict needs one of"),
+    ({"prompt": 3}, "prompt must be a string or None, got 3"),
+    ({"prompt": "one", "cach_salt": "x"}, "did you mean 'cache_salt'"),
+    ({"prompt": "one", "multi_modal_data": {"image": 1}}, "'multi_modal_data' must be None"),
+    ("\ud800", "the text can't be encoded"),
+    ({"prompt_token_ids": TOKENS, "cache_salt": "\ud800"}, "cache_salt can't be encoded as UTF-8"),
+    ({"prompt_token_ids": TOKENS, "prompt": "\ud800"}, "prompt can't be encoded as UTF-8"),
+    ([5] * 100, "the prompt has 100 tokens"),
+    ([5] * 90, "the prompt of 90 tokens needs 12 KV blocks"),
+    ({"messages": []}, "a conversation must be a list"),
+    ({"messages": [{"role": 5}]}, "a message must be a dict"),
+    ({"messages": TALK, "chat_template_kwargs": 5}, "must be a dict by names, got 5"),
+    ({"messages": TALK, "chat_template_kwargs": {5: 1}}, "must be a dict by names, got {5: 1}"),
+    ({"messages": TALK, "chat_template_kwargs": {"messages": 1}}, "can't set 'messages'"),
+    ({"messages": TALK, "chat_template": 5}, "chat_template must"),
+    ({"messages": TALK, "chat_template": "{{ 1 / 0 }}"}, "the chat template refused"),
+    ({"messages": TALK, "add_generation_prompt": "no"}, "must be True or False, got 'no'"),
+    ({"messages": TALK, "tools": "x"}, "'tools' must be a list"),
+    (Raising(prompt="a"), "ZeroDivisionError: a row of a kind of its own"),
+    (Row(RequestError("line 3 is torn"), key="r"), "line 3 is torn"),
+]
 
 
-@pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=list(BAD_ROWS))
-def test_a_bad_row_takes_no_neighbour_with_it(llm: LLM, row: Any, message: str) -> None:
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=lambda one: str(one)[:40])
+def test_peer_bug_06_31_a_bad_prompt_is_named_before_anything_runs_or_recorded(
+    make_llm: MakeLLM, row: Any, message: str
+) -> None:
     """2.6: some of these ended the call, or the step of all that ran."""
-    outputs = llm.generate(["one", row, "dog"], LONG, use_tqdm=False, on_error="record")
-    assert texts(outputs)[::2] == [ANSWERS["one"], ANSWERS["dog"]]
-    assert outputs[1].outputs[0].finish_reason == "error"
-    assert message in (outputs[1].error or "")
-    for prompts in (["one", row], iter(["one", row])):
-        with pytest.raises(RequestError, match="prompt 1: ") as caught:
-            list(llm.stream(prompts, LONG))
-        assert message in str(caught.value)
-    assert_idle(llm)
+    prompts = ["one", row, "dog"]
+    calls: list[Callable[[LLM, str], Any]] = [
+        lambda llm, how: llm.generate(prompts, LONG, use_tqdm=False, on_error=how),
+        lambda llm, how: llm.stream(prompts, LONG, on_error=how),
+        lambda llm, how: list(llm.stream(iter(prompts), LONG, on_error=how)),
+    ]
+    with make_llm(ANSWERS, num_blocks=10) as llm:
+        for call in calls:
+            with pytest.raises(NanoEngineError, match="prompt 1: ") as caught:
+                call(llm, "raise")
+            assert message in str(caught.value)
+            assert_idle(llm)
+            assert isinstance(caught.value, PromptTooLongError) == ("prompt has" in message)
+            assert isinstance(caught.value, RequestError) != ("prompt of" in message)
+        assert llm.stats().steps == 0
+        for call in calls:
+            first, failed, last = sorted(call(llm, "record"), key=lambda output: output.index)
+            assert texts([first, last]) == [ANSWERS["one"], ANSWERS["dog"]]
+            assert [one.finish_reason for one in failed.outputs] == ["error"]
+            assert failed.finished and message in failed.error
+            assert failed.key == getattr(row, "key", None)
+            assert all(type(token) is int for token in failed.prompt_token_ids)
+            assert len({first.request_id, failed.request_id, last.request_id}) == 3
+        assert_idle(llm)
 
 
 def test_a_closed_llm_is_no_rows_error(make_llm: MakeLLM) -> None:
@@ -115,7 +111,7 @@ def test_a_closed_llm_is_no_rows_error(make_llm: MakeLLM) -> None:
         llm.close()
         yield "dog"
 
-    with pytest.raises(nanoengine.NanoEngineError, match="closed") as caught:
+    with pytest.raises(NanoEngineError, match="closed") as caught:
         list(llm.stream(rows(), LONG, on_error="record"))
     assert not isinstance(caught.value, RequestError)
 
@@ -341,27 +337,21 @@ def test_arrays_and_columns_of_prompts_are_lists_of_prompts(llm: LLM) -> None:
         llm.generate(np.zeros((2, 3), int), LONG, use_tqdm=False)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_more_answers_than_rows_wait_for_rows(make_llm: MakeLLM, max_num_seqs: int) -> None:
     """4: n above max_num_seqs was refused."""
+    most, params = 0, SamplingParams(n=7, max_tokens=64)
+
+    def count(plan: Any) -> None:
+        nonlocal most
+        most = max(most, llm.engine.scheduler.num_running)
+
     with make_llm(ANSWERS, max_num_seqs=max_num_seqs) as llm:
-        most = 0
-
-        def count(plan: Any) -> None:
-            nonlocal most
-            most = max(most, llm.engine.scheduler.num_running)
-
         executor(llm).hook = count
-        params = SamplingParams(n=7, max_tokens=64)
-        outputs = llm.generate(["one", "dog"], params, use_tqdm=False)
-        for output, prompt in zip(outputs, ["one", "dog"], strict=True):
-            assert [o.index for o in output.outputs] == list(range(7))
-            assert [o.text for o in output.outputs] == [ANSWERS[prompt]] * 7
-            assert output.finished
-        assert most <= max_num_seqs
-        shown = [""] * 7
-        for output in llm.stream("dog", params, kind="delta"):
+        shown = dict.fromkeys(itertools.product((0, 1), range(7)), "")
+        for output in llm.stream(["one", "dog"], params, kind="delta"):
             for completion in output.outputs:
-                shown[completion.index] += completion.text
-        assert shown == [ANSWERS["dog"]] * 7
+                shown[output.index, completion.index] += completion.text
+        assert list(shown.values()) == [ANSWERS["one"]] * 7 + [ANSWERS["dog"]] * 7
+        assert most <= max_num_seqs
         assert_idle(llm)

@@ -33,26 +33,24 @@ def fake_request(*marks: tuple[float | None, float | None, float | None, float |
     return SimpleNamespace(arrival_time=10.0, sequences=sequences, finished=True)
 
 
-def test_metrics_of_one_sequence() -> None:
-    metrics = request_metrics(fake_request((11.0, 13.0, 17.0, 18.0, 5)))
-    assert metrics == RequestMetrics(queued_s=1.0, prefill_s=2.0, ttft_s=3.0, itl_s=1.0, e2e_s=8.0)
-
-
-def test_metrics_of_several_sequences_take_the_first_start_and_the_last_end() -> None:
-    metrics = request_metrics(
-        fake_request((11.0, 13.0, 15.0, 15.0, 3), (12.0, 14.0, 20.0, 20.0, 4))
+@pytest.mark.parametrize(
+    ("marks", "queued_s", "ttft_s", "itl_s", "e2e_s"),
+    [
+        ([(11.0, 13.0, 17.0, 18.0, 5)], 1.0, 3.0, 1.0, 8.0),
+        # of several sequences the first start and the last end
+        ([(11.0, 13.0, 15.0, 15.0, 3), (12.0, 14.0, 20.0, 20.0, 4)], 1.0, 3.0, 8 / 5, 10.0),
+        ([(None, None, None, 12.0, 0)], None, None, None, 2.0),
+        ([(11.0, 12.0, 12.0, 12.0, 1)], 1.0, 2.0, None, 2.0),
+    ],
+)
+def test_metrics(marks, queued_s, ttft_s, itl_s, e2e_s):
+    assert request_metrics(fake_request(*marks)) == RequestMetrics(
+        queued_s=queued_s,
+        prefill_s=None if ttft_s is None else ttft_s - queued_s,
+        ttft_s=ttft_s,
+        itl_s=itl_s,
+        e2e_s=e2e_s,
     )
-    assert (metrics.ttft_s, metrics.e2e_s) == (3.0, 10.0)
-    assert metrics.itl_s == pytest.approx((2.0 + 6.0) / 5)
-
-
-def test_metrics_of_a_request_that_never_ran_are_none() -> None:
-    metrics = request_metrics(fake_request((None, None, None, 12.0, 0)))
-    assert metrics == RequestMetrics(e2e_s=2.0)
-
-
-def test_one_token_has_no_inter_token_latency() -> None:
-    assert request_metrics(fake_request((11.0, 12.0, 12.0, 12.0, 1))).itl_s is None
 
 
 def test_logprobs_keep_the_sampled_token_first_and_once() -> None:

@@ -11,24 +11,9 @@ import pytest
 from nanoengine import LLM, BeamSearchParams, RequestError, RequestOutput, Row, SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.llm import LOOK_AHEAD
-from tests.support.fake_llm import (
-    ANSWERS,
-    LONG,
-    MakeLLM,
-    assert_idle,
-    make_llm_fixture,
-    texts,
-)
-
-__all__ = ["make_llm_fixture"]
+from tests.support.fake_llm import ANSWERS, LONG, MakeLLM, assert_idle, texts
 
 Call = Callable[..., list[RequestOutput]]
-
-
-@pytest.fixture
-def llm(make_llm: MakeLLM) -> Iterator[LLM]:
-    with make_llm(ANSWERS) as llm:
-        yield llm
 
 
 def generate(llm: LLM, rows: list[Any], *args: Any, **options: Any) -> list[RequestOutput]:
@@ -74,45 +59,15 @@ def test_a_row_without_parameters_has_the_models_own(make_llm: MakeLLM, call: Ca
         assert other.outputs[0].text == ANSWERS["€"]
 
 
-def test_one_row_is_one_prompt(llm: LLM) -> None:
-    assert texts(llm.generate(Row("one", sampling_params=LONG), use_tqdm=False)) == [ANSWERS["one"]]
-    assert texts(llm.stream(Row("one", sampling_params=LONG))) == [ANSWERS["one"]]
-
-
-@every_call
-def test_a_row_that_could_not_be_read_is_its_own_error(llm: LLM, call: Call) -> None:
-    rows = [Row("one"), Row(RequestError("line 3 is torn"), key="r"), Row(Row("one")), Row("dog")]
-    outputs = call(llm, rows, LONG, on_error="record")
-    assert [outputs[i].outputs[0].text for i in (0, 3)] == [ANSWERS["one"], ANSWERS["dog"]]
-    assert (outputs[1].error, outputs[1].key) == ("line 3 is torn", "r")
-    assert outputs[2].error is not None and "must be a string" in outputs[2].error
-    with pytest.raises(RequestError, match="prompt 1: line 3 is torn"):
-        call(llm, rows, LONG)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sampling_params": {"n": 1}}, "sampling_params must be SamplingParams or None"),
-        ({"priority": "high"}, "priority must be an integer or None"),
-        ({"key": 5}, "key must be a string or None"),
-        ({"keys": "a"}, "did you mean 'key'"),
-    ],
-)
-def test_a_row_is_checked_where_it_is_written(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        Row("one", **options)
-
-
 @every_call
 def test_priorities_come_from_the_row_then_the_call_then_the_parameters(
     make_llm: MakeLLM, call: Call
 ) -> None:
     last = SamplingParams(temperature=0, priority=9)
-    with make_llm(ANSWERS) as llm:
+    with make_llm(ANSWERS, max_num_seqs=1) as llm:
         seen: list[int] = []
         add = llm.engine.scheduler.add
-        llm.engine.scheduler.add = lambda request, **options: (  # type: ignore[method-assign]
+        llm.engine.scheduler.add = lambda request, **options: (
             seen.append(request.priority),
             add(request, **options),
         )[1]
@@ -120,9 +75,11 @@ def test_priorities_come_from_the_row_then_the_call_then_the_parameters(
         call(llm, rows, LONG)
         call(llm, rows, last, priority=4)
         assert seen == [0, 9, 0, 0, 4, 4]
+        order = [output.index for output in llm.stream(rows, LONG, priority=[3, 2, 1])]
+        assert order == [0, 2, 1], "lower runs first"
 
 
-def test_rows_are_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
+def test_a_generator_is_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
     pulled = 0
 
     def source() -> Iterator[Row]:
@@ -133,7 +90,7 @@ def test_rows_are_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
 
     with make_llm(ANSWERS, max_num_seqs=4) as llm:
         for finished, output in enumerate(llm.stream(source()), 1):
-            assert output.key == str(output.index)
+            assert (output.key, output.outputs[0].text) == (str(output.index), ANSWERS["dog"])
             assert pulled - finished <= 4 + LOOK_AHEAD
         assert finished == 300
 
@@ -166,40 +123,7 @@ def test_each_prompt_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     assert len(checked) == 8
 
 
-def test_ids_that_are_no_integers_are_no_part_of_the_record(llm: LLM) -> None:
-    bad, far = generate(llm, [[5, "6"], [5, 10**6]], LONG, on_error="record")
-    assert (bad.prompt_token_ids, far.prompt_token_ids) == ([], [5, 10**6])
-    assert bad.error == "prompt token ids must be integers, got '6'"
-
-
 # --- progress -------------------------------------------------------------------------------------
-
-
-class Bar:
-    """Notes what a progress bar is told."""
-
-    def __init__(self) -> None:
-        self.count, self.total, self.is_closed = 0, -1, False
-
-    def __call__(self, *, total: int | None, **kwargs: Any) -> Bar:
-        self.total = total
-        return self
-
-    def update(self, count: int) -> None:
-        self.count += count
-
-    def set_postfix_str(self, text: str) -> None: ...
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def test_streams_show_progress_as_other_calls_do(llm: LLM) -> None:
-    for prompts, total in ((["one", "dog"], 2), (iter(["one", "dog"]), None)):
-        bar = Bar()
-        assert len(list(llm.stream(prompts, LONG, use_tqdm=bar))) == 2
-        assert (bar.total, bar.count, bar.is_closed) == (total, 2, True)
-        assert_idle(llm)
 
 
 # --- seeds ----------------------------------------------------------------------------------------

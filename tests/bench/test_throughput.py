@@ -5,25 +5,39 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
-import sys
-import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanoengine import LLM
 from nanoengine.bench.throughput import format_report, measure
 from nanoengine.bench.workload import Scale, WorkOptions, random_workload
 from nanoengine.cli import bench, main
 from nanoengine.cli.bench import BenchArgs
 from nanoengine.errors import ConfigError, NanoEngineError
-from tests.support.bench_llm import BenchLLM
+from tests.support.fake_llm import MakeLLM, ScriptedExecutor
+from tests.support.fake_llm import make_llm_fixture as make_llm_fixture
 
 SMALL = {"num_requests": 6, "input_len": (20, 40), "output_len": (3, 9)}
 
 
-def report_of(llm: BenchLLM | None = None, **options: object) -> dict:
-    work = WorkOptions(**SMALL | options)
-    return measure(llm or BenchLLM(max_num_seqs=8), "a model", work).report
+@pytest.fixture
+def llm(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """Each step says that it took a second of forward."""
+    run = ScriptedExecutor._run
+
+    def timed(self: ScriptedExecutor, plan: Any) -> Any:
+        result = run(self, plan)
+        result.times.forward_s = 1.0
+        return result
+
+    monkeypatch.setattr(ScriptedExecutor, "_run", timed)
+    return make_llm(num_blocks=200, max_model_len=2048, max_num_seqs=8)
+
+
+def report_of(llm: LLM, **options: object) -> dict[str, Any]:
+    return measure(llm, "a model", WorkOptions(**SMALL | options)).report
 
 
 def test_options_of_the_engine_and_of_the_benchmark_share_one_command_line() -> None:
@@ -35,12 +49,8 @@ def test_options_of_the_engine_and_of_the_benchmark_share_one_command_line() -> 
         main.parse(BenchArgs, "x", ["--num-requests", "0"])
 
 
-def test_report_adds_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = types.ModuleType("nanoengine.llm")
-    module.LLM = BenchLLM
-    monkeypatch.setitem(sys.modules, "nanoengine.llm", module)
+@pytest.mark.usefixtures("llm")
+def test_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     bench.main(BenchArgs(**SMALL, max_num_seqs=4, json=path))
     report = json.loads(path.read_text())
@@ -55,69 +65,55 @@ def test_report_adds_up(
     assert report["requests_per_s"] == pytest.approx(6 / report["seconds"][0])
     assert report["counters"]["prefill_tokens"] == inputs
     assert report["prefill_waste_frac"] == report["hit_rate"] == 0.0
-    assert report["latency"]["ttft_s"] == {"p50": 0.25, "p90": 0.25, "p99": 0.25}
+    latency = report["latency"]["ttft_s"]
+    assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"] <= report["seconds"][0]
     assert len(report["step_records"]["seconds"]) == report["steps"]
     assert {"date", "command", "hardware", "versions"} <= set(report)
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
-    assert "prompt ids are taken modulo the vocabulary of 4,096" in text
-    assert "load 1.50 s, start 2.50 s" in text
+    assert "prompt ids are taken modulo the vocabulary of 401" in text
+    assert "load 0.00 s, start 0.00 s" in text
     assert f"6: {inputs} tokens in, {outputs} out" in text
-    assert "first token            250.0       250.0       250.0" in text
+    assert f"first token     {1e3 * latency['p50']:12,.1f}" in text
 
 
-def test_hits_and_preemptions_of_the_timed_round_only() -> None:
-    report = report_of(input_len=(1, 1), dataset="shared-prefix", prefix_len=64)
-    # All six share four blocks of 16; the first computes them, the others hit. The warm-up had
+def test_hits_and_preemptions_of_the_timed_round_only(llm: LLM) -> None:
+    report = report_of(llm, input_len=(1, 1), dataset="shared-prefix", prefix_len=64)
+    # All six share eight blocks of 8; the first computes them, the others hit. The warm-up had
     # other ids, so it left nothing to hit.
     assert report["counters"]["cache_hit_tokens"] == 5 * 64
     assert report["hit_rate"] == pytest.approx(5 * 64 / (6 * 65))
     assert report["counters"]["preemptions"] == 0
 
 
-def test_drafts_are_reported_where_there_were_any() -> None:
-    report = report_of()
+def test_drafts_and_a_smoke_scale_are_said(llm: LLM) -> None:
+    report = report_of(llm, smoke=True)
+    assert report["notes"][0].startswith("smoke scale: 6 requests")
     assert "drafts" not in format_report(report)
     report["counters"] |= {"drafted_tokens": 1000, "accepted_tokens": 250, "saved_steps": 240}
     assert "\ndrafts          1,000 tokens, 25.0% of them right: 240 steps" in format_report(report)
 
 
-def test_the_median_round_is_reported_and_others_take_turns() -> None:
+def test_the_median_round_is_reported_and_others_take_turns(llm: LLM) -> None:
     work, turns = WorkOptions(**SMALL | {"rounds": 3}), []
-    measured = measure(BenchLLM(max_num_seqs=8), "m", work, turns.append)
+    measured = measure(llm, "m", work, turns.append)
     seconds = measured.report["seconds"]
     tokens = measured.report["workload"]["output_tokens"]
     assert measured.report["output_tokens_per_s"] == pytest.approx(tokens / sorted(seconds)[1])
     assert len(turns) == len({items[0].prompt_token_ids for items in turns}) == 3
 
 
-def test_smoke_scale_is_said() -> None:
-    assert report_of(smoke=True)["notes"][0].startswith("smoke scale: 6 requests")
-
-
-def test_lost_tokens_stop_the_benchmark() -> None:
-    llm = BenchLLM(max_num_seqs=8)
-    llm.lose_tokens = True
-    with pytest.raises(NanoEngineError, match="request 0 gave"):
+def test_lost_tokens_stop_the_benchmark(llm: LLM) -> None:
+    llm.engine.executor.hook = lambda plan: {0: "lost"} if plan.step == 3 else None
+    with pytest.raises(NanoEngineError, match=r"request \d+ gave \d tokens in the place of"):
         report_of(llm)
-
-
-def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        bench.main(BenchArgs(smoke=True, json=tmp_path / "missing" / "report.json"))
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "nanoengine.observe.metrics",
-        "nanoengine.observe.taps",
-        "nanoengine.observe.trace",
-        "nanoengine.bench.simulator",
-        "nanoengine.bench.workload",
-        "loc",
-    ],
-)
+    ["nanoengine.observe.metrics", "nanoengine.observe.taps", "nanoengine.observe.trace",
+     "nanoengine.bench.simulator", "nanoengine.bench.workload", "loc"],
+)  # fmt: skip
 def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
     result = doctest.testmod(importlib.import_module(name))

@@ -18,7 +18,10 @@ from benchmarks.suite.shapes import SHAPES, write_shape
 from nanoengine import EngineConfig
 from nanoengine.bench.throughput import measure
 from nanoengine.bench.workload import Scale, WorkOptions, random_workload
-from tests.support.bench_llm import BenchLLM
+from tests.support.fake_llm import MakeLLM
+from tests.support.fake_llm import make_llm_fixture as make_llm_fixture
+
+SIZES: dict[str, Any] = {"num_blocks": 200, "max_model_len": 2048}
 
 
 def config_of(line: str, scratch: Path) -> EngineConfig:
@@ -82,9 +85,9 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_machine")
-def test_the_report_says_what_the_hardware_could_do(tmp_path: Path) -> None:
+def test_the_report_says_what_the_hardware_could_do(tmp_path: Path, make_llm: MakeLLM) -> None:
     write_shape("tiny", tmp_path)
-    llm = BenchLLM(str(tmp_path), max_num_seqs=4)
+    llm = make_llm(model=str(tmp_path), max_num_seqs=4, **SIZES)
     work = WorkOptions(num_requests=6, input_len=(20, 40), output_len=(3, 9))
     report = limits.with_limits(measure(llm, "tiny", work), llm)
     seconds, found = report["seconds"][0], report["achieved"]
@@ -103,9 +106,9 @@ def test_the_report_says_what_the_hardware_could_do(tmp_path: Path) -> None:
 # --- beside transformers --------------------------------------------------------------------------
 
 
-def test_comparison_with_transformers(tmp_path: Path) -> None:
+def test_comparison_with_transformers(tmp_path: Path, make_llm: MakeLLM) -> None:
     write_shape("tiny", tmp_path)
-    llm = BenchLLM(str(tmp_path), max_num_seqs=8, load_format="dummy")
+    llm = make_llm(model=str(tmp_path), max_num_seqs=8, load_format="dummy", **SIZES)
     work = WorkOptions(num_requests=3, input_len=(20, 40), output_len=(3, 9), rounds=2)
     beside = Beside(llm, work.temperature, 32)
     measured = measure(llm, "tiny", work, beside)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.cli import main as cli
 from nanoengine.cli.chat import Chat
 from tests.support.checkpoints import make_checkpoint
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
@@ -95,10 +94,3 @@ def test_an_error_is_told_and_the_turn_taken_back(talk: Callable[..., Chat], cap
     chat = talk("hi", "long " * 3000, "go")
     assert "error: prompt 0: " in capsys.readouterr().out
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
-
-
-def test_options_are_checked_before_the_model_loads(capsys: Any) -> None:
-    assert cli.main(["chat", "/no/model", "--n", "2"]) == 2
-    assert "error: --n must be 1" in capsys.readouterr().err
-    assert cli.main(["chat", "/no/model", "--top-p", "7"]) == 2
-    assert "error: top_p must be in (0, 1], got 7" in capsys.readouterr().err

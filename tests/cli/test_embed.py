@@ -47,13 +47,6 @@ def test_a_text_without_a_vector_is_told_and_its_neighbours_have_theirs(tmp_path
     assert np.isfinite(np.load(tmp_path / "v.npy")).all()
 
 
-def test_what_can_not_be_written_is_refused_before_the_model_loads(tmp_path, capsys):
-    assert run(tmp_path, "v.json") == 2
-    assert ".npy or .parquet" in capsys.readouterr().err
-    assert run(tmp_path, "v.npy", "--dimensions", "0") == 2
-    assert "dimensions must be at least 1" in capsys.readouterr().err
-
-
 @pytest.mark.extra
 def test_a_table_has_a_row_a_text(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")

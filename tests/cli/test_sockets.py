@@ -68,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "m.gguf", folder / "m"
 
 
-def attempts(folder: Path, commands: list[tuple[list[str], str]], offline: bool) -> list[str]:
+def attempts(folder: Path, commands: list[tuple[list[str], str]]) -> list[str]:
     """What one process that runs the commands has tried to reach."""
     (folder / "sitecustomize.py").write_text(BLOCKED)
     (folder / "commands.json").write_text(json.dumps(commands))
@@ -76,7 +76,7 @@ def attempts(folder: Path, commands: list[tuple[list[str], str]], offline: bool)
     log.touch()
     env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     env |= {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "ATTEMPTS": str(log)}
-    env |= {"HF_HOME": str(folder / "hub")} | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    env |= {"HF_HOME": str(folder / "hub")}
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(folder / "commands.json")],
         cwd=folder, env=env, capture_output=True, text=True,
@@ -106,9 +106,8 @@ def commands_on(model: Path, folder: Path) -> list[tuple[list[str], str]]:
     ]
 
 
-@pytest.mark.parametrize("offline", [False, True], ids=["with a hub", "offline"])
 def test_no_command_opens_a_socket_for_local_files(
-    models: tuple[Path, Path], tmp_path: Path, offline: bool
+    models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     file, directory = models
     commands = commands_on(file, tmp_path / "file")
@@ -120,7 +119,7 @@ def test_no_command_opens_a_socket_for_local_files(
         (["compare", "demo", "demo", "--max-length", "8", "--answer-tokens", "0"], ""),
     ]
     assert {command[0] for command, _ in commands} == COMMANDS.keys() - {"eval"}
-    assert attempts(tmp_path, commands, offline) == []
+    assert attempts(tmp_path, commands) == []
     assert np.isfinite(np.load(tmp_path / "directory" / "a.npy")).all()
 
 
@@ -128,7 +127,7 @@ def test_an_attempt_is_noticed(tmp_path: Path) -> None:
     """A hub id is looked up: what counts attempts does count them."""
     (tmp_path / "sitecustomize.py").touch()
     with pytest.raises(AssertionError, match="no local directory or file"):
-        attempts(tmp_path, [(["info", "someone/something"], "")], offline=False)
+        attempts(tmp_path, [(["info", "someone/something"], "")])
     assert "huggingface" in (tmp_path / "attempts").read_text()
 
 
@@ -146,4 +145,4 @@ def test_an_evaluation_opens_no_socket_for_local_files(tmp_path: Path) -> None:
     (tmp_path / "few.yaml").write_text(json.dumps(task))  # JSON is YAML.
     asked = ["--tasks", str(tmp_path / "few.yaml")]
     command = ["eval", str(demo_model_path()), *asked]
-    assert attempts(tmp_path, [(command, "")], offline=False) == []
+    assert attempts(tmp_path, [(command, "")]) == []

@@ -13,9 +13,7 @@ import pytest
 
 from nanoengine import LLM, ConfigError, RequestError, SamplingParams
 from tests.support.batch_jobs import CONFIG
-from tests.support.fake_llm import ANSWERS, MakeLLM, make_llm_fixture
-
-__all__ = ["make_llm_fixture"]
+from tests.support.fake_llm import ANSWERS, MakeLLM
 
 ROWS = [{"prompt": "one", "id": 1}, {"prompt": "", "id": 2}, {"prompt": "dog", "id": 3}]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
@@ -39,6 +37,25 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert "empty" in rows[1]["error"]["message"]
 
 
+def table_of(library: str, rows: list[dict[str, Any]]) -> Any:
+    """A table of one of the libraries, whose tests are skipped where it is not installed."""
+    module = pytest.importorskip(library)
+    if library == "pyarrow":
+        return module.Table.from_pylist(rows)
+    return module.Dataset.from_list(rows) if library == "datasets" else module.DataFrame(rows)
+
+
+def rows_of(table: Any) -> list[dict[str, Any]]:
+    """The rows of any of these tables."""
+    for name in ("to_pylist", "to_dicts", "to_list"):
+        if hasattr(table, name):
+            return getattr(table, name)()
+    return table.astype(object).where(table.notna(), None).to_dict("records")
+
+
+LIBRARIES = ["pyarrow", "pandas", "polars", "datasets"]
+
+
 def test_a_list_gives_a_list_and_a_generator_an_iterator(llm: LLM) -> None:
     found = llm.generate_dataset(ROWS, sampling_params=GREEDY)
     assert isinstance(found, list)
@@ -46,9 +63,10 @@ def test_a_list_gives_a_list_and_a_generator_an_iterator(llm: LLM) -> None:
     lazy = llm.generate_dataset(iter(ROWS), sampling_params=GREEDY)
     assert iter(lazy) is lazy
     check(list(lazy))
-    (one, other) = llm.generate_dataset(["one", [5, 6]], sampling_params=GREEDY)
+    (one, ids, raw) = llm.generate_dataset(["one", [5, 6], b"one"], sampling_params=GREEDY)
     assert one["outputs"][0]["text"] == ANSWERS["one"]
-    assert other["prompt_token_ids"] == [5, 6]
+    assert ids["prompt_token_ids"] == [5, 6]
+    assert "must be a string, a list of token ids or a dict, got b" in raw["error"]["message"]
 
 
 def test_a_lazy_source_is_pulled_as_it_is_answered(llm: LLM) -> None:
@@ -65,18 +83,12 @@ def test_a_lazy_source_is_pulled_as_it_is_answered(llm: LLM) -> None:
     assert pulled < 10_000
 
 
-def test_with_an_output_it_is_resumed(llm: LLM, tmp_path: Path, monkeypatch: Any) -> None:
+def test_with_an_output_it_is_resumed(llm: LLM, tmp_path: Path, seen: list[Any]) -> None:
     output = tmp_path / "out.jsonl"
     check(llm.generate_dataset(ROWS, output=output, sampling_params=GREEDY))
     lines = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(lines[0] + lines[1][:10])
-    seen = []
-    stream = LLM.stream
-    monkeypatch.setattr(
-        LLM,
-        "stream",
-        lambda self, rows, **o: stream(self, (seen.append(r) or r for r in rows), **o),
-    )
+    seen.clear()
     check(llm.generate_dataset(ROWS, output=output, sampling_params=GREEDY))
     assert len(seen) == 2
     with pytest.raises(ConfigError, match=r"rows\.sampling\.temperature"):
@@ -122,24 +134,37 @@ def test_a_path_gives_the_path_of_the_answers(llm: LLM, tmp_path: Path) -> None:
     assert ANSWERS["one"] in output.read_text()
     with pytest.raises(RequestError, match="give output="):
         llm.generate_dataset(source)
-    with pytest.raises(RequestError, match="source must be a path"):
-        llm.generate_dataset(5)
 
 
 @pytest.mark.extra
-def test_an_arrow_table(llm: LLM) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    found = llm.generate_dataset(pyarrow.Table.from_pylist(ROWS), sampling_params=GREEDY)
-    assert isinstance(found, pyarrow.Table)
-    check(found.to_pylist())
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_table_gives_one_of_its_kind(llm: LLM, library: str) -> None:
+    table = table_of(library, ROWS)
+    found = llm.generate_dataset(table, sampling_params=GREEDY)
+    assert type(found) is type(table)
+    check(rows_of(found))
+    if library == "datasets":
+        lazy = llm.generate_dataset(table.to_iterable_dataset(), sampling_params=GREEDY)
+        assert type(lazy) is type(table.to_iterable_dataset())
+        check(list(lazy))
+        check(list(lazy))  # it may be read again
 
 
 @pytest.mark.extra
-def test_a_pandas_frame(llm: LLM) -> None:
-    pandas = pytest.importorskip("pandas")
-    found = llm.generate_dataset(pandas.DataFrame(ROWS, index=[7, 8, 9]), sampling_params=GREEDY)
-    assert list(found.index) == [7, 8, 9]
-    check(found.astype(object).where(found.notna(), None).to_dict("records"))
+@pytest.mark.parametrize("name", ["outputs", "usage", "error", "_row"])
+@pytest.mark.parametrize("library", [*LIBRARIES[:3], None])
+def test_columns_that_are_called_as_ours_are_replaced(
+    llm: LLM, name: str, library: str | None, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "one", name: "mine"}]
+    table = rows if library is None else table_of(library, rows)
+    for output in (None, tmp_path / "out.jsonl"):
+        found = llm.generate_dataset(table, output=output, sampling_params=GREEDY)
+        assert type(found) is type(table)
+        (row,) = found if library is None else rows_of(found)
+        assert row.keys() == {"prompt", "outputs", "usage", "error", name}
+        assert row["outputs"][0]["text"] == ANSWERS["one"]
+        assert (row[name] == "mine") == (name == "_row")
 
 
 @pytest.mark.extra
@@ -160,7 +185,7 @@ def test_tables_keep_their_columns_and_types(llm: LLM) -> None:
         found = llm.generate_dataset(rows, template="{{ prompt }}")
         assert found.select(["prompt", "n", "map"]) == rows.select(["prompt", "n", "map"])
         assert found.column_names == ["prompt", "n", "bytes", "map", "outputs", "usage", "error"]
-    frame = pandas.DataFrame({"prompt": ["one"], "day": pandas.to_datetime(["2020-01-01"])})
+    frame = pandas.DataFrame({"prompt": ["one"], "day": pandas.to_datetime(["2020-01-01"])}, [7])
     frame = frame.astype({"prompt": "category"})
     for part in (frame, frame[:0]):
         found = llm.generate_dataset(part)
@@ -171,53 +196,6 @@ def test_tables_keep_their_columns_and_types(llm: LLM) -> None:
         found = llm.generate_dataset(part, template="{{ prompt }}")
         assert found.features["n"] == part.features["n"]
         assert found.column_names == ["prompt", "n", "outputs", "usage", "error"]
-
-
-@pytest.mark.extra
-def test_a_column_that_stands_twice_is_refused(llm: LLM) -> None:
-    """One of the two was dropped without a word, and might have been the prompt."""
-    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
-    columns = [pyarrow.array(["one"]), pyarrow.array(["dog"])]
-    table = pyarrow.Table.from_arrays(columns, names=["prompt", "prompt"])
-    frame = pandas.DataFrame([["one", "dog"]], columns=["prompt", "prompt"])
-    for source in (table, frame):
-        with pytest.raises(RequestError, match="column 'prompt' stands twice"):
-            llm.generate_dataset(source)
-
-
-@pytest.mark.extra
-def test_a_lazy_dataset_may_be_read_again(llm: LLM) -> None:
-    """The second time it was empty."""
-    datasets = pytest.importorskip("datasets")
-    source = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
-    found = llm.generate_dataset(source, sampling_params=GREEDY)
-    check(list(found))
-    check(list(found))
-
-
-def test_parameters_are_parameters(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="sampling_params must be SamplingParams or None, got"):
-        llm.generate_dataset(ROWS, sampling_params={"max_tokens": 2})  # type: ignore[arg-type]
-
-
-@pytest.mark.extra
-def test_a_polars_frame(llm: LLM) -> None:
-    polars = pytest.importorskip("polars")
-    found = llm.generate_dataset(polars.DataFrame(ROWS), sampling_params=GREEDY)
-    assert isinstance(found, polars.DataFrame)
-    check(found.to_dicts())
-
-
-@pytest.mark.extra
-def test_datasets_of_hugging_face(llm: LLM) -> None:
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list(ROWS)
-    found = llm.generate_dataset(table, sampling_params=GREEDY)
-    assert isinstance(found, datasets.Dataset)
-    check(found.to_list())
-    lazy = llm.generate_dataset(table.to_iterable_dataset(), sampling_params=GREEDY)
-    assert isinstance(lazy, datasets.IterableDataset)
-    check(list(lazy))
 
 
 def test_no_library_is_imported_that_the_caller_does_not_use() -> None:
@@ -273,23 +251,40 @@ def test_columns_need_not_be_json(llm: LLM) -> None:
     assert [row["outputs"][0]["text"] for row in found] == [ANSWERS["one"]] * 5
 
 
-def test_bytes_are_no_token_ids(llm: LLM) -> None:
-    """Their numbers were taken for ids."""
-    (found,) = llm.generate_dataset([b"one"], sampling_params=GREEDY)
-    assert "must be a string, a list of token ids or a dict, got b" in found["error"]["message"]
-
-
-def test_a_table_of_another_package_is_refused(llm: LLM) -> None:
+class Frame:
     """Who walks one gets the names of its columns: they were answered as prompts."""
 
-    class Frame:
-        columns = ("prompt", "id")
+    columns = ("prompt", "id")
 
-        def __iter__(self) -> Iterator[str]:
-            return iter(self.columns)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
 
-    with pytest.raises(RequestError, match=r"source must be a path, .* got Frame"):
-        llm.generate_dataset(Frame())
+
+def columns_twice(library: str) -> Any:
+    """One of the two was dropped without a word, and might have been the prompt."""
+    module, names = pytest.importorskip(library), ["prompt", "prompt"]
+    if library == "pandas":
+        return module.DataFrame([["one", "dog"]], columns=names)
+    return module.Table.from_arrays([module.array(["one"]), module.array(["dog"])], names=names)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: 5, {}, "source must be a path, .* got int"),
+        (Frame, {}, "source must be a path, .* got Frame"),
+        (lambda: ROWS, {"sampling_params": {"n": 2}}, "must be SamplingParams or None, got"),
+        pytest.param(
+            lambda: columns_twice("pyarrow"), {}, "'prompt' stands twice", marks=pytest.mark.extra
+        ),
+        pytest.param(
+            lambda: columns_twice("pandas"), {}, "'prompt' stands twice", marks=pytest.mark.extra
+        ),
+    ],
+)
+def test_what_is_no_table_of_prompts_is_refused(llm: LLM, make, options, message) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate_dataset(make(), **options)
 
 
 @pytest.mark.extra
@@ -308,20 +303,3 @@ def test_gaps_of_a_pandas_frame_and_its_subclasses(llm: LLM) -> None:
     pandas.testing.assert_frame_equal(
         found[["prompt", "top_p", "x"]], frame, check_frame_type=False
     )
-
-
-@pytest.mark.extra
-@pytest.mark.parametrize("name", ["outputs", "usage", "error", "_row"])
-def test_columns_that_are_called_as_ours_are_replaced(llm: LLM, name: str, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
-    rows = [{"prompt": "one", name: "mine"}]
-    tables = (pyarrow.Table.from_pylist(rows), pandas.DataFrame(rows), polars.DataFrame(rows), rows)
-    for number, table in enumerate(tables):
-        for output in (None, tmp_path / f"{number}.jsonl"):
-            found = llm.generate_dataset(table, output=output, sampling_params=GREEDY)
-            assert type(found) is type(table)
-            found = found.to_pandas() if hasattr(found, "to_pandas") else pandas.DataFrame(found)
-            assert sorted(found.columns) == sorted({"prompt", "outputs", "usage", "error", name})
-            assert found["outputs"][0][0]["text"] == ANSWERS["one"]
-            assert (found[name][0] == "mine") == (name == "_row")

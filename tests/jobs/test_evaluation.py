@@ -24,33 +24,20 @@ WHO = ["The little dog", "A red bird", "Tom", "The old cat", "Lily and her mom"]
 DID = [" ran to the park.", " was very happy.", " wanted to play.", " saw a big box."]
 TASKS = {
     "choices": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "target_delimiter": "",
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "target_delimiter": "",
+        "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}],
     },
     "rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [
-            {
-                "metric": "word_perplexity",
-                "aggregation": "weighted_perplexity",
-                "higher_is_better": False,
-            }
-        ],
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}],
     },
     "until": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{text}}",
+        "output_type": "generate_until", "doc_to_text": "{{question}}",
+        "doc_to_target": "{{text}}", "metric_list": [{"metric": "exact_match"}],
         "generation_kwargs": {"until": [".", "dog"], "max_gen_toks": 24},
-        "metric_list": [{"metric": "exact_match"}],
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 from nanoengine.jobs.log import Log, OutputLostError
-from tests.support.batch_jobs import Batch, batch_fixture, completion
-from tests.support.fake_llm import make_llm_fixture
-
-__all__ = ["batch_fixture", "make_llm_fixture"]
+from tests.support.batch_jobs import Batch, completion
 
 CHANGES = ("write", "fdatasync", "fsync", "replace", "ftruncate", "unlink")
 TAKE_ROOM = ("write", "fdatasync", "fsync")

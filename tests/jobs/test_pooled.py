@@ -132,19 +132,6 @@ def test_a_row_that_asks_for_what_there_is_not_fails_alone(run, model, asked, sa
     assert len(body_of(found["good"])["data"]) == 4
 
 
-def test_a_job_goes_on_where_it_stopped(run, model):
-    rows = [row("/v1/embeddings", str(n), input=TEXTS[n % 4 :]) for n in range(6)]
-    code, whole = run(model, rows)
-    assert code == 0
-    lines = run.output.read_bytes().splitlines(keepends=True)
-    run.output.write_bytes(b"".join(lines[:2]))
-    code, again = run(model, rows)
-    assert code == 0 and again.keys() == whole.keys()
-    for name, record in whole.items():
-        for mine, its in zip(body_of(record)["data"], body_of(again[name])["data"], strict=True):
-            np.testing.assert_allclose(mine["embedding"], its["embedding"], atol=1e-5)
-
-
 def test_the_rows_obey_modules_json(run, tmp_path):
     directory = tmp_path / "model"
     make_pooled(directory, "model")

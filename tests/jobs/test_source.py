@@ -19,10 +19,7 @@ from hypothesis import strategies as st
 
 from nanoengine.jobs import source
 from nanoengine.jobs.source import RowError, find_inputs, read_lines, survey
-from tests.support.batch_jobs import Batch, batch_fixture, completion
-from tests.support.fake_llm import make_llm_fixture
-
-__all__ = ["batch_fixture", "make_llm_fixture"]
+from tests.support.batch_jobs import Batch
 
 MOST = 1 << 20
 ROWS = [json.dumps({"prompt": f"row {i}", "x": i * i % 9973}).encode() + b"\n" for i in range(3000)]
@@ -98,22 +95,13 @@ def test_a_job_answers_what_a_damaged_file_has(batch: Batch) -> None:
     packed = bytearray(gzip.compress(b'"one"\n' * 300 + bytes(range(256)) * 8))
     packed[-1] ^= 1
     path = batch.write(bytes(packed), "in.txt.gz")
-    assert batch.run(path, "--max-tokens", "4") == 1
-    found = batch.by_row()
+    found = batch.answers(path, "--max-tokens", "4", code=1)
     assert all(found[row]["error"] is None for row in range(300))
     assert found[max(found)]["error"]["code"] == "unreadable_input"
     assert "behind row" in found[max(found)]["error"]["message"]
 
 
 # --- which rows call themselves alike -------------------------------------------------------------
-
-
-def test_a_custom_id_is_compared_as_what_it_means(batch: Batch) -> None:
-    """Its bytes were compared, so an escape made another id of it."""
-    rows = b"".join(json.dumps(completion(name)).encode() + b"\n" for name in ("a", "@", "b"))
-    path = batch.write(rows.replace(b'"@"', rb'"\u0061"'))
-    assert batch.run(path, "--strict") == 2
-    assert f"custom_id 'a' stands at {path}:1 and at {path}:2" in batch.told
 
 
 @pytest.mark.parametrize(
@@ -260,28 +248,6 @@ def test_a_file_that_has_grown_by_lines_goes_on_and_an_array_does_not(batch: Bat
     array.write_bytes(json.dumps(["one", "dog", "hi"], indent=1).encode())
     assert batch.run(array) == 2
     assert "its content has changed" in batch.told
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "option", "told"),
-    [
-        ("in.csv", b"question;n\none;1\n", (), "'prompt': its columns are ['question', 'n']"),
-        ("in.csv", b"question,n\none,1\n", ("--prompt-column", "questoin"), "'questoin': its co"),
-        ("in.csv", b"question,n\none,1\n", ("--template", "{{ quest }}"), "'{{ quest }}': its co"),
-        ("in.jsonl", b'{"a": "one"}\n' * 9, ("--prompt-column", "b"), "'b': its columns are ['a']"),
-        ("in.txt", b"one\ndog\n", ("--prompt-column", "a"), "'a': its columns are []"),
-    ],
-)
-def test_a_wrong_column_is_refused_before_the_model_loads(
-    batch: Batch, name: str, content: bytes, option: tuple[str, ...], told: str
-) -> None:
-    """All rows failed, one by one, and the terminal gave no reason."""
-    path = batch.write(content, name)
-    for more in ((), ("--dry-run",)):
-        assert batch.run(path, *option, *more) == 2
-        assert told in batch.told
-        assert "--prompt-column names one, --template takes several" in batch.told
-    assert not batch.output.exists()
 
 
 def test_a_template_may_do_without_a_column(batch: Batch) -> None:

@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nanoengine.cli.main import main
-from tests.support.batch_jobs import Batch, batch_fixture, completion  # noqa: F401
-from tests.support.fake_llm import ANSWERS, MakeLLM, make_llm_fixture  # noqa: F401
+from tests.support.batch_jobs import Batch, completion
+from tests.support.fake_llm import ANSWERS, MakeLLM
 from tests.support.text_fixtures import byte_level
 
 ROWS = [completion(f"{i}", prompt) for i, prompt in enumerate(["one", "dog", "€", "one", 3, "dog"])]
@@ -59,17 +57,6 @@ def test_the_seed_draws_the_rows(batch: Batch, make_llm: MakeLLM) -> None:
         drawn.append(re.findall(r"^row (\d+)", batch.told, re.MULTILINE))
     assert len(drawn[0]) == 8
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-@pytest.mark.parametrize("options", [("--verify", 0), ("--verify", 1, "--dry-run")])
-def test_options_that_can_not_be_are_refused(batch: Batch, options: tuple[Any, ...]) -> None:
-    assert batch.run(batch.write(ROWS), *options) == 2
-    assert not batch.output.exists()
-
-
-def test_what_can_not_be_read_again_is_not_verified(batch: Batch) -> None:
-    assert batch.run(batch.write(ROWS), "--verify", 1, output="-") == 2
-    assert "--verify reads rows and records again" in batch.told
 
 
 def test_the_demo_model_says_the_same_alone(tmp_path: Path, capsys: Any) -> None:
@@ -133,4 +120,3 @@ def test_a_dry_run_looks_for_equal_ids(batch: Batch, capsys: Any) -> None:
     command = ["batch", "demo", str(rows), "--output", str(batch.output), "--dry-run"]
     assert main(command) == 0
     assert "equal random numbers" in capsys.readouterr().err
-    assert main([*command, "--strict"]) == 2

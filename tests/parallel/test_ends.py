@@ -34,7 +34,7 @@ from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixt
 pytestmark = pytest.mark.guards(
     "nanoengine/ranks/*.py",
     "nanoengine/engine.py",
-    "nanoengine/turns.py",
+    "nanoengine/locking.py",
 )
 
 ROOT = Path(__file__).parents[2]

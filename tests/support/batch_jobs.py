@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanoengine import LLM
 from nanoengine.cli import main as cli
 from tests.support.fake_llm import ANSWERS, MakeLLM
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
@@ -60,6 +60,14 @@ class Batch:
         self.told = captured.err
         assert "Traceback" not in self.told
         return code
+
+    def answers(
+        self, rows: Any, *args: Any, code: int = 0, name: str = "in.jsonl"
+    ) -> dict[int, dict[str, Any]]:
+        """Runs a job on rows, or on a file of them, which must end with `code`; `by_row` then."""
+        source = rows if isinstance(rows, Path) else self.write(rows, name)
+        assert self.run(source, *args) == code, self.told
+        return self.by_row()
 
     def records(self, path: Path | None = None) -> list[dict[str, Any]]:
         """All records, in the order of the file."""
@@ -121,4 +129,16 @@ def batch_fixture(
     return Batch(tmp_path, make_llm, capsys)
 
 
-MakeBatch = Callable[..., Batch]
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The rows that `LLM.stream` has pulled."""
+    rows: list[Any] = []
+    stream = LLM.stream
+    monkeypatch.setattr(
+        LLM,
+        "stream",
+        lambda self, given, **options: stream(
+            self, (rows.append(row) or row for row in given), **options
+        ),
+    )
+    return rows

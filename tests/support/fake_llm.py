@@ -79,6 +79,7 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     def make(
         answers: Mapping[str, str] | None = None,
         *,
+        model: str = "scripted",
         tokenizer: Tokenizer | None = None,
         num_blocks: int = 64,
         max_model_len: int = 100,
@@ -121,7 +122,7 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 
         monkeypatch.setattr("nanoengine.build.build_engine", build)
         monkeypatch.setattr(Tokenizer, "of", lambda config: tokens)
-        return LLM("scripted", **options)
+        return LLM(model, **options)
 
     return make
 
@@ -129,6 +130,27 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 MakeLLM = Callable[..., LLM]
 ANSWERS = {"one": " two three.", "dog": " and a little cat!", "€": " is 10 € — 你好 🙂"}
 LONG = SamplingParams(temperature=0, max_tokens=64)
+
+
+class Bar:
+    """A progress bar that notes what it is told, and may do something at each refresh."""
+
+    def __init__(self, act: Callable[[], Any] = lambda: None) -> None:
+        self.act, self.count, self.text, self.is_closed = act, 0, "", False
+
+    def __call__(self, *, total: int | None, **kwargs: Any) -> Bar:
+        self.total = total
+        return self
+
+    def update(self, count: int) -> None:
+        self.count += count
+        self.act()
+
+    def set_postfix_str(self, text: str) -> None:
+        self.text = text
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def texts(outputs: Any) -> list[str]:

@@ -1,17 +1,17 @@
-"""Turns: who may use an engine when: one thread after the other, one call after the other.
+"""The lock of an engine, and the order of calls on it: one thread at a time, one call at a time.
 
-    engine.step, LLM's loops    with turns.turn():      lets threads that already wait go first
-    all else of an engine       @one_at_a_time()        waits, and is next
+    engine.step, LLM's loops    with lock.held():    lets threads that already wait go first
+    other methods of an engine  @exclusive()         waits, and is next
 
     generate, chat, beam_search   are `alone` from beginning to end: a second thread waits
     stream                        holds nothing between two outputs: the next call cuts it off
 
-There are two locks, because a thread that steps in a loop would take a single one again before a
-waiting thread wakes up. So a thread that waits holds the *door*, and a thread that wants another
-turn must first pass through the door.
+The lock is two locks, because a thread that steps in a loop would take a single one again before a
+waiting thread wakes up. So a thread that waits holds `waiting`, and a thread that wants the lock
+again must first pass through `waiting`.
 
-Each `LLMEngine` has `Turns`, each `LLM` has `Calls`. A process that was forked from an engine's
-never has a turn (forked.py). Neither class knows what an engine does.
+Each `LLMEngine` has an `EngineLock`, each `LLM` has `Calls`. A process that was forked from an
+engine's never gets the lock (forked.py). Neither class knows what an engine does.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from nanoengine.forked import watch
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Turns:
-    """The turns at one engine.
+class EngineLock:
+    """The lock of one engine.
 
     Attributes:
-        why_over: why the engine can't be used any more; "" while it can.
-        is_changing: the thread whose turn it is has begun a change, and has not ended it.
-        put_off: calls that it has made meanwhile, and that run when the change has ended.
+        why_closed: why the engine can't be used any more; "" while it can.
+        is_changing: the thread that holds the lock has begun a change, and has not ended it.
+        deferred: calls that it has made meanwhile, and that run when the change has ended.
     """
 
     def __init__(self) -> None:
-        self.why_over = ""
-        self.is_changing, self.put_off = False, list[Callable[[], Any]]()
+        self.why_closed = ""
+        self.is_changing, self.deferred = False, list[Callable[[], Any]]()
         self.make_locks()
         watch(self)
 
     def make_locks(self) -> None:
-        """New locks, which nobody holds.
+        """New locks, which no thread holds.
 
         Why plain `with` wherever they are taken: an interrupt between taking a lock and noting it
         would leave it taken.
         """
-        self.door, self.lock = threading.RLock(), threading.RLock()
+        self.waiting, self.lock = threading.RLock(), threading.RLock()
         self.owner: int | None = None  # the thread that holds `lock`
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Keeps other threads out over several calls, once those that wait have had theirs."""
+    def held(self) -> Iterator[None]:
+        """Keeps other threads out over several calls, once those that wait have had the lock."""
         me = threading.get_ident()
         if self.owner == me:
             yield
             return
-        with self.door:
+        with self.waiting:
             pass
         with self.lock:
             self.owner = me
@@ -77,42 +77,42 @@ class Turns:
             yield
         finally:
             self.is_changing = False
-            while self.put_off:
-                self.put_off.pop(0)()
+            while self.deferred:
+                self.deferred.pop(0)()
 
     def require_open(self) -> None:
         """Raises EngineDeadError if the engine is closed, or another process's."""
-        if self.why_over:
-            raise EngineDeadError(self.why_over)
+        if self.why_closed:
+            raise EngineDeadError(self.why_closed)
 
 
-def one_at_a_time(
+def exclusive(
     inside: Literal["refused", "later", "now"] = "refused",
 ) -> Callable[[Method], Method]:
-    """Decorates a method of what has `turns`: it waits until no other thread's runs, and goes
-    before that thread's next turn.
+    """Decorates a method of an object that has a `lock`: it waits until no other thread holds that,
+    and is called before the thread that holds it takes it again.
 
     Args:
-        inside: what becomes of a call inside of a change by the same thread. "later": it returns
-            None, and happens when the change has ended; "now" is for what changes nothing.
+        inside: what a call does inside of a change by the same thread. "later": it returns None,
+            and runs when the change has ended; "now" is for methods that change nothing.
     """
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            turns = self.turns
-            if turns.owner != threading.get_ident():
-                with turns.door, turns.turn():
+            lock = self.lock
+            if lock.owner != threading.get_ident():
+                with lock.waiting, lock.held():
                     return wrapped(self, *args, **kwargs)
             if inside == "now":
                 return method(self, *args, **kwargs)
-            if turns.is_changing and inside == "later":
-                turns.put_off.append(functools.partial(wrapped, self, *args, **kwargs))
+            if lock.is_changing and inside == "later":
+                lock.deferred.append(functools.partial(wrapped, self, *args, **kwargs))
                 return None
-            if turns.is_changing:
+            if lock.is_changing:
                 told = "inside of a step or another call of its thread: call it behind that"
                 raise NanoEngineError(f"{method.__name__}() was called {told}")
-            with turns.change():
+            with lock.change():
                 return method(self, *args, **kwargs)
 
         return cast("Method", wrapped)
@@ -146,7 +146,7 @@ class Calls(Generic[EngineT]):
         engine = self._engine
         if engine is None:
             raise NanoEngineError("this LLM is closed: its memory is given back; make a new one")
-        engine.turns.require_open()
+        engine.lock.require_open()
         return engine
 
     @contextlib.contextmanager
@@ -163,13 +163,13 @@ class Calls(Generic[EngineT]):
         engine = self.engine
         engine.require_idle()
         with self.lock:
-            # Why first: a stream in another thread sees it at its next turn, and lets go.
+            # Why first: a stream in another thread ends when it next takes the lock.
             call = self.latest = Call(self, engine)
             engine.abort_all()
         return call
 
     def close(self) -> None:
-        """Closes the engine; a call that runs raises at its next turn."""
+        """Closes the engine; a call that runs raises when it next takes the lock."""
         engine, self._engine, self.latest = self._engine, None, None
         if engine is not None:
             engine.close()
@@ -190,14 +190,15 @@ class Call(Generic[EngineT]):
 
     def __exit__(self, *exc_info: object) -> None:
         if self._calls.latest is self:  # Why: what is cut off need not wait for who cut it off.
-            with self.engine.turns.turn():
+            with self.engine.lock.held():
                 if self._calls.latest is self:  # the requests of a later call are left alone
                     self.engine.abort_all()
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[EngineT]:
-        """The engine, for a turn of the call's loop; raises as `require_latest`."""
-        with self.engine.turns.turn():
+    def held_engine(self) -> Iterator[EngineT]:
+        """The engine with its lock held, for a pass of the call's loop; raises as
+        `require_latest`."""
+        with self.engine.lock.held():
             self.require_latest()
             yield self.engine
 

@@ -1,0 +1,125 @@
+"""What a job refuses before a model loads, and leaves as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.batch_jobs import Batch, completion
+
+IDS = b"".join(json.dumps(completion(name)).encode() + b"\n" for name in ("a", "@", "b"))
+FILES = {
+    "in.jsonl": b'"one"\n',
+    "in.xml": b"",
+    "in.txt": b"one\ndog\n",
+    "a.jsonl": b'{"a": "one"}\n' * 9,
+    "question.csv": b"question,n\none,1\n",
+    "latin.csv": b"na\xefme,prompt\nx,one\ny,one\n",
+    "twice.csv": b"prompt,prompt\nx,one\ny,one\n",
+    "ids.jsonl": IDS.replace(b'"@"', b'"a"'),
+    "escaped.jsonl": IDS.replace(b'"@"', rb'"\u0061"'),
+    **dict.fromkeys(("kept.jsonl", "kept.csv", "kept.parquet", "x.jsonl.job.json"), b"precious\n"),
+}
+UNWRITABLE = "can't be written"
+AN_INPUT = "is an input: write to another file"
+OF_THE_JOB = "is a file of the job: name another"
+A_FORMAT = "can't be written as {}: name it .jsonl, .csv, .tsv or .parquet"
+COLUMNS = " its columns are {}; --prompt-column names one, --template takes several"
+
+REFUSED = {
+    # inputs
+    "": "no input: name files, globs, or - for stdin",
+    "none.jsonl": "input 'none.jsonl' does not exist",
+    "*.nothing": "input '*.nothing' matches no file",
+    "in.xml": "ends in no known suffix",
+    "in.jsonl in.jsonl": "input 'in.jsonl' is given twice",
+    "in.jsonl ./in.jsonl": "input './in.jsonl' is given twice",
+    "pipe.jsonl": "is no file, and inputs are read more than once",
+    "x.jsonl.job.json --output x.jsonl --input-format txt": "is a file of the job",
+    "latin.csv": "latin.csv': the names of the columns: the row is not UTF-8",
+    "twice.csv": "twice.csv': the names of the columns: column 'prompt' stands twice",
+    "question.csv": "'prompt':" + COLUMNS.format("['question', 'n']"),
+    "question.csv --dry-run": "'prompt':" + COLUMNS.format("['question', 'n']"),
+    "question.csv --prompt-column q": "'q':" + COLUMNS.format("['question', 'n']"),
+    "question.csv --template {{q}}": "'{{q}}':" + COLUMNS.format("['question', 'n']"),
+    "a.jsonl --prompt-column b": "'b':" + COLUMNS.format("['a']"),
+    "in.txt --prompt-column a": "'a':" + COLUMNS.format("[]"),
+    "ids.jsonl --strict": "custom_id 'a' stands at ids.jsonl:1 and at ids.jsonl:2",
+    "escaped.jsonl --strict": "custom_id 'a' stands at escaped.jsonl:1 and at escaped.jsonl:2",
+    "ids.jsonl --strict --dry-run": "custom_id 'a' stands at",
+    "- --strict": "--strict reads all rows before any runs",
+    # outputs
+    "in.jsonl --output nodir/out.jsonl": "output 'nodir/out.jsonl' can't be written",
+    "in.jsonl --output .": UNWRITABLE,
+    "in.jsonl --output in.jsonl/out.jsonl": UNWRITABLE,
+    "in.jsonl --output in.jsonl": "output 'in.jsonl' " + AN_INPUT,
+    "in.jsonl --output link.jsonl": AN_INPUT,
+    "in.jsonl --output hard.jsonl": AN_INPUT,
+    "in.jsonl --output model/../in.jsonl": AN_INPUT,
+    "in.jsonl --errors in.jsonl": "output 'in.jsonl' " + AN_INPUT,
+    "in.jsonl --summary-json in.jsonl": AN_INPUT,
+    "in.jsonl --summary-json out.jsonl": "--summary-json 'out.jsonl' " + OF_THE_JOB,
+    "in.jsonl --summary-json out.jsonl.job.json": OF_THE_JOB,
+    "in.jsonl --summary-json out.jsonl.job.runs": OF_THE_JOB,
+    "in.jsonl --summary-json to-out.jsonl": OF_THE_JOB,
+    "in.jsonl --summary-json no/x.json": "--summary-json 'no/x.json' can't be written",
+    "in.jsonl --errors out.jsonl.job.json": "--errors 'out.jsonl.job.json' " + OF_THE_JOB,
+    "in.jsonl --errors out.jsonl.job.runs": OF_THE_JOB,
+    "in.jsonl --errors to-out.jsonl": OF_THE_JOB,
+    "in.jsonl --errors e.parquet": "--errors 'e.parquet' has JSON lines: name it .jsonl",
+    "in.jsonl --errors kept.jsonl --output /dev/null": "nobody can tell what job it is of",
+    "in.jsonl --output x.txt": A_FORMAT.format(".txt"),
+    "in.jsonl --output x.txt --dry-run": A_FORMAT.format(".txt"),
+    "in.jsonl --output x.json": A_FORMAT.format(".json"),
+    "in.jsonl --output x.jsonl.gz": A_FORMAT.format(".gz"),
+    "in.jsonl --output kept.jsonl": "no kept.jsonl.job.json beside it",
+    "in.jsonl --output kept.csv": "no kept.csv.job.json beside it",
+    "in.jsonl --output kept.parquet": "no kept.parquet.job.json beside it",
+    "in.jsonl --output - --in-order": "need an --output that can be read again",
+    "in.jsonl --output - --verify 1": "--verify reads rows and records again",
+    # options
+    "in.jsonl --temperature -1": "temperature must be at least 0, got -1",
+    "in.jsonl --template {{": "--template is no Jinja",
+    "in.jsonl --template a --prompt-column b": "both make the prompt",
+    "in.jsonl --system b": "--system needs --chat",
+    "in.jsonl --max-errors -1": "--max-errors must be at least 0, got -1",
+    "in.jsonl --max-row-mib 0": "greater than 0 and at most 1,024, got 0.0",
+    "in.jsonl --max-row-mib nan": "greater than 0 and at most 1,024, got nan",
+    "in.jsonl --max-row-mib 1e30": "greater than 0 and at most 1,024, got 1e+30",
+    "in.jsonl --grace inf": "--grace must be from 0 to 86,400, got inf",
+    "in.jsonl --grace nan": "--grace must be from 0 to 86,400, got nan",
+    "in.jsonl --verify 0": "verify must be at least 1, got 0",
+    "in.jsonl --verify 1 --dry-run": "--dry-run answers no row",
+    "in.jsonl --reasoning-parser qwen": "'qwen'",
+    "in.jsonl --tool-call-parser qwen": "'qwen'",
+}
+
+
+def contents(directory: Path) -> dict[Path, bytes | None]:
+    """All files, and what is in those that hold anything."""
+    return {p: p.read_bytes() if p.is_file() else None for p in directory.rglob("*")}
+
+
+@pytest.mark.parametrize("args", REFUSED)
+def test_what_cant_be_done_is_refused_before_a_model_loads(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, args: str
+) -> None:
+    if ".parquet" in args:
+        pytest.importorskip("pyarrow")
+    monkeypatch.chdir(batch.directory)
+    monkeypatch.setattr("nanoengine.llm.LLM", None)
+    for name, content in FILES.items():
+        batch.write(content, name)
+    os.mkfifo("pipe.jsonl")
+    os.link("in.jsonl", "hard.jsonl")
+    Path("link.jsonl").symlink_to("in.jsonl")
+    Path("to-out.jsonl").symlink_to("out.jsonl")
+    before = contents(batch.directory)
+    first, _, output = args.partition(" --output ")
+    name, *more = output.split() or ["out.jsonl"]
+    assert batch.run(*first.split(), *more, output=name) == 2
+    assert REFUSED[args] in batch.told
+    assert contents(batch.directory) == before
