@@ -5,14 +5,12 @@
                                       └─ step_lines()           what one step did, and why
 
 Where a setting would change what a sentence of the run tells, the sentence ends with that setting.
-A `StepObserver`, of a replay or of an engine that runs. Used by `nanoengine explain` and by the
-viewer.
+A `StepObserver` of a replay. Used by `nanoengine explain` and by the viewer.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -105,7 +103,7 @@ class Story(StepObserver):
     def __init__(
         self,
         scheduler: Scheduler,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
         *,
         step: int | None = None,
     ) -> None:

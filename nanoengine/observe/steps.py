@@ -5,13 +5,11 @@
 A plan names rows, and a row's sequence may be gone once the step is committed. So this notes who
 held the rows when a step was planned. Base of `explain` and of the viewer's data.
 
-Told by a replay (`trace_reader.Replay.run`), or, of an engine that runs, by `attend` and
-`LLMEngine.observers`.
+Called by a replay (`trace_reader.Replay.run`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,7 +18,6 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.observe.metrics import step_seconds
-from nanoengine.observe.taps import Taps, behind
 
 Computed = tuple[Sequence, int, int, int]
 """What a step computes: of which sequence, its first token, how many tokens, how many logits."""
@@ -83,15 +80,13 @@ class StepObserver:
 
     Args:
         scheduler: of the run.
-        clock: returns seconds.
+        clock: returns seconds since the trace began.
 
     Attributes:
         who: sequence -> whose it is; those that have ended too.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.scheduler = scheduler
         self.who: dict[int, Who] = {}
         self._requests: dict[str, Request] = {}  # that have not ended
@@ -134,13 +129,6 @@ class StepObserver:
             for seq in ended:
                 if seq.request.finished:
                     self._requests.pop(seq.request.request_id, None)
-
-    def attend(self) -> Taps:
-        """Is told of the requests and plans of an engine that runs, until the taps are removed; of
-        steps it is told as one of `LLMEngine.observers`."""
-        arrived = behind(lambda _, request, **more: self.on_request(request))
-        return Taps((self.scheduler, "add", arrived),
-                    (self.scheduler, "schedule", behind(self.on_plan)))  # fmt: skip
 
     def name(self, seq_id: int) -> str:
         """ "request 7", or "sequence 12 of request 7" if it is not the first of it."""
