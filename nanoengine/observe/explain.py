@@ -11,6 +11,7 @@ A `StepObserver` of a replay. Used by `nanoengine explain` and by the viewer.
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -103,7 +104,7 @@ class Story(StepObserver):
     def __init__(
         self,
         scheduler: Scheduler,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.perf_counter,
         *,
         step: int | None = None,
     ) -> None:

@@ -10,6 +10,7 @@ Called by a replay (`trace_reader.Replay.run`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, NamedTuple
@@ -80,13 +81,15 @@ class StepObserver:
 
     Args:
         scheduler: of the run.
-        clock: returns seconds since the trace began.
+        clock: returns seconds; `Replay.clock` those since the trace began.
 
     Attributes:
         who: sequence -> whose it is; those that have ended too.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.scheduler = scheduler
         self.who: dict[int, Who] = {}
         self._requests: dict[str, Request] = {}  # that have not ended
