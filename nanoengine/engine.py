@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from nanoengine.core.doors import Executor, Launched, Observer, Proposer
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
+from nanoengine.core.interfaces import Executor, Launched, Observer, Proposer
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.requests import RequestChecker
 from nanoengine.core.scheduler import Scheduler
@@ -185,7 +185,7 @@ class LLMEngine:
     def _launch(self) -> UnderWay:
         started = time.perf_counter()
         if self.proposer is not None and self.proposer.needs_tokens():
-            from nanoengine.core.extras import propose_drafts
+            from nanoengine.core.speculation import propose_drafts
 
             propose_drafts(self.scheduler, self.proposer)
         plan = self.scheduler.schedule()
@@ -273,7 +273,7 @@ class LLMEngine:
         if request.params.structured_outputs is not None:
             self.draft()  # Why: what a grammar forces is worth a draft.
         if request.is_special:
-            from nanoengine.core.extras import enlist
+            from nanoengine.core.speculation import enlist
 
             enlist(self.scheduler)
         self.scheduler.add(request)
@@ -307,8 +307,8 @@ class LLMEngine:
                 "a step is under way, so the sequence has a token more than can be seen: call"
                 " settle(), look at the outputs, then fork"
             )
-        from nanoengine.core.extras import enlist
         from nanoengine.core.request_options import parent_of_fork
+        from nanoengine.core.speculation import enlist
 
         request, size = self._requests.get(request_id), self.info.vocab_size
         parent = parent_of_fork(request_id, request, index, next_token_id, size)

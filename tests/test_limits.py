@@ -50,7 +50,7 @@ LOADED = [
     "checkpoint.weights",
     "core.block_manager",
     "core.block_pool",
-    "core.doors",
+    "core.interfaces",
     "core.engine_stats",
     "core.layout",
     "core.make",

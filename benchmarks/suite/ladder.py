@@ -35,7 +35,7 @@ from nanoengine.small.runner import ModelRunner as SmallRunner
 from nanoengine.small.scheduler import Scheduler as SmallScheduler
 
 if TYPE_CHECKING:
-    from nanoengine.core.doors import Executor
+    from nanoengine.core.interfaces import Executor
 
 BLOCK_SIZE = 16
 PLAIN = {"attention_backend": "naive", "admission": "watermark"}

@@ -16,7 +16,7 @@ Perf: with 1,024 running sequences a plan takes 0.3 ms, and 1.6 ms where each de
 core).
 
 Called by LLMEngine; asks the BlockManager for blocks. Knows no tensors and no features.
-Special: extras.py (drafts, log-probabilities), forks.py (n > 1, forks, tokens chosen outside),
+Special: speculation.py (drafts, log-probabilities), forks.py (n > 1, forks, chosen tokens),
 policies.py (who is held back), tiers/ (host memory, disk).
 """
 
@@ -49,7 +49,8 @@ class Scheduler:
 
     Attributes:
         running: sequences that hold a row, by priority and arrival.
-        special: `extras.Specials` for sequences with `Extras`; None until `extras.enlist` makes it.
+        special: `speculation.ExtrasScheduling`, for sequences with `Extras`; None until
+            `speculation.enlist` makes it.
         last_finished, last_ended: requests that the latest commit finished, and sequences that have
             ended by it or since the one before; for observers.
         newly_ended: sequences that have ended since the latest commit.
@@ -111,7 +112,7 @@ class Scheduler:
         """Queues a request that the engine has validated."""
         token_ids = list(request.prompt_token_ids)
         first = Sequence(request, seq_id=next(self.seq_ids), index=0, token_ids=token_ids)
-        assert first.extras is None or self.special is not None, "see extras.enlist"
+        assert first.extras is None or self.special is not None, "see speculation.enlist"
         request.sequences.append(first)
         self.waiting.push(first)
 

@@ -8,7 +8,7 @@ The scheduler knows one formula for all of it: compute
 `min(num_tokens + num_draft_tokens - num_computed_tokens, budget)`. Prefill, chunk, decode and
 verification are words for its values, never flags.
 
-Special: what few sequences have besides stands in `Extras`; extras.py and forks.py look into it.
+Special: what few sequences have besides is in `Extras`, which speculation.py and forks.py read.
 """
 
 from __future__ import annotations

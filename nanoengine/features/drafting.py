@@ -1,7 +1,7 @@
 """Drafting: whether to draft, for whom and how many tokens, decided by what was measured.
 
-    propose   Drafter.look ─► Guess (how many, of which kind) ─► expected tokens of each draft
-              ─► those drafts that raise expected tokens a second ─► Drafter.draft ─► the plan
+    propose   Drafter.look ─► Guess (tokens, of which kind) ─► expected tokens of each draft
+              ─► those drafts that raise expected tokens per second ─► the plan
     on_step   how many were right ─► Acceptance        how long the step took ─► StepCost
 
 A draft that is wrong costs a row of a step, and on most text most drafts are wrong. So nothing is
@@ -59,10 +59,14 @@ MOST_ASLEEP = 64
 
 
 class Guess(NamedTuple):
-    """A drafter could draft `count` tokens; guesses of one `kind` are right about as often."""
+    """A drafter could draft `count` tokens; guesses of one `kind` are right about as often.
+
+    `tokens` are the drafts; empty: `Drafter.draft` computes as many of them as are asked for.
+    """
 
     count: int
     kind: int
+    tokens: tuple[int, ...] = ()
 
 
 NO_GUESS = Guess(0, 0)
@@ -87,8 +91,8 @@ class Drafter:
     def draft(
         self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
     ) -> list[tuple[int, ...]]:
-        """At most `counts` tokens for each of the sequences it has just looked at."""
-        return [()] * len(sequences)
+        """At most `counts` tokens for each of these sequences, whose guesses have no tokens."""
+        raise NotImplementedError
 
     def forget_ended(self) -> None:
         """Gives back what it holds of sequences that have ended."""
@@ -300,12 +304,16 @@ class Drafting:
         """The drafts that are expected to pay, for each sequence."""
         began = self.clock()
         self._asked.clear()
-        drafts: list[tuple[int, ...]] = [()] * len(sequences)
-        counts = self._counts(sequences, self.drafter.look(sequences))
-        if any(counts):
-            started = self.clock()
-            drafts = self.drafter.draft(sequences, counts)
-            self._drafter.add(max(counts), self.clock() - started)
+        guesses = self.drafter.look(sequences)
+        counts = self._counts(sequences, guesses)
+        drafts = [guess.tokens[:n] for guess, n in zip(guesses, counts, strict=True)]
+        unknown = [i for i, guess in enumerate(guesses) if counts[i] and not guess.tokens]
+        if unknown:
+            started, asked = self.clock(), [counts[i] for i in unknown]
+            found = self.drafter.draft([sequences[i] for i in unknown], asked)
+            self._drafter.add(max(asked), self.clock() - started)
+            for i, tokens in zip(unknown, found, strict=True):
+                drafts[i] = tokens
         self._deciding_s = self.clock() - began
         return drafts
 

@@ -301,7 +301,7 @@ class DiskFiles:
         # Why a finalizer: an engine that was dropped, or failed while it started, is never closed.
         lock = self._take_lock()
         self._release = None if lock is None else weakref.finalize(self, lock.release)
-        self.can_write = lock is not None
+        self.can_write = self._takes_more = lock is not None
 
     def _take_lock(self) -> FileLock | None:
         """Makes the directory and locks it; None if this process may only read."""
@@ -326,7 +326,7 @@ class DiskFiles:
         self._report("lock", "is written by another process or engine; it is only read")
         return None
 
-    # --- the DiskStorage door -----------------------------------------------------------------
+    # --- DiskStorage --------------------------------------------------------------------------
 
     def scan(self, prefixes: Prefixes) -> list[Content]:
         """What the directory holds, least recently used first.
@@ -371,12 +371,13 @@ class DiskFiles:
         finished = []
         while self._under_way and self._under_way[0].done():
             finished.append(self._under_way.popleft().result())
+        self.can_write = self._takes_more
         return finished
 
     def close(self) -> None:
         """Finishes the copies under way and lets another process write."""
         self._worker.shutdown(wait=True)
-        self.can_write = False
+        self.can_write = self._takes_more = False
         if self._release is not None:
             self._release()
             self._release = None
@@ -396,7 +397,7 @@ class DiskFiles:
         return Finished(copy, ok, time.perf_counter() - started)
 
     def _write(self, path: Path, header: bytes, data: NDArray[np.uint8]) -> bool:
-        if not self.can_write:
+        if not self._takes_more:
             return False
         temporary = path.with_suffix(".tmp")
         try:
@@ -409,7 +410,7 @@ class DiskFiles:
             self._drop_damaged(temporary)
             return False
         except OSError as error:
-            self.can_write = False
+            self._takes_more = False
             self._report("write", f"takes no more blocks: {error}")
             self._unlink(temporary)
             return False

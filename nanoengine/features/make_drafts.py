@@ -18,7 +18,7 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.errors import ConfigError
 from nanoengine.features.draft_model import DraftedRunner, DraftModel
 from nanoengine.features.drafting import Drafter, Drafting
-from nanoengine.features.forced import ForcedTokens
+from nanoengine.features.grammar_drafts import GrammarDrafter
 from nanoengine.features.ngram import NgramDrafter
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.numerics import RunnerOptions
@@ -79,7 +79,7 @@ def make_drafting(
     elif isinstance(runner, DraftedRunner):
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # ranks keep what they know of grammars to themselves
-        drafter = ForcedTokens(runner.need_step_sampler().sampler, drafter)
+        drafter = GrammarDrafter(runner.need_step_sampler().sampler, drafter)
     elif drafts is None:
         return None
     return Drafting(drafter=drafter, overlapped=overlap)

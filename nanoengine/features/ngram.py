@@ -91,11 +91,9 @@ class NgramDrafter(Drafter):
         self.num_tokens = 0
         self._prompts: dict[Request, NgramIndex] = {}
         self._outputs: dict[Sequence, NgramIndex] = {}
-        self._found: dict[Sequence, int] = {}
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """Finds each sequence's last tokens in what stands before them."""
-        self._found.clear()
         return [self._look(seq) for seq in sequences]
 
     def _look(self, seq: Sequence) -> Guess:
@@ -107,10 +105,10 @@ class NgramDrafter(Drafter):
         if found is None:
             return NO_GUESS
         length, position = found
-        self._found[seq] = position
         if length == self.options.max:
             length = match_length(seq.token_ids, position, length)
-        return Guess(self.options.k, length.bit_length() - 1)
+        drafts = continuation(seq.token_ids, position, self.options.k)
+        return Guess(self.options.k, length.bit_length() - 1, drafts)
 
     def _make_index(self, seq: Sequence) -> NgramIndex | None:
         """A sequence's index over the one of its prompt; None: there is no room."""
@@ -124,15 +122,6 @@ class NgramDrafter(Drafter):
             self.num_tokens += prompt.extend(seq.request.prompt_token_ids)
         index = self._outputs[seq] = NgramIndex(self.options.min, self.options.max, prompt)
         return index
-
-    def draft(
-        self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
-    ) -> list[tuple[int, ...]]:
-        """What followed; a place close to the end goes on with its own drafts."""
-        return [
-            continuation(seq.token_ids, self._found[seq], count) if count else ()
-            for seq, count in zip(sequences, counts, strict=True)
-        ]
 
     def forget_ended(self) -> None:
         """Gives back the indices of sequences that have ended."""

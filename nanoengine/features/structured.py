@@ -178,7 +178,7 @@ class Structured:
         return grammar
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Grammar]) -> None:
-        masks = self.masks(states)
+        masks, complete = self._filled(states)
         banned = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little")
         (index, mask) = ship(
             logits.device, np.asarray(lines), banned[:, : self.vocab_size].view(bool)
@@ -187,18 +187,19 @@ class Structured:
             logits.masked_fill_(mask, -torch.inf)
         else:
             logits[index] = logits[index].masked_fill(mask, -torch.inf)
-        word, bit = self._words[0], self._bits[0]
-        for i in np.flatnonzero(masks[:, word] == bit):
-            if not masks[i, :word].any() and not masks[i, word + 1 :].any():
-                # Why not by the mask: min_tokens may have banned it.
-                logits[lines[i], self.eos_token_ids[0]] = 0.0
+        for i in complete:  # Why not by the mask: min_tokens may have banned it.
+            logits[lines[i], self.eos_token_ids[0]] = 0.0
 
     def masks(self, states: Sequence[Grammar]) -> np.ndarray:
-        """The tokens that may come, a bit each: [L, W] int32. Behind a complete text that is the
+        """The tokens that may come, one bit each: [L, W] int32. After a complete text that is the
         first of the EOS ids alone."""
+        return self._filled(states)[0]
+
+    def _filled(self, states: Sequence[Grammar]) -> tuple[np.ndarray, np.ndarray]:
+        """The masks, and which of the texts are complete."""
         masks = np.zeros((len(states), -(-self.vocab_size // 32)), np.int32)
         self._library.fill(states, masks)
-        may_end = np.flatnonzero(masks[:, self._words[0]] & self._bits[0])
+        complete = may_end = np.flatnonzero(masks[:, self._words[0]] & self._bits[0])
         if len(may_end):
             rest = masks[may_end]
             for word, bit in zip(self._words, self._bits, strict=True):
@@ -206,7 +207,7 @@ class Structured:
             complete = may_end[~rest.any(axis=1)]
             masks[complete] = 0
             masks[complete, self._words[0]] = self._bits[0]
-        return masks
+        return masks, complete
 
     def _compile(self, asked: StructuredOutputs) -> Grammar:
         found = self._begin(asked)

@@ -5,8 +5,7 @@
                                       └─ step_lines()           what one step did, and why
 
 Where a setting would change what a sentence of the run tells, the sentence ends with that setting.
-A `StepObserver`, of a replay or of an engine that runs. Used by `nanoengine explain` and by the
-viewer.
+A `StepObserver` of a replay. Used by `nanoengine explain` and by the viewer.
 """
 
 from __future__ import annotations

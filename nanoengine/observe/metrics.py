@@ -26,12 +26,11 @@ TIMES = tuple(one.name.removesuffix("_s") for one in fields(StepTimes))
 
 
 class AdmissionRecord(NamedTuple):
-    """Sequence `seq_id` took `row` with `num_known` tokens, `num_cached` of them in the cache."""
+    """Sequence `seq_id` took `row` with `num_known` tokens."""
 
     row: int
     seq_id: int
     num_known: int
-    num_cached: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +62,10 @@ class Metrics:
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Keeps what the step did; lengths as numbers, because a sequence's tokens grow later."""
-        admitted = [
-            AdmissionRecord(a.row, a.seq_id, len(a.token_ids), a.num_cached_tokens)
-            for a in plan.admitted
-        ]
+        admitted = [AdmissionRecord(a.row, a.seq_id, len(a.token_ids)) for a in plan.admitted]
         starts = dict(zip(plan.rows, plan.starts, strict=True)) if plan.forks else {}
         for fork in plan.forks:
-            known = starts.get(fork.row, 0)
-            admitted.append(AdmissionRecord(fork.row, fork.seq_id, known, known))
+            admitted.append(AdmissionRecord(fork.row, fork.seq_id, starts.get(fork.row, 0)))
         self.records.append(
             StepRecord(
                 time_s=time.perf_counter(),

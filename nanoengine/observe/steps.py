@@ -5,8 +5,7 @@
 A plan names rows, and a row's sequence may be gone once the step is committed. So this notes who
 held the rows when a step was planned. Base of `explain` and of the viewer's data.
 
-Told by a replay (`trace_reader.Replay.run`), or, of an engine that runs, by `attend` and
-`LLMEngine.observers`.
+Called by a replay (`trace_reader.Replay.run`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.observe.metrics import step_seconds
-from nanoengine.observe.taps import Taps, behind
 
 Computed = tuple[Sequence, int, int, int]
 """What a step computes: of which sequence, its first token, how many tokens, how many logits."""
@@ -83,7 +81,7 @@ class StepObserver:
 
     Args:
         scheduler: of the run.
-        clock: returns seconds.
+        clock: returns seconds; `Replay.clock` those since the trace began.
 
     Attributes:
         who: sequence -> whose it is; those that have ended too.
@@ -134,13 +132,6 @@ class StepObserver:
             for seq in ended:
                 if seq.request.finished:
                     self._requests.pop(seq.request.request_id, None)
-
-    def attend(self) -> Taps:
-        """Is told of the requests and plans of an engine that runs, until the taps are removed; of
-        steps it is told as one of `LLMEngine.observers`."""
-        arrived = behind(lambda _, request, **more: self.on_request(request))
-        return Taps((self.scheduler, "add", arrived),
-                    (self.scheduler, "schedule", behind(self.on_plan)))  # fmt: skip
 
     def name(self, seq_id: int) -> str:
         """ "request 7", or "sequence 12 of request 7" if it is not the first of it."""

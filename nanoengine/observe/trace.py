@@ -29,16 +29,17 @@ from typing import Any, TextIO
 
 import xxhash
 
-from nanoengine.core.extras import enlist
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
+from nanoengine.core.speculation import enlist
+from nanoengine.core.tiers.disk import Finished, NoDisk
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.observe.metrics import times_of
 from nanoengine.observe.taps import Taps, behind
-from nanoengine.observe.traced_disk import trace_disk
+from nanoengine.observe.traced_disk import disk_answer, disk_contents
 from nanoengine.settings.config import EngineConfig
 from nanoengine.version import __version__
 
@@ -106,9 +107,11 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         self._answers: dict[str, list[Any]] = {}  # of others, in the call under way
         self._committed: tuple[dict[str, Any], StepResult] | None = None  # not written yet
         cache = scheduler.block_manager.prefix_cache
-        self._disk = trace_disk(cache, self._answers)
+        self._tiers = cache if isinstance(cache, TieredPrefixCache) else None
         # Why: by these times a TieredPrefixCache decides.
-        self._exact = ("load", "forward") if isinstance(cache, TieredPrefixCache) else ()
+        self._exact = ("load", "forward") if self._tiers else ()
+        has_disk = self._tiers is not None and not isinstance(self._tiers.storage, NoDisk)
+        self._disk = self._tiers.storage if has_disk else None
         self._taps = Taps(
             (scheduler, "add", behind(self._added)),
             (scheduler, "schedule", behind(self._planned)),
@@ -119,6 +122,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
             (scheduler, "recover", self._recover),
             (cache, "evict", behind(lambda _, block_ids: self._tell({"evict": list(block_ids)}))),
             (cache, "reset", behind(lambda _: self._tell({"reset": True}))),
+            *([(self._disk, "collect", behind(self._collected))] if self._disk else []),
         )
         self._tell(_header(scheduler) | {"first": steps[0]} | self._held() | dict(about or {}))
 
@@ -183,9 +187,12 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         self._answers.setdefault("chosen", []).append([request.arrival, noted])
         call(request, _Moves(moves, noted))
 
+    def _collected(self, finished: list[Finished], wait_s: float) -> None:
+        self._answers.setdefault("disk", []).append(disk_answer(self._disk, finished))
+
     def _held(self) -> dict[str, Any]:
-        """What the disk tier is told of its directory when it starts."""
-        return {} if self._disk is None else {"held": self._disk.contents()}
+        """What the disk tier finds in its directory when it starts."""
+        return {"held": disk_contents(self._tiers)} if self._disk else {}
 
     # --- lines --------------------------------------------------------------------------------
 
@@ -224,8 +231,6 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         """Looks on no more."""
         self._is_over = True
         self._taps.remove()
-        if self._disk is not None:
-            self._disk.remove()
         with contextlib.suppress(OSError):
             self._file.close()
 

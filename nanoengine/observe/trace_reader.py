@@ -27,13 +27,13 @@ from os import PathLike, fspath
 from types import SimpleNamespace
 from typing import IO, Any
 
-from nanoengine.core.extras import enlist, set_drafts
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.make import make_block_manager
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprobs
 from nanoengine.core.policies import Hysteresis, Predictive
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
+from nanoengine.core.speculation import enlist, set_drafts
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import TraceError
@@ -84,13 +84,13 @@ class Recording:
         """True if the run was killed, or goes on."""
         return not self.lines or "end" not in self.lines[-1][1]
 
-    def replay(self, first: int = 0) -> Replay:
-        """The run, up to where step `first`, or the first that is to be shown, is planned next.
+    def replay(self) -> Replay:
+        """The run, up to where the first step that is to be shown is planned next.
 
         Raises:
             TraceError: as `Replay.steps`.
         """
-        return Replay(self, max(first, self.header["first"]))
+        return Replay(self)
 
 
 def read_trace(path: str | PathLike[str]) -> Recording:
@@ -131,7 +131,7 @@ class Replay:
         time_s: when what has been replayed last was done, since the trace began.
     """
 
-    def __init__(self, recording: Recording, first: int = 0) -> None:
+    def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._requests: dict[int, Request] = {}  # by arrival, not finished
         self._planned: dict[int, StepPlan] = {}  # and not committed
@@ -144,6 +144,7 @@ class Replay:
         with _damage(recording, 1):
             self.scheduler = _scheduler(recording.header, self._disk)
         self._left = deque(recording.lines)
+        first = recording.header["first"]
         while first and self._left and self._left[0][1].get("plan") != first:
             self._call(*self._left.popleft())
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from nanoengine.core.doors import Observer
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
+from nanoengine.core.interfaces import Observer
 from nanoengine.errors import ConfigError, EngineDeadError, EngineHungError, NanoEngineError
 from nanoengine.jobs.work import MOST_DEATHS, Work
 from nanoengine.llm import LOOK_AHEAD

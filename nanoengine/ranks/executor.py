@@ -15,7 +15,7 @@ A rank that raises or dies takes the others with it, and every call then raises 
 do ranks that wait for each other, or for one that is stopped. No rank outlives this process
 (`worker.py`).
 
-Called by LLMEngine through the Executor door. Made by `build.py`.
+Implements `Executor`. Made by `build.py`.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class RankedExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class RankedStep:
-    """A step that the ranks have been sent. The Executor door's `Launched`."""
+    """A step that the ranks have been sent; implements `Launched`."""
 
     ranks: RankProcesses
     step: int

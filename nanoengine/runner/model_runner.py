@@ -4,7 +4,7 @@
     result()   of the `LaunchedStep` that it returns: waits for the download
 
 A plan may also copy blocks, load blocks from tiers before the forward, and store some after it.
-LLMEngine calls the runner through the Executor door. The runner decides nothing.
+Implements `Executor`. The runner decides nothing.
 Special: start.py (load, measure, allocate), sampling/step_sampler.py (draws, edits,
 drafts), graphs.py (decodes that replay a CUDA graph; `tests/runner/test_graphs.py` compares).
 """

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from nanoengine.attention import backend_class, make_backend
-from nanoengine.core.doors import TierStorage
+from nanoengine.core.interfaces import TierStorage
 from nanoengine.core.layout import KVLayout
 from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives

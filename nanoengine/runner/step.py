@@ -29,7 +29,7 @@ Mark = float | torch.cuda.Event
 
 @dataclass(slots=True, kw_only=True)
 class LaunchedStep:
-    """A step under way. The Executor door's `Launched`.
+    """A step under way; implements `Launched`.
 
     Attributes:
         now: a moment, for the marks.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from nanoengine.core.doors import Executor
+from nanoengine.core.interfaces import Executor
 from nanoengine.core.plan import StepPlan
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
 from nanoengine.settings.params import SamplingParams

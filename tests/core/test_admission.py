@@ -36,12 +36,6 @@ def test_hysteresis_closes_at_one_pressure_and_opens_at_another():
     assert engine.stats().preemptions == 0
 
 
-def test_the_defaults_of_hysteresis():
-    policy = make_policy("hysteresis")
-    assert isinstance(policy, Hysteresis)
-    assert (policy.preempt_above, policy.admit_below) == (0.95, 0.80)
-
-
 # --- prediction -----------------------------------------------------------------------------------
 
 

@@ -10,7 +10,14 @@ from nanoengine.core.block_manager import Verdict
 from nanoengine.core.checks import check_manager
 from nanoengine.core.forks import share_blocks
 from nanoengine.core.plan import BlockCopy, TableUpdate
-from tests.support.block_managers import admit, cached, compute, make_manager, make_sequence
+from tests.support.block_managers import (
+    admit,
+    cached,
+    compute,
+    computed,
+    make_manager,
+    make_sequence,
+)
 
 # --- admission ------------------------------------------------------------------------------------
 
@@ -35,9 +42,7 @@ def test_ok_later_never():
 
 def test_a_question_changes_nothing():
     manager = make_manager(num_blocks=5, block_size=4)
-    first = make_sequence(list(range(12)))
-    admit(manager, first)
-    compute(manager, first)
+    first = computed(manager, list(range(12)))
     manager.deallocate(first)
     manager.updates = []
     before = str(manager.pool), manager.pool.next_evicted(4), replace(manager.prefix_cache.stats)
@@ -50,9 +55,7 @@ def test_a_question_changes_nothing():
 def test_shared_blocks_reduce_the_need_and_revived_ones_count():
     manager = make_manager(num_blocks=11, block_size=4)
     tokens = list(range(24))
-    first = make_sequence(tokens)
-    admit(manager, first)
-    compute(manager, first)
+    first = computed(manager, tokens)
     active = manager.can_allocate(make_sequence([*tokens, 1, 2, 3, 4]))
     assert (active.num_cached_tokens, active.num_needed_blocks) == (24, 1)
     manager.deallocate(first)
@@ -65,9 +68,7 @@ def test_shared_blocks_reduce_the_need_and_revived_ones_count():
 
 def test_a_fresh_block_never_evicts_a_block_of_the_same_hit():
     manager = make_manager(num_blocks=5, block_size=4)
-    first = make_sequence(list(range(12)))
-    admit(manager, first)
-    compute(manager, first)
+    first = computed(manager, list(range(12)))
     old = list(first.block_tables[0])
     manager.deallocate(first)
     second = make_sequence([*range(8), 40, 41, 42, 43, 44])
@@ -81,9 +82,7 @@ def test_a_fresh_block_never_evicts_a_block_of_the_same_hit():
 
 def test_fifteen_of_sixteen_decodes_allocate_nothing():
     manager = make_manager()
-    seq = make_sequence([1] * 16)
-    admit(manager, seq)
-    compute(manager, seq)
+    seq = computed(manager, [1] * 16)
     manager.updates = []
     allocating = []
     for step in range(64):
@@ -100,9 +99,7 @@ def test_fifteen_of_sixteen_decodes_allocate_nothing():
 
 def test_no_room_says_false_and_takes_nothing():
     manager = make_manager(num_blocks=3, block_size=4)
-    seq = make_sequence([1] * 8)
-    admit(manager, seq)
-    compute(manager, seq)
+    seq = computed(manager, [1] * 8)
     seq.token_ids.append(1)
     assert manager.may_append(seq, 1) is False
     check_manager(manager, [seq])
@@ -114,9 +111,7 @@ def test_no_room_says_false_and_takes_nothing():
 def test_copy_on_write_arithmetic(num_prompt_tokens, num_appended):
     # new blocks = ceil((s + a) / 8) - s // 8; a copy only if s % 8 > 0; the sibling is unchanged
     manager = make_manager(block_size=8)
-    parent = make_sequence([1] * num_prompt_tokens)
-    admit(manager, parent)
-    compute(manager, parent)
+    parent = computed(manager, [1] * num_prompt_tokens)
     child = make_sequence([1] * num_prompt_tokens)
     share_blocks(manager, parent, child)
     assert child.block_tables == parent.block_tables and not manager.copies
@@ -142,9 +137,7 @@ def test_copy_on_write_arithmetic(num_prompt_tokens, num_appended):
 
 def test_a_fork_tells_the_executor_its_tables():
     manager = make_manager(windows=(None, 20))
-    parent = make_sequence([1] * 40)
-    admit(manager, parent)
-    compute(manager, parent)
+    parent = computed(manager, [1] * 40)
     manager.updates = []
     child = make_sequence([1] * 40)
     share_blocks(manager, parent, child)
@@ -154,22 +147,6 @@ def test_a_fork_tells_the_executor_its_tables():
 
 
 # --- windows --------------------------------------------------------------------------------------
-
-
-def test_blocks_out_of_the_window_become_null_and_are_freed():
-    # block size 2, window 4: after 4/5/6/7/11 computed tokens 0/1/1/2/4 nulls
-    manager = make_manager(block_size=2, windows=(4,), max_chunk=8, enable_prefix_caching=False)
-    seq = make_sequence([1] * 4)
-    admit(manager, seq)
-    compute(manager, seq)
-    nulls = {}
-    for computed in range(4, 12):
-        seq.token_ids.append(1)
-        compute(manager, seq)
-        nulls[computed] = seq.block_tables[0].count(0)
-        assert manager.pool.counts()["active"] == len(seq.block_tables[0]) - nulls[computed]
-        check_manager(manager, [seq])
-    assert [nulls[n] for n in (4, 5, 6, 7, 11)] == [0, 1, 1, 2, 4]
 
 
 def test_admission_counts_the_window_not_the_length():
@@ -187,9 +164,7 @@ def test_admission_counts_the_window_not_the_length():
 
 def test_a_window_hit_needs_the_window_only():
     manager = make_manager(num_blocks=33, block_size=2, windows=(4,), max_chunk=64)
-    first = make_sequence(list(range(20)))
-    admit(manager, first)
-    compute(manager, first)
+    first = computed(manager, list(range(20)))
     table = list(first.block_tables[0])
     manager.deallocate(first)
     # ceil((4 - 1) / 2) = 2 blocks before the end of the hit are enough.
@@ -207,9 +182,7 @@ def test_a_window_hit_needs_the_window_only():
 
 def test_hybrid_groups_share_one_pool_and_hit_together():
     manager = make_manager(num_blocks=65, block_size=2, windows=(None, 4), max_chunk=64)
-    first = make_sequence(list(range(20)))
-    admit(manager, first)
-    compute(manager, first)
+    first = computed(manager, list(range(20)))
     full, windowed = (list(table) for table in first.block_tables)
     assert not set(full) & set(windowed)
     manager.deallocate(first)
@@ -227,9 +200,7 @@ def test_hybrid_groups_share_one_pool_and_hit_together():
 
 def test_blocks_are_freed_tail_first():
     manager = make_manager(num_blocks=9, block_size=4)
-    seq = make_sequence(list(range(18)))
-    admit(manager, seq)
-    compute(manager, seq)
+    seq = computed(manager, list(range(18)))
     table = list(seq.block_tables[0])
     manager.deallocate(seq)
     assert manager.pool.counts() == {"empty": 4, "cached": 4, "active": 0}
@@ -238,9 +209,7 @@ def test_blocks_are_freed_tail_first():
 
 def test_groups_are_freed_side_by_side_so_that_evictions_shorten_the_hit_evenly():
     manager = make_manager(num_blocks=25, block_size=2, windows=(None, None), max_chunk=64)
-    seq = make_sequence(list(range(20)))
-    admit(manager, seq)
-    compute(manager, seq)
+    seq = computed(manager, list(range(20)))
     manager.deallocate(seq)
     manager.pool.allocate(4)  # the empty ones
     for left in (9, 8, 7):
@@ -252,9 +221,7 @@ def test_a_full_block_whose_last_token_is_not_known_yet_is_asked_for_again():
     """Where steps overlap. With a block behind it that refused drafts had left, it was indexed when
     that one was full too."""
     manager = make_manager(block_size=4)
-    seq = make_sequence([1, 2, 3])
-    admit(manager, seq)
-    compute(manager, seq)
+    seq = computed(manager, [1, 2, 3])
     assert manager.may_append(seq, 3)  # a token and two drafts
     seq.num_computed_tokens = 4
     manager.prefix_cache.register(seq)

@@ -58,19 +58,6 @@ def test_running_out_is_a_bug_of_the_caller():
         BlockPool(4).allocate(4)
 
 
-def test_reference_counts_and_double_free():
-    pool = BlockPool(4)
-    table = pool.allocate(2)
-    pool.touch(table)
-    pool.free(table)
-    assert [pool.blocks[i].ref_count for i in table] == [1, 1]
-    pool.free(table)
-    with pytest.raises(ValueError, match=r"Block\(1, refs=0, digest=-\) is freed twice"):
-        pool.free(table)
-    with pytest.raises(AssertionError, match="holds nothing"):
-        pool.touch(table)
-
-
 def test_the_null_block_is_passed_over_and_never_handed_out():
     pool = BlockPool(4)
     assert 0 not in pool.allocate(3)
@@ -80,51 +67,6 @@ def test_the_null_block_is_passed_over_and_never_handed_out():
     assert pool.register([0], 0, [X]) == [] and pool.lookup(0, X) is None
     assert pool.evict([0]) == 0
     check_pool(pool)
-
-
-def test_touch_revives_a_cached_block():
-    pool = BlockPool(4)
-    table = filled(pool, 2)
-    pool.free(reversed(table))
-    pool.touch([table[0]])
-    assert pool.counts() == {"empty": 1, "cached": 1, "active": 1}
-    pool.touch([table[0]])
-    assert pool.blocks[table[0]].ref_count == 2
-
-
-def test_duplicates_of_a_content_live_and_die_apart():
-    pool = BlockPool(4)
-    first, second = pool.allocate(2)
-    for block_id in (first, second):
-        assert pool.register([block_id], 0, [X]) == [pool.blocks[block_id]]
-    assert pool.lookup(0, X) == first
-    pool.free([first])
-    assert pool.evict([first]) == 1
-    assert pool.lookup(0, X) == second
-    pool.free([second])
-    assert pool.evict([second]) == 1
-    assert pool.lookup(0, X) is None
-    check_pool(pool)
-
-
-def test_groups_have_an_index_each():
-    pool = BlockPool(4, num_groups=2)
-    pool.register(pool.allocate(1), 1, [X])
-    assert pool.lookup(0, X) is None
-    assert pool.lookup(1, X) == 1
-
-
-def test_reset_refuses_while_blocks_are_in_use():
-    pool = BlockPool(4)
-    table = filled(pool, 2)
-    pool.free(table[1:])
-    assert pool.reset() is False
-    second = pool.blocks[table[1]].prefix
-    assert second is not None and pool.lookup(0, second) == table[1]
-    pool.free(table[:1])
-    assert pool.reset() is True
-    assert pool.counts() == {"empty": 3, "cached": 0, "active": 0}
-    assert pool.lookup(0, second) is None
 
 
 @pytest.mark.parametrize(

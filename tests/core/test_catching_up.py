@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanoengine.settings.params import SamplingParams
-from tests.support.fake_executor import expected_output, make_engine, run, run_late
+from tests.support.fake_executor import assert_outputs, make_engine, run, run_late
 
 PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(66)]
 
@@ -16,9 +16,7 @@ def num_computed(prompts: list[list[int]], loop, **options) -> int:
     engine = make_engine(257, 4, max_num_batched_tokens=64, **options)
     requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     loop(engine)
-    for request in requests:
-        (seq,) = request.sequences
-        assert seq.output_token_ids == expected_output(request.prompt_token_ids, seq.seed, 1)
+    assert_outputs(*requests)
     return engine.executor.num_computed_tokens
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from random import Random
 
 import pytest
 
 from nanoengine.core.checks import check
-from nanoengine.core.extras import set_drafts
-from nanoengine.core.sequence import Request
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import (
     CapacityError,
@@ -21,11 +18,9 @@ from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import (
     ExecutorFailure,
     FakeExecutor,
-    chain,
+    assert_outputs,
     expected_output,
     make_engine,
-    next_token,
-    prefix_hashes,
     run,
     run_late,
 )
@@ -38,21 +33,6 @@ def params(max_tokens: int | None = 20, **changes: object) -> SamplingParams:
 def fake(engine: LLMEngine) -> FakeExecutor:
     assert isinstance(engine.executor, FakeExecutor)
     return engine.executor
-
-
-def assert_outputs(*requests: Request) -> None:
-    """Every sequence has the tokens it would have alone."""
-    for request in requests:
-        assert len(request.sequences) == request.params.n
-        for seq in request.sequences:
-            assert seq.finish_reason in ("stop", "length"), (seq, request.error)
-            assert seq.output_token_ids == expected_output(
-                request.prompt_token_ids,
-                seq.seed,
-                seq.max_num_tokens - seq.num_prompt_tokens,
-                seq.stop_ids,
-                request.params.min_tokens,
-            ), seq
 
 
 LOOPS = pytest.mark.parametrize("loop", [run, run_late])
@@ -68,29 +48,6 @@ def test_parallel_sampling_forks_one_prefill(loop, num_prompt_tokens):
     assert len({seq.seed for seq in request.sequences}) == 4
     assert fake(engine).plans[0].num_tokens == num_prompt_tokens
     assert fake(engine).num_copies == (3 if num_prompt_tokens % 4 else 0)
-
-
-@LOOPS
-def test_a_fork_takes_the_row_of_a_sequence_preempted_in_the_same_step(loop):
-    engine = make_engine(num_blocks=6, long_prefill_threshold=8)
-    first = engine.add_request("first", range(1, 5), params(3))
-    forked = engine.add_request("forked", range(11, 23), params(1, n=2))
-    victim = engine.add_request("victim", range(31, 35), params(2))
-    loop(engine)
-    plan = next(plan for plan in fake(engine).plans if plan.forks)
-    assert [preempted.seq_id for preempted in plan.preempted] == [victim.sequences[0].seq_id]
-    assert [fork.row for fork in plan.forks] == [2] == plan.released
-    assert_outputs(first, forked, victim)
-
-
-@LOOPS
-def test_a_preempted_sequence_leaves_no_table_update_behind(loop):
-    engine = make_engine(num_blocks=9, windows=(None, 5), max_num_batched_tokens=16)
-    first = engine.add_request("first", range(1, 6), params(3))
-    second = engine.add_request("second", range(11, 19), params(3))
-    loop(engine)
-    assert fake(engine).plans[1].preempted[0].seq_id == second.sequences[0].seq_id
-    assert_outputs(first, second)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -212,40 +169,6 @@ def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at, overlap):
     assert_outputs(*new)
 
 
-def propose(engine: LLMEngine, random: Random) -> None:
-    """Gives running sequences drafts, right ones up to a random place and wrong ones after it."""
-    for seq in engine.scheduler.running:
-        if seq.num_computed_tokens == seq.num_tokens - 1:
-            prefix, drafts = prefix_hashes(seq.token_ids)[-1], []
-            for _ in range(random.randrange(6)):
-                token_id = next_token(prefix, seq.seed) if random.random() < 0.8 else 1
-                drafts.append(token_id)
-                prefix = chain(prefix, token_id)
-            set_drafts(engine.scheduler, seq, tuple(drafts))
-
-
-@pytest.mark.parametrize("threshold", [0, 2])
-@pytest.mark.parametrize("windows", [(None,), (None, 5), (6,)])
-def test_drafts_never_change_the_output(threshold, windows):
-    random = Random(3)
-    engine = make_engine(
-        num_blocks=40, max_num_batched_tokens=12, windows=windows, long_prefill_threshold=threshold
-    )
-    requests = [
-        engine.add_request(str(i), range(1, 8 + i), params(9 + i, n=1 + i % 2)) for i in range(8)
-    ]
-    while engine.has_unfinished():
-        propose(engine, random)
-        engine.step()
-    assert_outputs(*requests)
-    steps = [plan for plan in fake(engine).plans if plan.draft_token_ids]
-    assert len(steps) > 5
-    longest = max(seq.max_num_tokens for request in requests for seq in request.sequences)
-    for plan in steps:
-        ends = [s + n for s, n in zip(plan.starts, plan.num_scheduled_tokens, strict=True)]
-        assert max(ends) < longest, "a draft lies past the end of its sequence"
-
-
 # --- requests: what is refused, and how sequences end ---------------------------------------------
 
 
@@ -322,11 +245,6 @@ def test_peer_bug_04_max_model_len_ends_a_sequence(loop):
     assert max(ends) == 19, "the last token is sampled, never computed"
 
 
-def test_peer_bug_05_max_tokens_zero_is_refused():
-    with pytest.raises(RequestError, match="max_tokens must be at least 1"):
-        SamplingParams(max_tokens=0)
-
-
 @LOOPS
 def test_stop_ids_of_the_model_and_of_the_request(loop):
     engine = make_engine(eos_token_ids=(0, 3), max_model_len=500)
@@ -399,37 +317,6 @@ def test_a_follower_ends_its_own_sequence(loop):
     assert {seq.stop_reason for seq in request.sequences} == {"stop string"}
 
 
-@LOOPS
-def test_an_error_of_one_row_ends_that_request_alone(loop):
-    engine = make_engine()
-    requests = [
-        engine.add_request(str(i), [1, 2, 3 + i], params(8, ignore_eos=True)) for i in range(3)
-    ]
-    fake(engine).row_errors = lambda row: (
-        "logits are NaN" if row.seq_id == 1 and len(row.token_ids) == 6 else None
-    )
-    assert loop(engine)[0] == "1"
-    assert requests[1].error == "logits are NaN"
-    assert requests[1].sequences[0].finish_reason == "error"
-    assert_outputs(requests[0], requests[2])
-
-
-def test_abort_frees_at_once_and_is_told_once():
-    engine = make_engine(max_num_seqs=2)
-    requests = [engine.add_request(str(i), range(1, 20), params(30)) for i in range(4)]
-    engine.step()
-    assert engine.abort("0") is requests[0]
-    assert engine.abort("3") is requests[3]
-    assert engine.abort("3") is None
-    assert engine.abort("unknown") is None
-    check(engine.scheduler)
-    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
-    assert sorted(run(engine)) == ["1", "2"]
-    assert_outputs(*requests[1:3])
-    assert [r.sequences[0].finish_reason for r in (requests[0], requests[3])] == ["abort"] * 2
-    assert engine.stats().active_blocks == 0
-
-
 def test_a_request_that_failed_and_is_aborted_before_its_commit_is_not_reported():
     engine = make_engine(num_blocks=9)
     engine.add_request("large", [2] * 20, params(100, ignore_eos=True))
@@ -461,17 +348,6 @@ def test_abort_all_and_close():
             call()
 
 
-def test_reset_refuses_while_blocks_are_in_use():
-    engine = make_engine()
-    engine.add_request("a", range(1, 20), params(3, ignore_eos=True))
-    engine.step()
-    assert engine.reset_prefix_cache() is False
-    run(engine)
-    assert engine.stats().cached_blocks == 5
-    assert engine.reset_prefix_cache() is True
-    assert engine.stats().empty_blocks == 64
-
-
 def test_observers_see_each_step_once_and_the_counters():
     class Log:
         def __init__(self) -> None:
@@ -492,104 +368,3 @@ def test_observers_see_each_step_once_and_the_counters():
     assert (stats.steps, stats.prefill_tokens, stats.decode_tokens) == (4, 22, 6)
     assert (stats.output_tokens, stats.finished_requests) == (8, 2)
     assert stats.cache_hit_rate == 16 / 38
-
-
-# --- invisible: every configuration gives the same tokens -----------------------------------------
-
-
-@LOOPS
-@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_blocks": 34},
-        {"enable_prefix_caching": False, "num_blocks": 34},
-        {"block_size": 16},
-        {"max_num_batched_tokens": 8},
-        {"long_prefill_threshold": 5},
-        {"chunked_prefill": False},
-        {"max_num_seqs": 3},
-        {"watermark_frac": 0.2},
-    ],
-    ids=str,
-)
-def test_no_configuration_shows_in_the_output(loop, windows, options):
-    engine = make_engine(**{"num_blocks": 129, "windows": windows} | options)
-    requests = [
-        engine.add_request(
-            str(i),
-            [*range(1, 14 + 3 * (i % 3)), *([40 + i % 5] * (i % 4))],
-            params(5 + 3 * i, n=1 + (i % 4 == 3) * 2),
-            priority=i % 2,
-        )
-        for i in range(9)
-    ]
-    assert len(loop(engine)) == 9
-    assert_outputs(*requests)
-    assert engine.stats().active_blocks == 0
-
-
-@LOOPS
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_blocks": 20},
-        {"enable_prefix_caching": False},
-        {"windows": (None, 6)},
-        {"max_num_batched_tokens": 8},
-        {"chunked_prefill": False},
-    ],
-    ids=str,
-)
-def test_more_sequences_of_a_request_than_rows_wait_for_rows(loop, options, max_num_seqs):
-    """4: the tokens are those of an engine with rows for all of them."""
-    engine = make_engine(**{"num_blocks": 129} | options, max_num_seqs=max_num_seqs)
-    requests = [
-        engine.add_request("large", range(1, 14), params(9, n=7)),
-        engine.add_request("small", range(1, 10), params(9)),
-        engine.add_request("late", range(5, 18), params(6, n=6), priority=1),
-    ]
-    assert sorted(loop(engine)) == ["large", "late", "small"]
-    assert_outputs(*requests)
-    assert engine.stats().active_blocks == 0
-
-
-@LOOPS
-def test_sequences_that_wait_for_rows_are_aborted_with_the_others(loop):
-    """4: their request is gone as a whole."""
-    engine = make_engine(max_num_seqs=2)
-    request = engine.add_request("a", range(1, 14), params(9, n=7, ignore_eos=True))
-    other = engine.add_request("b", range(1, 14), params(9))
-    for _ in range(3):
-        engine.step()
-    assert engine.abort("a") is request
-    assert request.finished
-    assert len(request.sequences) == 7
-    check(engine.scheduler)
-    loop(engine)
-    assert_outputs(other)
-
-
-def test_drafts_wait_until_the_forks_are_made_or_wait_for_a_row():
-    """4: with one row, no fork is placed beside its parent."""
-    engine = make_engine(long_prefill_threshold=8, max_num_seqs=1)
-    request = engine.add_request("a", range(1, 10), params(12, n=2, ignore_eos=True))
-    engine.step()
-    (seq,) = request.sequences
-    set_drafts(engine.scheduler, seq, (1, 2))
-    run(engine)
-    assert_outputs(request)
-
-
-def test_drafts_wait_until_the_forks_are_made():
-    engine = make_engine(long_prefill_threshold=8)
-    request = engine.add_request("a", range(1, 10), params(12, n=2, ignore_eos=True))
-    engine.step()
-    (seq,) = request.sequences
-    assert seq.num_computed_tokens == seq.num_tokens - 1
-    set_drafts(engine.scheduler, seq, (1, 2))
-    run(engine)
-    assert_outputs(request)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,45 +70,31 @@ class EngineRun:
     """An engine on a fake executor; its methods are what a caller and a device may do."""
 
     def __init__(
-        self,
-        scheduler_class: type[Scheduler],
-        *,
-        is_checked: bool = True,
-        num_blocks: int,
-        block_size: int,
-        windows: tuple[int | None, ...],
-        states: tuple[int, int],
-        max_num_seqs: int,
-        budget: int,
-        caching: bool,
-        chunked: bool,
-        threshold: int,
-        watermark: float,
-        late: bool,
-        admission: str,
-        seed: int,
+        self, scheduler_class: type[Scheduler], *, is_checked: bool = True, **options: Any
     ) -> None:
+        one = SimpleNamespace(**options)  # of each of OPTIONS
         # Why more than the seed: Hypothesis likes the same few, and tiers would be the same few.
         self.random = Random(
-            f"{seed} {num_blocks} {block_size} {windows} {states} {budget} {admission} {late}"
+            f"{one.seed} {one.num_blocks} {one.block_size} {one.windows} {one.states} {one.budget}"
+            f" {one.admission} {one.late}"
         )
         self.is_checked = is_checked
         self.tiers: TieredPrefixCache | None = None
         self.engine = make_engine(
-            num_blocks,
-            block_size,
-            windows=windows,
-            num_states=states[0],
-            snapshot_every=states[1],
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget if chunked else max(budget, LONGEST),
-            enable_prefix_caching=caching,
-            chunked_prefill=chunked,
-            long_prefill_threshold=threshold if chunked else 0,
-            watermark_frac=watermark,
-            policy=make_policy(admission),
-            make_tiers=self.make_tiers if caching and self.random.random() < 0.85 else None,
-            overlap=late,
+            one.num_blocks,
+            one.block_size,
+            windows=one.windows,
+            num_states=one.states[0],
+            snapshot_every=one.states[1],
+            max_num_seqs=one.max_num_seqs,
+            max_num_batched_tokens=one.budget if one.chunked else max(one.budget, LONGEST),
+            enable_prefix_caching=one.caching,
+            chunked_prefill=one.chunked,
+            long_prefill_threshold=one.threshold if one.chunked else 0,
+            watermark_frac=one.watermark,
+            policy=make_policy(one.admission),
+            make_tiers=self.make_tiers if one.caching and self.random.random() < 0.85 else None,
+            overlap=one.late,
             debug_checks=False,  # `holds` looks after each step
             scheduler_class=scheduler_class,
             proposer=self,
@@ -121,14 +108,14 @@ class EngineRun:
         # Why this bound: nothing is ever refused, so that every output is the oracle's.
         self.max_total = max(n for n in range(1, LONGEST) if self.manager.can_ever_allocate(n))
         # Why not for both: a SlowScheduler's plans are the same. Why a third: it takes its time.
-        is_traced = is_checked and seed % 3 == 0
+        is_traced = is_checked and one.seed % 3 == 0
         self.trace = ReplayedTrace(self.engine) if is_traced else None
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
         self.broken: set[int] = set()
         self.given: dict[int, list[int]] = {}  # seq_id of a fork -> the output it starts with
         self.finished: list[str] = []
-        self.events = Counter({"examples": 1, "late examples": late})
+        self.events = Counter({"examples": 1, "late examples": one.late})
 
     def make_tiers(self, executor: FakeExecutor) -> TieredPrefixCache:
         random = Random(self.random.random())
@@ -166,7 +153,7 @@ class EngineRun:
             prompt = (prompt or [5])[: self.max_total - 1]
             max_tokens = min(random.choice([1, 6, 14, 30]), self.max_total - len(prompt))
             params = SamplingParams(
-                n=random.choice([1, 1, 1, 2, 3]),
+                n=random.choice([1, 1, 1, 2, 3, 5]),
                 max_tokens=max_tokens,
                 min_tokens=random.choice([0, 0, min(5, max_tokens)]),
                 ignore_eos=random.choice([True, False]),
@@ -386,7 +373,7 @@ OPTIONS: dict[str, list[Any]] = {
     "block_size": [2, 4, 4, 8],
     "windows": [(None,), (None,), (5,), (None, 4), (3, None, 9)],
     "states": [*[(0, 1)] * 4, (2, 1), (4, 2), (9, 1), (20, 3)],
-    "max_num_seqs": [3, 4, 5, 6],
+    "max_num_seqs": [1, 2, 3, 4, 5, 6],
     "budget": [6, 9, 16, 64],
     "caching": [True, True, True, False],
     "chunked": [True, True, False],

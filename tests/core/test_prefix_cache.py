@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from nanoengine.core import prefixes
 from nanoengine.core.checks import check_manager
-from tests.support.block_managers import admit, cached, compute, make_manager, make_sequence
+from tests.support.block_managers import (
+    admit,
+    cached,
+    compute,
+    computed,
+    make_manager,
+    make_sequence,
+)
 
 
 def test_full_blocks_only_and_one_token_left_to_compute():
     manager = make_manager()
-    first = make_sequence(list(range(40)))
-    admit(manager, first)
-    compute(manager, first)
+    computed(manager, list(range(40)))
     assert cached(manager, list(range(40))) == 32
     assert cached(manager, list(range(33))) == 32
     assert cached(manager, list(range(32))) == 16, "a full hit would leave nothing to compute"
@@ -23,9 +28,7 @@ def test_full_blocks_only_and_one_token_left_to_compute():
 def test_a_block_behind_one_that_is_gone_is_no_part_of_the_prefix():
     """It would take the place of the one that is gone."""
     manager = make_manager()
-    first = make_sequence(list(range(70)))
-    admit(manager, first)
-    compute(manager, first)
+    first = computed(manager, list(range(70)))
     [table] = first.block_tables
     manager.deallocate(first)
     for gone, left in ((2, 32), (1, 16), (0, 0)):
@@ -36,25 +39,19 @@ def test_a_block_behind_one_that_is_gone_is_no_part_of_the_prefix():
 def test_peer_bug_13_a_prefix_under_the_block_size_is_queried_and_counted_as_a_miss():
     manager = make_manager()
     for _ in range(2):
-        seq = make_sequence(list(range(10)))
-        admit(manager, seq)
-        compute(manager, seq)
+        computed(manager, list(range(10)))
     stats = manager.prefix_cache.stats
     assert (stats.queried_tokens, stats.hit_tokens) == (20, 0)
     smaller = make_manager(block_size=8)
     for _ in range(2):
-        seq = make_sequence(list(range(10)))
-        admit(smaller, seq)
-        compute(smaller, seq)
+        computed(smaller, list(range(10)))
     stats = smaller.prefix_cache.stats
     assert (stats.queried_tokens, stats.hit_tokens) == (20, 8)
 
 
 def test_salts_and_prompt_logprobs():
     manager = make_manager()
-    first = make_sequence(list(range(40)), salt="a", prompt_logprobs=0)
-    admit(manager, first)
-    compute(manager, first)
+    computed(manager, list(range(40)), salt="a", prompt_logprobs=0)
     assert cached(manager, list(range(40)), salt="a") == 32, "it registers its blocks"
     assert cached(manager, list(range(40)), salt="a", prompt_logprobs=0) == 0, "it reads none"
     assert cached(manager, list(range(40)), salt="b") == 0
@@ -64,9 +61,7 @@ def test_salts_and_prompt_logprobs():
 
 def test_prompt_logprobs_from_a_token_on_read_what_comes_before_it():
     manager = make_manager()
-    first = make_sequence(list(range(40)))
-    admit(manager, first)
-    compute(manager, first)
+    computed(manager, list(range(40)))
     found = {
         start: cached(manager, list(range(40)), prompt_logprobs=0, prompt_logprobs_start=start)
         for start in (0, 1, 16, 17, 18, 33, 40, 99)
@@ -77,24 +72,9 @@ def test_prompt_logprobs_from_a_token_on_read_what_comes_before_it():
 
 def test_without_caching_nothing_is_registered():
     manager = make_manager(enable_prefix_caching=False)
-    first = make_sequence(list(range(40)))
-    admit(manager, first)
-    compute(manager, first)
+    first = computed(manager, list(range(40)))
     manager.deallocate(first)
     assert manager.pool.counts()["cached"] == 0
-
-
-def test_readmissions_are_counted_apart():
-    manager = make_manager()
-    seq = make_sequence(list(range(40)))
-    admit(manager, seq)
-    compute(manager, seq)
-    manager.deallocate(seq)
-    seq.num_preempted_tokens, seq.num_computed_tokens = 40, 0
-    admit(manager, seq)
-    stats = manager.prefix_cache.stats
-    assert (stats.queried_tokens, stats.hit_tokens, stats.hit_rate) == (40, 0, 0.0)
-    assert (stats.readmit_queried_tokens, stats.readmit_hit_tokens) == (40, 32)
 
 
 def test_peer_bug_15_a_waiting_sequence_is_hashed_once(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from nanoengine.errors import RequestError
 from nanoengine.settings.params import SamplingParams
-from tests.support.fake_executor import expected_output, make_engine, run, run_late
+from tests.support.fake_executor import make_engine, run, run_late
 
 PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(66)]
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -23,21 +23,6 @@ def test_a_prompt_is_scored_and_nothing_is_sampled(loop, chunk):
     assert engine.executor.num_computed_tokens == 66
     assert engine.stats().output_tokens == engine.stats().decode_tokens == 0
     assert engine.stats().steps <= -(-66 // chunk) + 2, "the late loop plans two empty ones"
-
-
-@pytest.mark.parametrize("loop", [run, run_late])
-def test_in_a_pool_that_holds_one_of_them_neighbours_are_as_ever(loop):
-    """All of them are preempted at some time; the ones that answer give what they give alone."""
-    engine = make_engine(21, 4, max_num_seqs=4, max_num_batched_tokens=24)
-    answered = SamplingParams(max_tokens=9, ignore_eos=True)
-    requests = [
-        engine.add_request(str(i), PROMPT[i : i + 40], (SCORED, answered)[i % 2]) for i in range(8)
-    ]
-    loop(engine)
-    for i, request in enumerate(requests):
-        (seq,) = request.sequences
-        most = 9 * (i % 2)
-        assert seq.output_token_ids == expected_output(seq.token_ids[:40], seq.seed, most)
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score():

@@ -8,7 +8,7 @@ from nanoengine.core.checks import check_pool
 from nanoengine.core.groups.pool import StatePool
 from nanoengine.core.prefixes import Prefix, pack
 from nanoengine.settings.params import SamplingParams
-from tests.support.fake_executor import expected_output, make_engine, run, run_late
+from tests.support.fake_executor import assert_outputs, make_engine, run, run_late
 
 PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(60)]
 
@@ -24,9 +24,7 @@ def ask(engine, prompt: list[int], loop=run, **params):
     number = str(len(engine.executor.plans))
     request = engine.add_request(number, prompt, SamplingParams(**(defaults | params)))
     loop(engine)
-    for seq in request.sequences:
-        expected = expected_output(prompt, seq.seed, request.params.max_tokens, ())
-        assert seq.output_token_ids == expected
+    assert_outputs(request)
     return request
 
 
@@ -75,9 +73,7 @@ def test_prompts_of_one_step_share_a_snapshot_of_it():
     run(engine)
     assert [request.num_cached_tokens for request in requests] == [0, 48, 48]
     assert engine.executor.num_shared_states == 2
-    for request in requests:
-        (seq,) = request.sequences
-        assert seq.output_token_ids == expected_output(request.prompt_token_ids, seq.seed, 2, ())
+    assert_outputs(*requests)
 
 
 def test_chunks_need_no_boundary():
@@ -112,34 +108,7 @@ def test_where_no_state_is_free_a_snapshot_is_given_up_and_nobody_is_preempted()
     ]
     assert most_states(engine) == 3
     assert engine.scheduler.stats.preemptions == 0
-    for request in requests:
-        (seq,) = request.sequences
-        assert seq.output_token_ids == expected_output(request.prompt_token_ids, seq.seed, 30, ())
-
-
-@pytest.mark.parametrize("loop", [run, run_late])
-def test_two_states_are_enough_for_forks(loop):
-    engine = engine_of(num_states=2, snapshot_every=1)
-    request = ask(engine, PROMPT[:18], loop, n=3, max_tokens=9)
-    assert len(request.sequences) == 3
-    ask(engine, PROMPT[:18], loop, n=3, max_tokens=9)
-
-
-def test_a_preempted_sequence_comes_back_to_its_last_snapshot():
-    engine = make_engine(17, 4, num_states=20, snapshot_every=2, max_num_batched_tokens=16)
-    old = engine.add_request("0", PROMPT[:20], SamplingParams(max_tokens=16, ignore_eos=True))
-    for _ in range(8):
-        engine.step()
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    new = engine.add_request("1", PROMPT[7:29], params, priority=-1)
-    run(engine)
-    assert engine.scheduler.stats.preemptions > 0
-    assert engine.stats().cache_readmit_hit_tokens > 0
-    for request in (old, new):
-        (seq,) = request.sequences
-        number = request.params.max_tokens
-        expected = expected_output(request.prompt_token_ids, seq.seed, number, ())
-        assert seq.output_token_ids == expected
+    assert_outputs(*requests)
 
 
 def test_blocks_and_states_are_handed_out_apart():

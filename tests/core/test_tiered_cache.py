@@ -7,41 +7,24 @@ from random import Random
 import pytest
 
 from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
-from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.found import Content, Level
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.settings.params import SamplingParams
-from tests.support.block_managers import admit, compute, make_sequence
-from tests.support.fake_disk import FakeDisk
+from tests.support.block_managers import computed, make_sequence
+from tests.support.fake_disk import FakeDisk, QuickDisk, make_tiers
 from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, make_layout, run
 
 PROMPT = [7, 8, 9, 10] * 5
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
-def make_tiers(layout: KVLayout, disk: FakeDisk) -> TieredPrefixCache:
-    cost = CostModel(host=LoadCost(1, 0.0, "load"), disk=LoadCost(1, 0.0, "load"))
-    return TieredPrefixCache(layout, num_host_blocks=40, cost=cost, disk=disk, num_disk_blocks=40)
-
-
-class PromptDisk(FakeDisk):
-    """Each copy has ended when it is asked for."""
-
-    def collect(self, wait_s: float) -> list:
-        while self.queue:
-            self.finish()
-        ended, self.ended = self.ended, []
-        return ended
-
-
-def engine_with_tiers(**options) -> tuple[LLMEngine, TieredPrefixCache, PromptDisk]:
-    made: list[tuple[TieredPrefixCache, PromptDisk]] = []
+def engine_with_tiers(**options) -> tuple[LLMEngine, TieredPrefixCache, QuickDisk]:
+    made: list[tuple[TieredPrefixCache, QuickDisk]] = []
 
     def make(executor: FakeExecutor) -> TieredPrefixCache:
-        disk = PromptDisk(executor.host, Random(0))
+        disk = QuickDisk(executor.host, Random(0))
         made.append((make_tiers(executor.layout, disk), disk))
         return made[0][0]
 
@@ -95,9 +78,7 @@ def test_content_under_way_to_a_tier_is_dropped_when_it_has_come():
     disk.host.update({host_id: [0] for host_id in range(41)})
     tiers = make_tiers(layout, disk)
     manager = BlockManager(layout, prefix_cache=tiers, watermark_frac=0.0)
-    seq = make_sequence([*range(9)])
-    admit(manager, seq)
-    compute(manager, seq)
+    seq = computed(manager, [*range(9)])
     plan = StepPlan(step=0)
     assert [t.kind for t in tiers.take_transfers(plan)] == ["store"]
     held = list(seq.block_tables[0])

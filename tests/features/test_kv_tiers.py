@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from threading import Event
 
 import pytest
 import torch
 
 from nanoengine import ConfigError, DiskTier, EngineConfig, HostTier
-from nanoengine.core.checks import check
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, Transfer
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
 from nanoengine.core.tiers.disk import MAX_WRITES, DiskCopy, Finished
@@ -22,20 +22,14 @@ MIB = 2**-10  # GiB
 
 # --- engines on tiny models -----------------------------------------------------------------------
 
-MODELS = {
-    "full": ("qwen3", {}),
-    "window": ("mistral", {"sliding_window": 16}),
-    "hybrid": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
-}
 PROMPTS = random_prompts(6, [40, 50, 60])
 NUM_TOKENS = 12
 
 
-def small_engine(tiers, model: str = "full", **options) -> LLMEngine:
+def small_engine(tiers, **options) -> LLMEngine:
     """An engine whose device pool holds two of the prompts, so that the others are evicted."""
-    family, overrides = MODELS[model]
     options = {"block_size": 8, "num_kv_blocks": 25} | options
-    return make_engine(checkpoint(family, **overrides), kv_tiers=tiers, **options)
+    return make_engine(checkpoint("qwen3"), kv_tiers=tiers, **options)
 
 
 def outputs(engine: LLMEngine, prompts=PROMPTS) -> list[list[list[int]]]:
@@ -44,10 +38,7 @@ def outputs(engine: LLMEngine, prompts=PROMPTS) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def truth():
-    return {
-        model: outputs(make_engine(checkpoint(family, **overrides), enable_prefix_caching=False))
-        for model, (family, overrides) in MODELS.items()
-    }
+    return outputs(make_engine(checkpoint("qwen3"), enable_prefix_caching=False))
 
 
 def host_and_disk(path, host_mib: float = 4, disk_mib: float = 16, **options):
@@ -59,11 +50,11 @@ def host_and_disk(path, host_mib: float = 4, disk_mib: float = 16, **options):
 
 def test_what_the_device_evicts_comes_back_from_the_host(truth):
     engine = small_engine([HostTier(gib=4 * MIB, policy="load")])
-    assert outputs(engine) == truth["full"]
+    assert outputs(engine) == truth
     before = engine.stats().tiers[0]
     assert before.stored_blocks > engine.stats().cached_blocks, "the device was meant to evict"
     loaded = before.loaded_blocks
-    assert outputs(engine) == truth["full"]
+    assert outputs(engine) == truth
     (host,) = engine.stats().tiers
     # Each prompt's full blocks but the last: 4, 6 and 7 of 8 tokens, twice, less what is on device.
     assert 20 <= host.loaded_blocks - loaded <= 34
@@ -72,34 +63,21 @@ def test_what_the_device_evicts_comes_back_from_the_host(truth):
     assert host.active_blocks == 0 and host.cached_blocks == host.stored_blocks
 
 
-@pytest.mark.parametrize("model", list(MODELS))
-def test_a_warm_directory_gives_hits_after_a_restart(model, truth, tmp_path):
+def test_a_warm_directory_gives_hits_after_a_restart(truth, tmp_path):
     tiers = host_and_disk(tmp_path)
-    first = small_engine(tiers, model, num_kv_blocks=40)
-    assert outputs(first) == truth[model]
+    first = small_engine(tiers, num_kv_blocks=40)
+    assert outputs(first) == truth
     first.close()
-    second = small_engine(tiers, model, num_kv_blocks=40)
+    second = small_engine(tiers, num_kv_blocks=40)
     _, disk = second.stats().tiers
     assert disk.cached_blocks == len(list(tmp_path.glob("*/*.kv"))) > 0
-    assert outputs(second) == truth[model]
+    assert outputs(second) == truth
     host, disk = second.stats().tiers
-    assert second.stats().cache_hit_tokens > 0
     assert disk.loaded_blocks == disk.hit_blocks > 0
     assert host.loaded_blocks >= disk.loaded_blocks, "what the disk gave went on to the device"
     assert disk.failed_copies == 0
-    if model == "full":
-        assert second.stats().cache_hit_tokens == 2 * (32 + 48 + 56)
+    assert second.stats().cache_hit_tokens == 2 * (32 + 48 + 56)
     second.close()
-
-
-def test_a_small_host_evicts_and_the_disk_still_has_it(truth, tmp_path):
-    engine = small_engine(host_and_disk(tmp_path, host_mib=0.25))  # 16 blocks
-    for _ in range(2):
-        assert outputs(engine) == truth["full"]
-    host, disk = engine.stats().tiers
-    assert host.cached_blocks <= 16 < disk.cached_blocks
-    assert disk.loaded_blocks > 0
-    engine.close()
 
 
 def test_a_preempted_request_loads_what_the_tier_has_caught():
@@ -120,12 +98,12 @@ def test_a_lazy_tier_moves_less_and_shows_as_little(truth):
     stored = {}
     for store in ("eager", "lazy"):
         engine = small_engine([HostTier(gib=4 * MIB, store=store)], **roomy)
-        assert outputs(engine) == truth["full"]
+        assert outputs(engine) == truth
         stored[store] = engine.stats().tiers[0].stored_blocks
     assert stored["eager"] > 0 and stored["lazy"] == 0
     engine = small_engine([HostTier(gib=4 * MIB, store="lazy", policy="load")], max_num_seqs=2)
     for _ in range(2):
-        assert outputs(engine) == truth["full"]
+        assert outputs(engine) == truth
     assert engine.stats().tiers[0].loaded_blocks > 0
 
 
@@ -140,7 +118,7 @@ def test_a_slow_disk_holds_up_nothing(truth, tmp_path, monkeypatch):
 
     monkeypatch.setattr(disk, "submit", lambda copy: submitted.append(copy) or submit(copy))
     monkeypatch.setattr(disk, "_carry_out", carry_out_later)
-    assert outputs(engine, PROMPTS[:2]) == truth["full"][:2]
+    assert outputs(engine, PROMPTS[:2]) == truth[:2]
     assert not may_go_on.is_set() and not list(tmp_path.rglob("*.kv")), "the disk has done nothing"
     assert len(submitted) == MAX_WRITES, "no more are under way, and the rest waits its turn"
     may_go_on.set()
@@ -158,12 +136,12 @@ def test_the_salt_keeps_tenants_apart_in_every_tier(truth, tmp_path):
 
     tiers = host_and_disk(tmp_path)
     first = small_engine(tiers)
-    assert run_salted(first, "a") == (truth["full"][0], 0)
+    assert run_salted(first, "a") == (truth[0], 0)
     first.close()
     second = small_engine(tiers)
-    assert run_salted(second, "b") == (truth["full"][0], 0)
-    assert run_salted(second, None) == (truth["full"][0], 0)
-    assert run_salted(second, "a") == (truth["full"][0], 32)
+    assert run_salted(second, "b") == (truth[0], 0)
+    assert run_salted(second, None) == (truth[0], 0)
+    assert run_salted(second, "a") == (truth[0], 32)
     second.close()
 
 
@@ -173,27 +151,10 @@ def test_a_reset_empties_every_tier(truth, tmp_path):
     assert engine.reset_prefix_cache()
     hits = engine.stats().cache_hit_tokens
     assert [tier.cached_blocks for tier in engine.stats().tiers] == [0, 0]
-    assert outputs(engine, PROMPTS[:1]) == truth["full"][:1]
+    assert outputs(engine, PROMPTS[:1]) == truth[:1]
     assert engine.stats().cache_hit_tokens == hits
     engine.close()
     assert len(list(tmp_path.glob("*/*.kv"))) == 6, "five blocks of the prompt, one of the answer"
-
-
-def test_a_request_that_ends_while_the_disk_reads_leaves_nothing(truth, tmp_path):
-    tiers = host_and_disk(tmp_path)
-    first = small_engine(tiers)
-    outputs(first)
-    first.close()
-    second = small_engine(tiers)
-    second.add_request("r", PROMPTS[1], greedy(4))
-    plan = second.scheduler.schedule()
-    assert plan.rows == [] and "read from disk" in plan.reasons[0]
-    second.abort("r")
-    second.scheduler.commit(plan, second.executor.launch(plan).result())
-    check(second.scheduler)
-    assert outputs(second) == truth["full"]
-    assert all(tier.active_blocks == 0 for tier in second.stats().tiers)
-    second.close()
 
 
 def test_the_plan_says_what_is_loaded_and_why():
@@ -260,7 +221,8 @@ def test_the_fingerprint_tells_models_apart(tmp_path):
     weights.write_bytes(b"a" * 100)
     facts = {"dtype": "float32"}
     first = model_fingerprint(files, facts)
-    assert model_fingerprint(files, facts) == first
+    copy = shutil.copytree(tmp_path, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert model_fingerprint([copy / file.name for file in files], facts) == first
     assert model_fingerprint(files, {"dtype": "float64"}) != first
     weights.write_bytes(b"a" * 99 + b"b")
     second = model_fingerprint(files, facts)
@@ -279,16 +241,6 @@ def model(host_rate: float = 28e9, disk_rate: float = 7e9, setup_s: float = 0.0)
         return LoadCost(5_120_000, setup_s, "auto", Rate(rate, 1.0))
 
     return CostModel(host=cost(host_rate), disk=cost(disk_rate), prefill=Rate(4000.0, 1.0))
-
-
-def test_the_table_of_load_times():
-    cost = model()
-    assert round(1e3 * cost.host.seconds(1), 3) == 0.183
-    assert round(1e3 * cost.disk.seconds(1), 3) == 0.731
-    assert round(1e3 * cost.host.seconds(256), 1) == 46.8
-    assert round(1e3 * cost.prefill.time_for(256 * 16)) == 1024
-    # A block of 5 MiB, the 80 layers of a 70B model, takes a little longer.
-    assert round(1e3 * LoadCost(5_242_880, 0.0, "auto", Rate(28e9, 1.0)).seconds(1), 3) == 0.187
 
 
 def test_loading_wins_until_its_set_up_costs_more():

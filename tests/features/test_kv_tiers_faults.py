@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine import DiskTier, HostTier
+from nanoengine.core.engine_stats import EngineStats
 from nanoengine.core.tiers.disk import DiskCopy
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
@@ -45,6 +46,15 @@ def outputs(engine: LLMEngine) -> list[list[list[int]]]:
     return tokens(run(engine, PROMPTS, greedy(8)))
 
 
+def stats_of(path, truth, times: int = 1, **options) -> EngineStats:
+    """The counters of an engine over this directory, whose tokens are right, once it is closed."""
+    engine = engine_on(path, **options)
+    for _ in range(times):
+        assert outputs(engine) == truth
+    engine.close()
+    return engine.stats()
+
+
 @pytest.fixture(scope="module")
 def truth():
     return outputs(make_engine(checkpoint("qwen3"), enable_prefix_caching=False))
@@ -53,9 +63,7 @@ def truth():
 @pytest.fixture
 def warm(tmp_path, truth) -> Path:
     """A directory that an engine has filled."""
-    engine = engine_on(tmp_path)
-    assert outputs(engine) == truth
-    engine.close()
+    stats_of(tmp_path, truth)
     assert len(files(tmp_path)) == 24
     return tmp_path
 
@@ -134,15 +142,6 @@ def test_blocks_of_other_weights_are_never_served(how, tmp_path):
     assert answers(kv_tiers=tiers) == new
 
 
-def test_a_checkpoint_that_was_copied_is_the_same_model(tmp_path):
-    facts = {"dtype": "float32"}
-    first = Path(checkpoint("qwen3"))
-    second = shutil.copytree(first, tmp_path / "copy", copy_function=shutil.copyfile)
-    names = ("config.json", "model.safetensors")
-    prints = {kv_tiers.model_fingerprint([d / n for n in names], facts) for d in (first, second)}
-    assert len(prints) == 1
-
-
 # --- damage ---------------------------------------------------------------------------------------
 
 DAMAGES = ["bytes", "header", "checksum", "torn", "empty", "longer", *TOKEN_IDS]
@@ -171,17 +170,12 @@ def test_a_damaged_file_is_a_miss_and_is_removed(what, warm, truth, caplog):
         else:
             data += b"x"
         path.write_bytes(data)
-    engine = engine_on(warm)
-    assert outputs(engine) == truth
-    assert engine.stats().cache_hit_tokens == 0
-    assert engine.stats().tiers[1].loaded_blocks == 0
+    stats = stats_of(warm, truth)
+    assert stats.cache_hit_tokens == stats.tiers[1].loaded_blocks == 0
     assert len(warnings(caplog)) == 1 and "damaged" in warnings(caplog)[0]
-    engine.close()
-    again = engine_on(warm)
-    assert outputs(again) == truth
-    assert again.stats().tiers[1].loaded_blocks > 0, "good files took the place of the damaged"
-    assert again.stats().tiers[1].failed_copies == 0
-    again.close()
+    disk = stats_of(warm, truth).tiers[1]
+    assert disk.loaded_blocks > 0, "good files took the place of the damaged"
+    assert disk.failed_copies == 0
 
 
 def in_the_way(path: Path, what: str) -> None:
@@ -201,6 +195,7 @@ def in_the_way(path: Path, what: str) -> None:
 
 
 THINGS = ["directory", "dangling link", "link", "loop", "FIFO"]
+MISSES = [*THINGS, "another byte"]
 
 
 @pytest.mark.parametrize("what", THINGS)
@@ -209,24 +204,27 @@ def test_what_is_no_file_is_damage_of_that_one(what, warm, truth, caplog):
     others = files(warm)
     (directory,) = warm.iterdir()
     in_the_way(directory / "!first.kv", what)
-    engine = engine_on(warm)
-    assert engine.stats().tiers[1].cached_blocks == len(others)
-    assert outputs(engine) == truth
-    engine.close()
+    assert stats_of(warm, truth).tiers[1].cached_blocks == len(others)
     assert "damaged files, !first.kv the first" in warnings(caplog)[0]
     assert os.path.lexists(directory / "!first.kv") == (what == "directory")
     if what == "link":
         assert (directory / "target").read_text() == "mine"
 
 
-@pytest.mark.parametrize("what", THINGS)
-def test_what_is_no_file_is_a_miss_when_it_is_read(what, warm, truth):
+@pytest.mark.parametrize("what", MISSES)
+def test_what_is_no_file_or_damaged_is_a_miss_when_it_is_read(what, warm, truth):
     engine = engine_on(warm)
     (path,) = [p for p in files(warm) if str(PROMPTS[0][8:16]).replace(" ", "") in header(p)]
-    path.unlink()
-    in_the_way(path, what)
+    if what == "another byte":
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 0x80
+        path.write_bytes(data)
+    else:
+        path.unlink()
+        in_the_way(path, what)
     assert outputs(engine) == truth
-    assert engine.stats().tiers[1].failed_copies >= 1
+    failed = engine.stats().tiers[1].failed_copies
+    assert failed == 1 or (failed > 1 and what == "directory"), "a directory can't be removed"
     assert engine.stats().tiers[1].loaded_blocks > 0
     engine.close()
 
@@ -262,7 +260,6 @@ def test_a_header_of_another_group_or_of_endless_length_is_damage(warm, truth, c
         file.truncate(12 + 2**32 - 1 + 16 + 16384)
     engine = engine_on(warm)
     assert engine.stats().tiers[1].cached_blocks == 24 - 2
-    assert outputs(engine) == truth
     engine.close()
     (told,) = warnings(caplog)
     assert f"damaged files, {second.name} the first" in told
@@ -327,27 +324,13 @@ def test_an_engine_that_failed_while_it_started_gives_the_lock_back(
     second.close()
 
 
-def test_a_block_damaged_while_the_engine_runs_costs_one_miss(warm, truth):
-    engine = engine_on(warm)
-    (path,) = [p for p in files(warm) if str(PROMPTS[0][8:16]).replace(" ", "") in header(p)]
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 0x80
-    path.write_bytes(data)
-    assert outputs(engine) == truth
-    assert engine.stats().tiers[1].failed_copies == 1
-    assert engine.stats().tiers[1].loaded_blocks > 0
-    engine.close()
-
-
 def test_a_file_of_another_name_or_model_is_not_believed(warm, truth):
     first, second = files(warm)[:2]
     shutil.copy(first, second)  # whole, with a right checksum, and not what its name says
     other = warm / "0123456789abcdef"
     other.mkdir()
     shutil.copy(first, other / first.name)
-    engine = engine_on(warm)
-    assert outputs(engine) == truth
-    engine.close()
+    stats_of(warm, truth)
     assert (other / first.name).exists(), "other models' files are left alone"
 
 
@@ -368,28 +351,17 @@ class FullDisk:
 
 def test_a_full_disk_takes_no_more_and_still_gives(tmp_path, truth, caplog, monkeypatch):
     monkeypatch.setattr(kv_tiers, "open", FullDisk(after=10), raising=False)
-    engine = engine_on(tmp_path)
-    assert outputs(engine) == truth
-    assert outputs(engine) == truth
-    engine.close()
+    stats_of(tmp_path, truth, times=2)
     assert len(warnings(caplog)) == 1 and "No space left" in warnings(caplog)[0]
     assert len(files(tmp_path)) == 10 and not list(tmp_path.glob("*/*.tmp"))
-    caplog.clear()
-    again = engine_on(tmp_path)
-    assert again.stats().tiers[1].cached_blocks == 10
-    assert outputs(again) == truth
-    again.close()
+    assert stats_of(tmp_path, truth).tiers[1].hit_blocks > 0
 
 
 def test_a_cap_is_kept_by_evicting_the_oldest(tmp_path, truth):
-    engine = engine_on(tmp_path, disk_mib=0.125)  # 8 blocks
-    assert outputs(engine) == truth
-    assert outputs(engine) == truth
-    engine.close()
-    assert engine.stats().tiers[1].stored_blocks > 8
+    stats = stats_of(tmp_path, truth, times=2, disk_mib=0.125)  # 8 blocks
+    assert stats.tiers[1].stored_blocks > 8
     assert len(files(tmp_path)) == 8
-    smaller = engine_on(tmp_path, disk_mib=0.0625)
-    smaller.close()
+    engine_on(tmp_path, disk_mib=0.0625).close()
     assert len(files(tmp_path)) == 4, "a smaller cap is kept from the start"
 
 
@@ -410,11 +382,8 @@ def test_a_path_that_cannot_be_made_is_reported_once(tmp_path, truth, caplog, mo
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(kv_tiers.Path, "mkdir", denied)
-    engine = engine_on(tmp_path / "below")
-    assert outputs(engine) == truth
-    engine.close()
+    assert stats_of(tmp_path / "below", truth).tiers[1].stored_blocks == 0
     assert any("can't be written" in told for told in warnings(caplog))
-    assert engine.stats().tiers[1].stored_blocks == 0
 
 
 def test_a_read_only_directory_is_read(warm, truth, caplog, monkeypatch):
@@ -427,11 +396,8 @@ def test_a_read_only_directory_is_read(warm, truth, caplog, monkeypatch):
     monkeypatch.setattr(kv_tiers.os, "open", denied)
     monkeypatch.setattr(kv_tiers.os, "utime", denied)
     before = files(warm)
-    engine = engine_on(warm, disk_mib=0.125)
-    assert outputs(engine) == truth
-    assert engine.stats().tiers[1].loaded_blocks > 0
-    assert engine.stats().tiers[1].stored_blocks == 0
-    engine.close()
+    disk = stats_of(warm, truth, disk_mib=0.125).tiers[1]
+    assert disk.loaded_blocks > 0 and disk.stored_blocks == 0
     assert files(warm) == before
     told = warnings(caplog)
     assert len(told) == len(set(told)) and "it is only read" in told[0]
@@ -449,18 +415,6 @@ def test_two_processes_share_a_directory_and_one_writes(warm, truth, caplog):
     third = engine_on(warm)
     assert len(warnings(caplog)) == 1, "a closed engine has given the lock back"
     third.close()
-
-
-def test_a_worker_that_meets_a_bad_file_leaves_the_host_block_unindexed(tmp_path):
-    host = np.arange(3000, dtype=np.uint8).reshape(3, 1000) % 251
-    disk = kv_tiers.DiskFiles(tmp_path, "f", host)
-    assert carry_out(disk, DiskCopy("write", content(1), 1, 1)) == [True]
-    (path,) = files(tmp_path)
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert carry_out(disk, DiskCopy("read", content(1), 2, 1)) == [False]
-    assert not path.exists()
-    disk.close()
 
 
 CHILD = """
@@ -489,10 +443,7 @@ def test_a_process_killed_while_it_stores_leaves_a_directory_to_start_from(tmp_p
     child.wait()
     (directory,) = tmp_path.iterdir()
     (directory / "0-half.tmp").write_bytes(b"nanoKV01 torn")  # what it may have left
-    engine = engine_on(tmp_path)
+    disk = stats_of(tmp_path, truth).tiers[1]
     assert not list(directory.glob("*.tmp"))
-    assert engine.stats().tiers[1].cached_blocks >= 60
-    assert outputs(engine) == truth
-    _, disk = engine.stats().tiers
+    assert disk.cached_blocks >= 60
     assert disk.loaded_blocks > 0 and disk.failed_copies == 0
-    engine.close()

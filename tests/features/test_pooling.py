@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nanoengine import LLM, PoolingParams, SamplingParams
 from nanoengine.errors import (
@@ -115,7 +118,8 @@ def test_vectors_and_answers_run_side_by_side(lm):
     greedy = SamplingParams(temperature=0, max_tokens=6)
     scored = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1)
     drawn = SamplingParams(temperature=1, max_tokens=6, seed=3, logprobs=1)
-    asked = [greedy, PooledParams(), scored, PooledParams(pooling="mean"), drawn]
+    mean, every = PooledParams(pooling="mean"), PooledParams(pooling="all")
+    asked = [greedy, PooledParams(), scored, mean, drawn, every, greedy, every]
     prompts = [PROMPTS[n % 4] for n in range(len(asked))]
     with LLM(directory, **OPTIONS, enable_prefix_caching=False) as llm:
         alone = [llm.generate([p], one, **QUIET)[0] for p, one in zip(prompts, asked, strict=True)]
@@ -212,6 +216,7 @@ def test_modules_json_says_the_pooling(tmp_path):
         ({"pooling_mode": ["cls", "mean"]}, ("Transformer", "Pooling"), "pooling_mode_cls_token"),
         ({}, ("Transformer", "Pooling"), "no pooling"),
         ({"pooling_mode": "mean"}, ("Transformer", "Pooling", "LSTM"), "LSTM"),
+        ({}, ("Transformer", "Dense", "Pooling"), "Dense,"),
     ],
 )
 def test_modules_that_are_not_implemented_are_named(lm, tmp_path, config, kinds, said):
@@ -336,3 +341,116 @@ def test_without_a_head_a_score_is_the_cosine_of_both_vectors(lm):
             llm.score(TEXTS[:2], TEXTS[:3], **QUIET)
         with pytest.raises(UnsupportedModelError, match="no head of classes"):
             llm.classify(TEXTS, **QUIET)
+
+
+# --- each token, and layers behind the pooling ----------------------------------------------------
+
+
+close = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=0)
+
+
+def encode(llm, task, prompts, asked=None):
+    ask = functools.partial(llm._pools.encode, task)
+    found = llm._pool(ask, prompts, pooling_params=asked, use_tqdm=False)
+    return [one.outputs.data for one in found]
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("classes")
+    return directory, make_pooled(directory, "classes", num_labels=3)
+
+
+def test_each_token_has_its_vector_and_its_classes(classes):
+    """Prompts run in chunks, some of them beside each other."""
+    directory, model = classes
+    with LLM(directory, **OPTIONS) as llm:
+        raw = encode(llm, "token_embed", PROMPTS, PoolingParams(normalize=False, dimensions=5))
+        whole = encode(llm, "token_embed", PROMPTS)
+        probs = encode(llm, "token_classify", PROMPTS)
+        last = encode(llm, "classify", PROMPTS)
+        logits = [one.outputs.data for one in llm.reward(PROMPTS, use_tqdm=False)]
+        for i, prompt in enumerate(PROMPTS):
+            wanted = hidden_states(model, prompt)
+            close(raw[i], wanted[:, :5], atol=1e-4)
+            close(whole[i], torch.nn.functional.normalize(wanted, dim=-1))
+            close(probs[i], model.score(wanted).softmax(-1))
+            close(last[i], probs[i][-1], atol=1e-6)
+            close(logits[i], model.score(wanted)[-1], atol=1e-4)
+        for task in ("plugin", None, "score"):
+            with pytest.raises(RequestError, match="pooling_task must be one of embed, classify"):
+                encode(llm, task, PROMPTS)
+
+
+def test_layers_behind_the_pooling(tmp_path):
+    """Two of them, then cut and scaled; a cosine is that of what they give."""
+    model = make_pooled(tmp_path, "model")
+    kinds = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+    describe(tmp_path, {"pooling_mode": "mean"}, kinds)
+    layers = [torch.nn.Linear(64, 24), torch.nn.Linear(24, 12, bias=False)]
+    acts = [torch.nn.Tanh(), torch.nn.Identity()]
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    for place, layer, act in zip((2, 3), layers, acts, strict=True):
+        modules[place]["path"] = f"{place}_Dense"
+        (tmp_path / f"{place}_Dense").mkdir(exist_ok=True)
+        name = f"torch.nn.modules.x.{type(act).__name__}"
+        config = {"activation_function": name, "in_features": 0, "bias": layer.bias is not None}
+        (tmp_path / f"{place}_Dense" / "config.json").write_text(json.dumps(config))
+        weights = {f"linear.{key}": value.detach() for key, value in layer.named_parameters()}
+        save_file(weights, tmp_path / f"{place}_Dense" / "model.safetensors")
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with torch.no_grad(), LLM(tmp_path, **OPTIONS) as llm:
+        means = [hidden_states(model, prompt).mean(0) for prompt in PROMPTS]
+        wanted = [acts[1](layers[1](acts[0](layers[0](mean)))) for mean in means]
+        found = llm.embed(PROMPTS, use_tqdm=False)
+        close(
+            [one.outputs.embedding for one in found],
+            [torch.nn.functional.normalize(one, dim=0) for one in wanted],
+        )
+        short = llm.embed(PROMPTS, pooling_params=PoolingParams(dimensions=4), use_tqdm=False)
+        close(
+            [one.outputs.embedding for one in short],
+            [torch.nn.functional.normalize(one[:4], dim=0) for one in wanted],
+        )
+        with pytest.raises(RequestError, match="dimensions must be at most 12, got 13"):
+            llm.embed(PROMPTS, pooling_params=PoolingParams(dimensions=13))
+        texts = [llm.tokenizer.decode(prompt) for prompt in PROMPTS[1:3]]
+        vectors = [np.array(v.outputs.embedding) for v in llm.embed(texts, use_tqdm=False)]
+        (score,) = llm.score(*texts, use_tqdm=False)
+        close(score.outputs.score, vectors[0] @ vectors[1])
+
+
+def test_layers_of_another_form_are_refused(tmp_path):
+    make_pooled(tmp_path, "model")
+    describe(tmp_path, {"pooling_mode": "mean"}, ("Transformer", "Pooling", "Dense"))
+    folder = tmp_path / "2_Dense"
+    save_file({"linear.weight": torch.ones(3, 64)}, folder / "model.safetensors")
+    for config, said in (
+        ({"activation_function": "torch.nn.GELU"}, "activation 'GELU' is not implemented"),
+        ({"module_input_name": "token_embeddings"}, "Dense module of 'token_embeddings'"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config))
+        with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(UnsupportedModelError, match=said):
+            llm.embed(["a"], use_tqdm=False)
+    save_file({"weight": torch.ones(3, 64)}, folder / "model.safetensors")
+    with (
+        LLM(tmp_path, **OPTIONS) as llm,
+        pytest.raises(UnsupportedModelError, match="with weight;"),
+    ):
+        llm.embed(["a"], use_tqdm=False)
+
+
+def test_a_chat_template_joins_a_pair(tmp_path):
+    make_pooled(tmp_path, "lm")
+    words, pair = ("n", "y"), ("a dog", "the {query} cat")
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} | {% endfor %}"
+    template += "{% if add_generation_prompt %}!{% endif %}?"
+    with LLM(tmp_path, **OPTIONS) as llm:
+        (found,) = llm.score(*pair, answers=words, chat_template=template, use_tqdm=False)
+        text = f"query: {pair[0]} | document: {pair[1]} | ?"
+        assert found.prompt_token_ids == llm.tokenizer.encode(text, add_special_tokens=False)
+        plain = "query: {query} | document: {document} | ?"
+        (wanted,) = llm.score(*pair, answers=words, template=plain, use_tqdm=False)
+        close(found.outputs.score, wanted.outputs.score, atol=1e-6)
+        with pytest.raises(RequestError, match="gives a vector for each"):
+            llm.score(*pair, chat_template=template)

@@ -9,9 +9,17 @@ import pytest
 import torch
 
 from nanoengine import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
-from nanoengine.core.extras import set_drafts
+from nanoengine.core.speculation import set_drafts
 from nanoengine.settings.config import EngineConfig
-from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.engines import (
+    checkpoint,
+    finish,
+    greedy,
+    make_engine,
+    random_prompts,
+    run,
+    tokens,
+)
 from tests.support.processors import as_they_are, either, force, forced_text, forced_token
 
 NUM_TOKENS = 16
@@ -58,26 +66,6 @@ def test_what_a_function_sees_forks_with_a_sequence(options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_drafts_right_and_wrong_are_seen_as_the_output_they_would_be(overlap: bool) -> None:
-    engine = make_engine(checkpoint("qwen3"), overlap=overlap, logits_processors=[force])
-    requests = [
-        engine.add_request(str(i), prompt, greedy(NUM_TOKENS)) for i, prompt in enumerate(PROMPTS)
-    ]
-    while engine.has_unfinished():
-        engine.step()
-        engine.settle()
-        for seq in engine.scheduler.running:
-            done = seq.num_output_tokens
-            drafts = FORCED[int(seq.request.request_id)][0][done : done + 3]
-            if done % 3 == 1:
-                drafts[1:2] = [5]
-            if seq.num_tokens - seq.num_computed_tokens == 1:
-                set_drafts(engine.scheduler, seq, tuple(drafts[: NUM_TOKENS - done - 1]))
-    assert tokens(requests) == FORCED
-    assert engine.stats().steps < NUM_TOKENS
-
-
-@pytest.mark.parametrize("overlap", [False, True])
 def test_what_raises_behind_a_right_draft_ends_the_row_where_it_would_without(
     overlap: bool,
 ) -> None:
@@ -105,8 +93,7 @@ def test_a_fork_between_steps_goes_on_from_the_chosen_token() -> None:
     for _ in range(3):
         engine.step()
     engine.fork("a", next_token_id=7)
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     first, second = (seq.output_token_ids for seq in request.sequences)
     assert first == forced_text(PROMPTS[1], 6)
     expected = [*first[:2], 7]
@@ -191,8 +178,7 @@ def test_an_exception_ends_its_row_and_no_other(where: str, overlap: bool) -> No
         checkpoint("qwen3"), overlap=overlap, logits_processors=[Stage(where, marked)]
     )
     requests = [engine.add_request(str(i), p, params[0]) for i, p in enumerate(PROMPTS)]
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     failed = requests[2]
     assert failed.error == "logits processor Stage raised ValueError: not that one"
     last = failed.sequences[-1]
@@ -206,42 +192,40 @@ def test_an_exception_ends_its_row_and_no_other(where: str, overlap: bool) -> No
     assert tokens(again) == expected[:2], "the engine goes on"
 
 
-def test_a_function_that_raises_or_returns_no_logits_is_named() -> None:
-    def gives_up(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        if len(output) == 3:
-            raise KeyError("gone")
-        return logits
-
-    def forgets(output: list[int], logits: torch.Tensor) -> None:
-        logits[0] = 0
-
-    def cuts(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        return logits[:5]
-
-    params = [
-        replace(greedy(5), logits_processors=processors)
-        for processors in ([gives_up], [forgets], [as_they_are, cuts], [as_they_are])
-    ]
-    engine = make_engine(checkpoint("qwen3"))
-    requests = [engine.add_request(str(i), PROMPTS[i], one) for i, one in enumerate(params)]
-    while engine.has_unfinished():
-        engine.step()
-    errors = [str(request.error) for request in requests]
-    assert "gives_up raised KeyError: 'gone'" in errors[0]
-    assert "forgets must return logits of shape (256,), got None" in errors[1]
-    assert "cuts must return logits of shape (256,), got torch.Size([5])" in errors[2]
-    assert requests[3].error is None
-    expected = tokens(run(engine, PROMPTS[3:4], greedy(5)))
-    assert [[request.output_token_ids for request in requests[3].sequences]] == expected
-
-
 def run_to_errors(prompts: Any, params: SamplingParams, **options: Any) -> list[str | None]:
     """The error of each request, None where it has ended well."""
     engine = make_engine(checkpoint("qwen3"), **options)
     requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     return [request.error for request in requests]
+
+
+def raises(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    raise KeyError("gone")
+
+
+def raises_much(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    raise ValueError("x" * 10**6)
+
+
+def cut(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits[:5]
+
+
+@pytest.mark.parametrize(
+    ("processors", "shown"),
+    [
+        ([raises], "raises raised KeyError: 'gone'"),
+        ([raises_much], "raises_much raised ValueError: xxx"),
+        ([lambda output, logits: None], "must return logits of shape (256,), got None"),
+        ([as_they_are, cut], "cut must return logits of shape (256,), got torch.Size([5])"),
+        ([lambda output, x: x.tolist()], "got a value of type list: return a torch.Tensor"),
+        ([lambda output, x: x.numpy()], "got a value of type ndarray: return a torch.Tensor"),
+    ],
+)
+def test_a_function_that_raises_or_returns_no_logits_is_named(processors: Any, shown: str) -> None:
+    (error,) = run_to_errors(PROMPTS[:1], replace(greedy(2), logits_processors=processors))
+    assert shown in str(error) and len(str(error)) < 1200
 
 
 def test_a_function_is_called_once_per_row_and_step_and_its_exception_is_never_lost() -> None:
@@ -251,13 +235,15 @@ def test_a_function_is_called_once_per_row_and_step_and_its_exception_is_never_l
         calls.append(len(output))
         if len(calls) == 3:
             raise KeyError("only once")
-        return logits
+        return logits.clone()
 
+    engine = make_engine(checkpoint("qwen3"))
     params = replace(greedy(4), logits_processors=[fails_at_its_third_call])
-    errors = run_to_errors(PROMPTS[:4], params)
-    assert [error is None for error in errors] == [True, True, False, True]
-    assert "fails_at_its_third_call raised KeyError: 'only once'" in str(errors[2])
+    requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(PROMPTS[:4])]
+    finish(engine)
+    assert [request.error is None for request in requests] == [True, True, False, True]
     assert len(calls) == 4 + 3 * 3, "three rows go on for three more steps"
+    assert tokens(requests)[3:] == tokens(run(engine, PROMPTS[3:4], greedy(4)))
 
 
 def test_an_exception_of_a_stage_ends_the_rows_that_it_was_called_for() -> None:
@@ -277,31 +263,6 @@ def test_an_exception_of_a_stage_ends_the_rows_that_it_was_called_for() -> None:
     why = "logits processor FailsOnce raised ValueError: not that one"
     assert errors == [why, None, why]
     assert stage.calls == 2, "not once more to find whose it is"
-
-
-@pytest.mark.parametrize(
-    ("returned", "shown"),
-    [
-        (lambda x: x.tolist(), "got a value of type list: return a torch.Tensor"),
-        (lambda x: x.numpy(), "got a value of type ndarray: return a torch.Tensor"),
-        (lambda x: x.tolist()[:3] + 1000 * [None], "got a value of type list"),
-    ],
-)
-def test_what_is_returned_in_place_of_logits_is_named_by_its_type(
-    returned: Any, shown: str
-) -> None:
-    params = replace(greedy(2), logits_processors=[lambda output, logits: returned(logits)])
-    (error,) = run_to_errors(PROMPTS[:1], params)
-    assert shown in str(error) and len(str(error)) < 300
-
-
-def test_what_a_function_says_of_its_failure_is_cut() -> None:
-    def says_much(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        raise ValueError("x" * 10**6)
-
-    params = replace(greedy(2), logits_processors=[says_much])
-    (error,) = run_to_errors(PROMPTS[:1], params)
-    assert "raised ValueError: xxx" in str(error) and len(str(error)) < 1200
 
 
 def test_what_is_no_processor_is_refused_by_name() -> None:

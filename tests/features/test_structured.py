@@ -27,7 +27,6 @@ from nanoengine import (
     SamplingParams,
     StructuredOutputs,
 )
-from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.core.sequence import Request
 from nanoengine.features import structured
@@ -459,22 +458,16 @@ def fits(schema: dict[str, Any], text: str, whitespace: bool = False) -> bool:
         ({"type": "string"}, f'"{"3" * 40}"', True),
         ({"type": "string", "pattern": "^[0-9]{20}$"}, f'"{"3" * 20}"', True),
         ({"type": "integer", "minimum": 10**17}, "3" * 18, True),
+        ({"type": "array"}, json.dumps([1, 2], indent=8), True),
+        ({"type": "array"}, f"[{' ' * 50}1]", False),
+        ({"type": "array"}, "[\n\n\n1]", False),
     ],
 )
-def test_numbers_have_a_bound_of_digits_and_strings_have_none(
+def test_numbers_and_blanks_have_bounds_and_strings_have_none(
     schema: dict[str, Any], text: str, expected: bool
 ) -> None:
     needs("llguidance")
-    assert fits(schema, text) is expected
-
-
-@pytest.mark.extra
-def test_runs_of_blanks_have_a_bound() -> None:
-    needs("llguidance")
-    schema = {"type": "array", "items": {"type": "integer"}}
-    assert fits(schema, json.dumps([1, 2], indent=8), whitespace=True)
-    assert not fits(schema, f"[{' ' * 50}1]", whitespace=True)
-    assert not fits(schema, "[\n\n\n1]", whitespace=True)
+    assert fits(schema, text, whitespace=schema == {"type": "array"}) is expected
 
 
 def tagged(**constants: str) -> dict[str, Any]:
@@ -594,29 +587,15 @@ def test_gbnf_takes_the_texts_of_its_rules(text: str) -> None:
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"json": {"type": "sting"}}, "sting"),
-        ({"json": {"$ref": "#/$defs/a"}}, "a"),
-        ({"regex": "(("}, "parse|Regex"),
-        ({"grammar": "start: x"}, "x"),
-        ({"grammar": "root ::= x"}, "no GBNF: Rule 'x' not found"),
-    ],
-)
-def test_what_cant_be_compiled_is_an_error_of_its_prompt_alone(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_what_cant_be_compiled_is_an_error_of_its_prompt_alone() -> None:
     needs("llguidance")
-    bad = SamplingParams(max_tokens=3, structured_outputs=fields)
+    bad = SamplingParams(max_tokens=3, structured_outputs={"json": {"uniqueItems": True}})
     good = SamplingParams(max_tokens=9, structured_outputs={"choice": ["the"]})
     with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
         first, second = llm.generate(["x", "x"], [bad, good], use_tqdm=False, on_error="record")
-        with pytest.raises(RequestError, match=rf"^prompt 0: .*({message})"):
+        with pytest.raises(RequestError, match=r"^prompt 0: .*uniqueItems"):
             llm.generate("x", bad, use_tqdm=False)
-    assert first.error is not None
-    assert re.search(message, first.error)
+    assert "uniqueItems" in str(first.error)
     assert (second.outputs[0].text, second.outputs[0].finish_reason) == ("the", "stop")
 
 
@@ -635,6 +614,11 @@ def chain(rule: str, num_rules: int) -> str:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"json": {"type": "sting"}}, "sting"),
+        ({"json": {"$ref": "#/$defs/a"}}, "a"),
+        ({"regex": "(("}, "parse|Regex"),
+        ({"grammar": "start: x"}, "x"),
+        ({"grammar": "root ::= x"}, "no GBNF: Rule 'x' not found"),
         ({"grammar": "start: start"}, "no text matches it"),
         ({"json": {"$ref": "#"}}, "no text matches it"),
         ({"regex": r"[^\s\S]"}, "no text matches it"),
@@ -656,7 +640,7 @@ def test_why_a_form_cant_be_compiled_is_said_to_who_wrote_it(
     fields: dict[str, Any], message: str
 ) -> None:
     needs("llguidance")
-    with pytest.raises(RequestError, match=f"^structured_outputs can't be compiled: .*{message}"):
+    with pytest.raises(RequestError, match=f"^structured_outputs can't be compiled: .*({message})"):
         make_stage().check(SamplingParams(structured_outputs=fields))
 
 
@@ -807,49 +791,3 @@ def test_greedy_rows_need_not_all_logits(overlap: bool, monkeypatch: pytest.Monk
     assert [seq.finish_reason for seq in seqs].count("stop") > 1
     assert all(masked for masked, _ in found)
     assert sum(tokens is not None for _, tokens in found) > 40
-
-
-@pytest.mark.extra
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_a_grammar_forces_can_be_drafted_and_does_not_show(overlap: bool) -> None:
-    needs("llguidance")
-    params = [replace(one, n=1) for one in work()]
-    expected = run(make_engine(text_checkpoint()), PROMPTS, params)
-    engine = make_engine(text_checkpoint(), overlap=overlap, block_size=8)
-    requests = [engine.add_request(str(i), PROMPTS[i], one) for i, one in enumerate(params)]
-    num_drafted = 0
-    while engine.has_unfinished():
-        engine.step()
-        engine.settle()
-        for seq in engine.scheduler.running:
-            if seq.num_output_tokens and seq.num_tokens - seq.num_computed_tokens == 1:
-                room = seq.max_num_tokens - seq.num_tokens - 1
-                forced = engine.executor.step_sampler.sampler.forced_tokens(seq.row)
-                if seq.num_output_tokens % 3 == 1:
-                    forced = [*forced, 7]  # a wrong one
-                set_drafts(engine.scheduler, seq, tuple(forced[:room]))
-                num_drafted += len(seq.extras.draft_token_ids)
-    assert tokens(requests) == tokens(expected)
-    assert num_drafted > 30
-
-
-@pytest.mark.extra
-def test_a_grammar_that_allows_everything_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("llguidance")
-    ascii_ids = [
-        i for entry, i in text_tokenizer().get_vocab().items() if entry.isascii() and i > 2
-    ]
-    plain = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=ascii_ids)
-    anything = replace(plain, structured_outputs=StructuredOutputs(regex="(?s:.*)"))
-    expected = tokens(run(make_engine(text_checkpoint()), PROMPTS, plain))
-    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)  # the masked screen of a CPU's head
-    for options in (
-        {},
-        {"overlap": True},
-        {"attention_backend": "cpu", "dtype": "float32"},
-        {"block_size": 8, "num_kv_blocks": 22},
-        {"long_prefill_threshold": 7, "max_num_seqs": 2},
-    ):
-        engine = make_engine(text_checkpoint(), **options)
-        found = run(engine, PROMPTS, [anything, plain] * 3)
-        assert tokens(found) == expected

@@ -15,17 +15,16 @@ import pytest
 
 from nanoengine.bench.simulator import make_scheduler, simulate
 from nanoengine.bench.workload import WorkItem
-from nanoengine.core.plan import StepPlan
 from nanoengine.observe.explain import explained
 from nanoengine.observe.trace import Trace
-from nanoengine.observe.trace_reader import Replay, read_trace
+from nanoengine.observe.trace_reader import read_trace
 from nanoengine.observe.viewer.page import page
 from nanoengine.observe.viewer.page_data import page_data
+from tests.observe.test_viewer import SAMPLE, States
 from tests.support.browser import start_chromium
 
 pytestmark = pytest.mark.browser
 
-SAMPLE = Path(__file__).parent / "sample.trace.gz"
 EVIL = "<script>document.title='run'</script><img src=x onerror=document.title='run'>"
 READY = "html[data-ready]"
 WORDS = {974: EVIL}
@@ -125,30 +124,8 @@ def test_it_loads_and_draws(open_page: Open) -> None:
     assert tab.locator("#curves .uplot").count() == 4
 
 
-class Expected:
-    """After each plan of a replay: references, contents, and tables of the running sequences; how
-    many of their tokens are known is of the step that follows."""
-
-    def __init__(self, replay: Replay) -> None:
-        self.scheduler = replay.scheduler
-        self.frames: list[tuple[list[int], list[bool], dict[int, tuple[Any, Any]]]] = []
-        replay.run(self)
-
-    def on_plan(self, plan: StepPlan) -> None:
-        blocks, running = self.scheduler.block_manager.pool.blocks, self.scheduler.running
-        self.known = {seq.seq_id: seq for seq in running}
-        tables = {seq.seq_id: [list(table) for table in seq.block_tables] for seq in running}
-        contents = [block.prefix is not None for block in blocks]
-        self.frames.append(([block.ref_count for block in blocks], contents, tables))  # type: ignore[arg-type]
-
-    def on_step(self, plan: StepPlan, result: object, scheduler: object) -> None:
-        refs, contents, tables = self.frames[-1]
-        lengths = {i: (tables[i], len(seq.token_ids)) for i, seq in self.known.items()}
-        self.frames[-1] = refs, contents, lengths
-
-
 def test_the_page_folds_as_the_core_does_forwards_and_backwards(open_page: Open) -> None:
-    tab, expected = open_page(), Expected(read_trace(SAMPLE).replay()).frames
+    tab, expected = open_page(), States(read_trace(SAMPLE).replay()).of
     tab.evaluate("viewer.fold.constructor.SPACING = 100")  # so that states are kept, and used
     asked = """(frame) => { const { fold, tablesOf, knownTokens, lanes, wordsOf } = viewer;
         fold.seek(frame);
@@ -160,15 +137,12 @@ def test_the_page_folds_as_the_core_does_forwards_and_backwards(open_page: Open)
         found = tab.evaluate(asked, frame)
         refs, contents, running = expected[frame]
         assert found["refs"] == refs, frame
-        assert found["contents"] == contents, frame
+        assert found["contents"] == [block in contents for block in range(len(refs))], frame
         for seq_id, tables, known in found["lanes"]:
-            if seq_id in running:
-                held, length = running[seq_id]
-                trimmed = [table[: max((i + 1 for i, b in enumerate(table) if b), default=0)]
-                           for table in held]  # fmt: skip
-                assert (tables, known) == (trimmed, length), (frame, seq_id)
-            else:
-                assert not any(tables), (frame, seq_id)
+            held, length = running.get(seq_id, ({}, known))
+            blocks = {(group, index): block for group, table in enumerate(tables)
+                      for index, block in enumerate(table) if block}  # fmt: skip
+            assert (blocks, known) == (held, length), (frame, seq_id)
 
 
 def test_it_plays_to_the_end_and_stops(open_page: Open) -> None:

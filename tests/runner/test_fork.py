@@ -70,21 +70,6 @@ def test_a_fork_at_a_block_boundary_copies_nothing():
     assert executor(engine).num_copies == 0
 
 
-def test_a_fork_may_go_on_with_another_token():
-    engine = make_engine()
-    request = start(engine)
-    given = request.sequences[0].output_token_ids
-    other = (given[-1] + 1) % 50
-    child = engine.fork("a", next_token_id=other)
-    grandchild = engine.fork("a", index=child.index)
-    same = engine.fork("a", next_token_id=given[-1])
-    run(engine)
-    assert_goes_on(child, [*given[:-1], other])
-    assert_goes_on(grandchild, [*given[:-1], other])
-    assert_goes_on(same, given)
-    assert_goes_on(request.sequences[0], [])
-
-
 def test_another_token_may_end_the_fork_at_once():
     engine = make_engine()
     request = start(engine, stop_token_ids=[49])
@@ -116,28 +101,6 @@ def test_a_fork_leaves_rows_to_the_forks_that_are_due():
     first, second = engine.fork("n"), engine.fork("n")
     assert [first.status.value, second.status.value] == ["running", "waiting"]
     assert run(engine) == ["n"]
-
-
-def test_a_prompt_may_be_forked_while_it_is_computed():
-    engine = make_engine(long_prefill_threshold=3)
-    request = start(engine, num_steps=1)
-    child = engine.fork("a")
-    assert child.num_computed_tokens == 3
-    run(engine)
-    assert_goes_on(child, [])
-    assert_goes_on(request.sequences[0], [])
-
-
-def test_a_waiting_sequence_may_be_forked():
-    engine = make_engine(max_num_seqs=1)
-    engine.add_request("first", PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
-    engine.step()
-    request = start(engine, num_steps=0)
-    child = engine.fork("a")
-    assert child.status.value == "waiting"
-    run(engine)
-    assert_goes_on(child, [])
-    assert_goes_on(request.sequences[0], [])
 
 
 def test_a_parent_may_be_gone_before_the_fork_is_carried_out():
@@ -214,8 +177,7 @@ def test_a_fork_with_another_token_is_the_sequence_that_had_sampled_it():
     given = request.sequences[0].output_token_ids
     others = [(given[-1] + 5) % 256, (given[-1] + 9) % 256]
     children = [engine.fork("a", next_token_id=token_id) for token_id in others]
-    while engine.has_unfinished():
-        engine.step()
+    engines.finish(engine)
     alone = engines.make_engine(directory, block_size=8, enable_prefix_caching=False)
     for child, token_id in zip(children, others, strict=True):
         start = [*given[:-1], token_id]
@@ -224,28 +186,6 @@ def test_a_fork_with_another_token_is_the_sequence_that_had_sampled_it():
         )
         ((want,),) = engines.tokens(engines.run(alone, [prompt + start], rest))
         assert child.output_token_ids == start + want
-
-
-@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}], ids=str)
-def test_answers_that_wait_for_rows_are_those_of_a_wide_engine(options):
-    """4: n above max_num_seqs; each token depends on its seed, its position and the logits."""
-    directory = engines.checkpoint("qwen3")
-    prompt = engines.random_prompts(1, [21])[0]
-    params = SamplingParams(
-        n=6, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, repetition_penalty=1.3
-    )
-    found = [
-        engines.tokens(
-            engines.run(
-                engines.make_engine(directory, block_size=8, max_num_seqs=rows, **options),
-                [prompt, prompt[:9]],
-                params,
-            )
-        )
-        for rows in (16, 4, 1)
-    ]
-    assert found[0] == found[1] == found[2]
-    assert len({tuple(answer) for answer in found[0][0]}) == 6
 
 
 def test_outputs_show_forks_that_join_while_they_grow():

@@ -14,8 +14,8 @@ import torch
 from nanoengine import LLM
 from nanoengine.assets import demo_model_path
 from nanoengine.core.checks import check
-from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import AdmittedSequence, StepPlan
+from nanoengine.core.speculation import set_drafts
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError, RequestError

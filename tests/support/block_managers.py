@@ -46,6 +46,14 @@ def compute(manager: BlockManager, seq: Sequence, count: int | None = None) -> N
     manager.prefix_cache.register(seq)
 
 
+def computed(manager: BlockManager, tokens: list[int], **options: object) -> Sequence:
+    """A sequence that is admitted, and whose tokens are all computed."""
+    seq = make_sequence(tokens, **options)
+    admit(manager, seq)
+    compute(manager, seq)
+    return seq
+
+
 def cached(manager: BlockManager, tokens: list[int], **options: object) -> int:
     """How many tokens of a prompt would be found."""
     return manager.can_allocate(make_sequence(tokens, **options)).num_cached_tokens

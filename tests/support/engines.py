@@ -74,10 +74,15 @@ def run(
         engine.add_request(f"{i}", prompt, p)
         for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
     ]
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert not [r.error for r in requests if r.error]
     return requests
+
+
+def finish(engine: LLMEngine) -> None:
+    """Steps until nothing is left."""
+    while engine.has_unfinished():
+        engine.step()
 
 
 def tokens(requests: Sequence[Request]) -> list[list[list[int]]]:

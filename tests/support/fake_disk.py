@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from random import Random
+from typing import Any
 
+from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import Prefixes
+from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.disk import DiskCopy, Finished
 from nanoengine.core.tiers.found import Content
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 
 
 class FakeDisk:
@@ -61,3 +65,20 @@ class FakeDisk:
     def close(self) -> None:
         self.collect(math.inf)
         self.closed = True
+
+
+class QuickDisk(FakeDisk):
+    """Each copy has ended when it is asked for, and none fails."""
+
+    def collect(self, wait_s: float) -> list[Finished]:
+        while self.queue:
+            self.finish()
+        ended, self.ended = self.ended, []
+        return ended
+
+
+def make_tiers(layout: KVLayout, disk: FakeDisk, **options: Any) -> TieredPrefixCache:
+    """A host tier over this disk, which load whatever they have."""
+    cost = CostModel(host=LoadCost(1, policy="load"), disk=LoadCost(1, policy="load"))
+    options = {"num_host_blocks": 40, "num_disk_blocks": 40, "cost": cost} | options
+    return TieredPrefixCache(layout, disk=disk, **options)

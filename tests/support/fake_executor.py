@@ -11,18 +11,22 @@ Sampled tokens are a function of (prefix, seed) alone, so any two configurations
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
-from nanoengine.core.doors import Proposer
 from nanoengine.core.engine_stats import EngineInfo
+from nanoengine.core.interfaces import Proposer
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.make import make_block_manager
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.sequence import Request
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.core.waiting import AdmissionPolicy
 from nanoengine.engine import LLMEngine
+from nanoengine.settings.params import SamplingParams
 
 VOCAB_SIZE = 50
 EOS = 0
@@ -69,9 +73,8 @@ class Row:
     num_prompt_tokens: int
     num_computed_tokens: int
     seed: int
-    num_logprobs: int | None
-    tables: list[list[int]] = field(default_factory=list)
-    is_scored: bool = False
+    params: SamplingParams
+    tables: list[list[int]]
 
 
 class ExecutorFailure(RuntimeError):
@@ -86,16 +89,6 @@ class Ready:
 
     def result(self) -> StepResult:
         return self._result
-
-
-class FakeLaunched:
-    """A step of a FakeExecutor."""
-
-    def __init__(self, executor: FakeExecutor, step: int) -> None:
-        self._executor, self._step = executor, step
-
-    def result(self) -> StepResult:
-        return self._executor.result(self._step)
 
 
 class FakeExecutor:
@@ -150,13 +143,13 @@ class FakeExecutor:
         assert not self.closed, "shut down twice"
         self.closed = True
 
-    def launch(self, plan: StepPlan) -> FakeLaunched:
+    def launch(self, plan: StepPlan) -> SimpleNamespace:
         assert not self.closed
         self.queue.append(plan)
         self.most_queued = max(self.most_queued, len(self.queue))
         if not self.delayed:
             self.advance()
-        return FakeLaunched(self, plan.step)
+        return SimpleNamespace(result=lambda: self.result(plan.step))
 
     def advance(self) -> None:
         """Carries out the oldest plan that was launched.
@@ -216,22 +209,19 @@ class FakeExecutor:
                 new.num_prompt_tokens,
                 new.num_cached_tokens,
                 new.seed,
-                new.params.logprobs,
+                new.params,
                 [[] for _ in self.layout.groups],
-                new.params.max_tokens == 0,
             )
         for fork in plan.forks:
             self._require_free(fork.row)
             parent = self.rows[fork.parent_row]
-            self.rows[fork.row] = Row(
-                fork.seq_id,
-                list(parent.token_ids),
-                list(parent.hashes),
-                parent.num_prompt_tokens,
-                parent.num_computed_tokens,
-                fork.seed,
-                parent.num_logprobs,
-                [[] for _ in self.layout.groups],
+            self.rows[fork.row] = replace(
+                parent,
+                seq_id=fork.seq_id,
+                token_ids=list(parent.token_ids),
+                hashes=list(parent.hashes),
+                seed=fork.seed,
+                tables=[[] for _ in self.layout.groups],
             )
         for row_id, position, token_id in plan.chosen_tokens:
             row = self.rows[row_id]
@@ -281,64 +271,60 @@ class FakeExecutor:
         return self.slots, slice(block_id * size, (block_id + 1) * size)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
-        sources = {copy.src for copy in plan.block_copies}
-        targets = {copy.dst for copy in plan.block_copies}
         written: set[int] = set()
+        held: list[list[int | None]] = []
         for src, dst in plan.block_copies:
             assert src not in written, "all sources are read before any target is written"
+            assert dst not in written, "a block is copied to twice"
+            assert src and dst, "the null block is copied"
             written.add(dst)
-        assert len(targets) == len(plan.block_copies), "a block is copied to twice"
-        assert 0 not in sources | targets, "the null block is copied"
-        found = {src: self._memory_of(src) for src in sources}
-        held = {src: memory[at] for src, (memory, at) in found.items()}
-        for src, dst in plan.block_copies:
+            memory, at = self._memory_of(src)
+            held.append(memory[at])
+        for (_, dst), slots in zip(plan.block_copies, held, strict=True):
             memory, at = self._memory_of(dst)
-            memory[at] = held[src]
+            memory[at] = slots
         self.num_copies += len(plan.block_copies)
 
     # --- the forward --------------------------------------------------------------------------
 
+    def _entries(self, plan: StepPlan) -> Iterator[tuple[int, Row, int, int, int]]:
+        """Of each scheduled row: its number, what is kept of it, start, tokens, logits."""
+        numbers = plan.starts, plan.num_scheduled_tokens, plan.num_logits
+        for row_id, start, count, num_logits in zip(plan.rows, *numbers, strict=True):
+            assert row_id in self.rows, f"row {row_id} is scheduled but not admitted"
+            yield row_id, self.rows[row_id], start, count, num_logits
+
     def _check_limits(self, plan: StepPlan) -> None:
-        lists = (plan.starts, plan.num_scheduled_tokens, plan.num_logits)
-        assert all(len(values) == len(plan.rows) for values in lists), plan
         assert len(set(plan.rows)) == len(plan.rows), f"a row runs twice: {plan.rows}"
         assert len(self.rows) <= self.max_num_seqs
         assert plan.num_tokens <= self.max_num_batched_tokens, f"over budget: {plan.num_tokens}"
         self.num_computed_tokens += plan.num_tokens
-        ends = {
-            row: start + count
-            for row, start, count in zip(
-                plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
-            )
-        }
+        ends = {row_id: start + count for row_id, _, start, count, _ in self._entries(plan)}
         parents = {fork.row: fork.parent_row for fork in plan.forks}
-        for row, start, count, logits in zip(
-            plan.rows, plan.starts, plan.num_scheduled_tokens, plan.num_logits, strict=True
-        ):
-            assert row in self.rows, f"row {row} is scheduled but not admitted"
+        for row_id, row, start, count, logits in self._entries(plan):
             if count == 0:
-                assert start == ends[parents[row]], f"row {row} computes nothing"
+                assert start == ends[parents[row_id]], f"row {row_id} computes nothing"
             else:
-                before = self.rows[row].num_computed_tokens
+                before = row.num_computed_tokens
                 # What a prompt skips, another has computed: `_check_reads` verifies it.
-                assert start == before or start % self.layout.block_size == 0, (row, start)
-                assert start >= before, f"row {row} starts at {start}"
-                assert logits <= count, f"row {row}: {logits} logits of {count} tokens"
+                assert start == before or start % self.layout.block_size == 0, (row_id, start)
+                assert start >= before, f"row {row_id} starts at {start}"
+                assert logits <= count, f"row {row_id}: {logits} logits of {count} tokens"
 
     def _place_drafts(self, plan: StepPlan) -> None:
         for row_id, drafts in plan.draft_token_ids.items():
             row = self.rows[row_id]
             row.token_ids += drafts
             row.hashes = prefix_hashes(row.token_ids)
+            most = row.params.max_tokens
+            is_inside = most is None or len(row.token_ids) < row.num_prompt_tokens + most
+            assert is_inside, f"row {row_id}: a draft lies past the end of its sequence"
 
     def _write(self, plan: StepPlan) -> None:
         """All rows store their keys and values before any row reads."""
         size, written = self.layout.block_size, {}
         self._states_written.clear()
-        for row_id, start, count in zip(
-            plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
-        ):
-            row = self.rows[row_id]
+        for row_id, row, start, count, _ in self._entries(plan):
             assert start + count <= len(row.token_ids), f"row {row_id} computes unknown tokens"
             for group, table in enumerate(row.tables):
                 assert (start + count) <= len(table) * size, f"row {row_id}: table too short"
@@ -400,10 +386,7 @@ class FakeExecutor:
 
     def _check_reads(self, plan: StepPlan) -> None:
         size = self.layout.block_size
-        for row_id, start, count in zip(
-            plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
-        ):
-            row = self.rows[row_id]
+        for row_id, row, start, count, _ in self._entries(plan):
             groups = zip(self.layout.groups, row.tables, strict=True)
             for group, (kind, table) in enumerate(groups):
                 if kind.snapshot_every is not None:
@@ -427,28 +410,24 @@ class FakeExecutor:
     def _sample(self, plan: StepPlan) -> StepResult:
         result = StepResult(token_ids=[[] for _ in plan.rows])
         loaded = sum(len(move.tier_ids) for move in plan.transfers if move.kind == "load")
-        result.times.forward_s, result.times.load_s = (
-            self.token_s * plan.num_tokens, self.token_s * loaded
-        )  # fmt: skip
-        for entry, (row_id, start, count, num_logits) in enumerate(
-            zip(plan.rows, plan.starts, plan.num_scheduled_tokens, plan.num_logits, strict=True)
-        ):
-            row = self.rows[row_id]
+        result.times.forward_s = self.token_s * plan.num_tokens
+        result.times.load_s = self.token_s * loaded
+        for entry, (row_id, row, start, count, num_logits) in enumerate(self._entries(plan)):
             drafts = plan.draft_token_ids.get(row_id, ())
             end = start + count
             error = self.row_errors(row)
             if error is not None:
                 result.errors[entry] = error
             if num_logits == 0:
-                is_told = end < len(row.token_ids) or row.is_scored
+                is_told = end < len(row.token_ids) or row.params.max_tokens == 0
                 assert is_told, f"row {row_id}: logits of its end not asked for"
                 continue
             assert end == len(row.token_ids), f"row {row_id}: logits before its end"
             assert num_logits == 1 + len(drafts), f"row {row_id}: {num_logits} logits"
             known = end - len(drafts)
             del row.token_ids[known:], row.hashes[known:]
-            if row.num_logprobs is not None:
-                found = candidates(row.hashes[-1], row.num_logprobs)
+            if row.params.logprobs is not None:
+                found = candidates(row.hashes[-1], row.params.logprobs)
                 result.logprobs[entry] = [[TokenLogprob(-1, -1.0, 1), *found]]
             for draft in (*drafts, None):
                 token_id = self.sample(row.hashes[-1], row.seed)
@@ -486,6 +465,14 @@ def make_layout(
         groups=tuple(groups),
         num_states=num_states,
     )
+
+
+def engine_info(**known: Any) -> EngineInfo:
+    """What an engine reports of itself; names are "none" and numbers 0 where nothing is known."""
+    names = dict.fromkeys(("model_name", "dtype", "device", "attention_backend"), "none")
+    required = [name for name, one in EngineInfo.__dataclass_fields__.items()
+                if one.default is one.default_factory]  # fmt: skip
+    return EngineInfo(**dict.fromkeys(required, 0) | {"memory_plan": ""} | names | known)
 
 
 def make_engine(
@@ -536,22 +523,13 @@ def make_engine(
         long_prefill_threshold=long_prefill_threshold,
         policy=policy,
     )
-    info = EngineInfo(
-        model_name="fake",
+    info = engine_info(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=eos_token_ids,
         max_model_len=max_model_len,
-        dtype="none",
-        device="none",
-        attention_backend="none",
-        num_parameters=0,
-        weight_bytes=0,
         num_kv_blocks=num_blocks,
         block_size=block_size,
         block_bytes=layout.block_bytes,
-        load_s=0.0,
-        start_s=0.0,
-        memory_plan="",
     )
     engine = LLMEngine(executor, scheduler, info, overlap=overlap, debug_checks=debug_checks)
     engine.observers += observers
@@ -595,3 +573,18 @@ def expected_output(
         if len(output) >= min_tokens and output[-1] in stop:
             break
     return output
+
+
+def assert_outputs(*requests: Request) -> None:
+    """Every sequence has the tokens it would have alone."""
+    for request in requests:
+        assert len(request.sequences) == request.params.n
+        for seq in request.sequences:
+            assert seq.finish_reason in ("stop", "length"), (seq, request.error)
+            assert seq.output_token_ids == expected_output(
+                request.prompt_token_ids,
+                seq.seed,
+                seq.max_num_tokens - seq.num_prompt_tokens,
+                seq.stop_ids,
+                request.params.min_tokens,
+            ), seq

@@ -12,7 +12,6 @@ import pytest
 
 from nanoengine import LLM
 from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.core.scheduler import Scheduler
@@ -20,7 +19,7 @@ from nanoengine.engine import LLMEngine
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.tokenizer import Tokenizer
-from tests.support.fake_executor import Ready
+from tests.support.fake_executor import Ready, engine_info
 from tests.support.text_fixtures import byte_level
 
 
@@ -100,7 +99,7 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.step_budget("cpu"),
             )
-            info = EngineInfo(
+            info = engine_info(
                 model_name=config.model,
                 vocab_size=len(tokens.backend),
                 eos_token_ids=(eos, tokens.backend.convert_tokens_to_ids("<s>")),
@@ -108,14 +107,9 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
                 dtype="float32",
                 device="cpu",
                 attention_backend="naive",
-                num_parameters=0,
-                weight_bytes=0,
                 num_kv_blocks=num_blocks,
                 block_size=8,
                 block_bytes=1,
-                load_s=0.0,
-                start_s=0.0,
-                memory_plan="",
                 generation_defaults=generation_defaults or {},
             )
             return LLMEngine(executor, scheduler, info, debug_checks=True)

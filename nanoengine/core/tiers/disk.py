@@ -50,7 +50,8 @@ class DiskStorage(Protocol):
     """Moves blocks between host memory and files, in the background and in the order given.
 
     No method raises because of the disk: a copy that fails has `ok=False`. `can_write` becomes
-    False, for good, when the disk takes no more. What stands here is right for no disk at all.
+    False, for good, in the first `collect` after the disk has refused a block: so a trace that
+    has the answers of `collect` has all of them. The defaults are right for no disk at all.
     """
 
     can_write: bool = False

@@ -65,7 +65,10 @@ class LogitsProcessor(Protocol):
         """
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[RowState]) -> None:
-        """Edits `logits[lines]` ([L, V], float32 or float64) in place, one state for each line."""
+        """Edits `logits[lines]` ([L, V], float32 or float64) in place, one state for each line.
+
+        The tensor holds the lines that some processor edits; `lines` count within it.
+        """
 
 
 @dataclass(slots=True, kw_only=True)

@@ -261,8 +261,8 @@ class Sampler:
         """
         rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         edits = self._edits(rows, drafts or {})
-        edited = self._edit(logits, edits) if edits else logits
-        token_ids, valid = self._sample_lines(edited, rows, positions)
+        edited = self._edit(logits, edits) if edits else logits[:0]
+        token_ids, valid = self._sample_lines(logits, edited, rows, positions)
         asked = self.num_logprobs[rows]
         reported, logprobs = np.flatnonzero(asked >= 0), None
         if len(reported):
@@ -276,33 +276,48 @@ class Sampler:
         )
 
     def _edit(self, logits: torch.Tensor, edits: Mapping[int, RowEdits]) -> torch.Tensor:
-        """A copy of the logits, edited; nothing but -inf in lines with errors."""
-        work = widen(logits)
-        work = work.clone() if work is logits else work
+        """The edited lines alone, [E, V], as processors make them; nothing but -inf where one has
+        failed. Why not all lines: others would be copied for nothing."""
+        (index,) = ship(logits.device, np.fromiter(edits, dtype=np.int64))
+        work, states = widen(logits[index]), dict(enumerate(edits.values()))
         run_processors(
-            self.processors, edits, lambda one, lines, states: one.apply(work, lines, states)
+            self.processors, states, lambda one, lines, states: one.apply(work, lines, states)
         )
-        for line in _errors(edits):
+        for line in _errors(states):
             work[line] = -torch.inf
         return work
 
     def _sample_lines(
-        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray
+        self, logits: torch.Tensor, edited: torch.Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token per line: ids [L] int64, and whether the line has a valid one, [L] bool."""
-        device = logits.device
+        """A token per line: ids [L] int64, and whether the line has a valid one, [L] bool.
+
+        Args:
+            edited: [E, V], in place of the logits of the rows that are edited.
+        """
+        device, is_edited = logits.device, self.edited[rows]
         if device.type != "cpu":
+            logits = edited if is_edited.all() else logits
             params = self._draw_params(rows, positions, device)
-            return sample_on_device(logits, params, self.kind(rows))
+            token_ids, valid = sample_on_device(logits, params, self.kind(rows))
+            if is_edited.any() and logits is not edited:
+                lines = np.flatnonzero(is_edited)
+                params = self._draw_params(rows[lines], positions[lines], device)
+                (at,) = ship(device, lines)
+                found = sample_on_device(edited, params, self.kind(rows[lines]))
+                token_ids[at], valid[at] = found
+            return token_ids, valid
         token_ids = torch.empty(len(rows), dtype=torch.int64)
         valid = torch.empty(len(rows), dtype=torch.bool)
-        drawers = self.drawers[rows]
-        for number in set(drawers.tolist()):
-            lines = np.flatnonzero(drawers == number)
-            index = slice(None) if len(lines) == len(rows) else torch.from_numpy(lines)
+        place, drawers = np.cumsum(is_edited) - 1, self.drawers[rows]
+        for number, from_edited in set(zip(drawers.tolist(), is_edited.tolist(), strict=True)):
+            lines = np.flatnonzero((drawers == number) & (is_edited == from_edited))
+            source, taken = (edited, place[lines]) if from_edited else (logits, lines)
+            index = slice(None) if len(lines) == len(source) else torch.from_numpy(taken)
             params = self._draw_params(rows[lines], positions[lines], device) if number else None
-            found = sample_lines(logits[index], params, DRAWERS[number])
-            token_ids[index], valid[index] = found
+            found = sample_lines(source[index], params, DRAWERS[number])
+            (at,) = ship(device, lines)
+            token_ids[at], valid[at] = found
         return token_ids, valid
 
     def _draw_params(

@@ -1,8 +1,8 @@
-"""The doors of the core: who may take part in a step without the core knowing them.
+"""Interfaces through which other packages take part in a step without the core importing them.
 
 An `Executor` runs plans, each of them `Launched`; a `Proposer` drafts tokens; an `Observer` watches
-steps; a `TierStorage` moves blocks. Who follows or steers a single request enters with it:
-`OutputFollower` and `TokenChooser` stand beside it in sequence.py.
+steps; a `TierStorage` moves blocks. The two interfaces of a single request, `OutputFollower` and
+`TokenChooser`, are in sequence.py.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
-"""Specials: what the Scheduler leaves aside: drafts, log-probabilities, parting, choosing.
+"""ExtrasScheduling: steps of sequences that draft, report log-probabilities, are pooled or forked.
 
-    enlist(scheduler)   by whoever queues a request that `is_special`, drafts or forks
+    enlist(scheduler)   before a request that `is_special` is queued, drafted for or forked
     schedule, put       a step's tokens: drafts are trimmed to what fits; forks join their parent
     take_result         what was sampled: drafts that were right, log-probabilities, choices
 
-The Scheduler asks each sequence once whether it has `Extras`, and comes here if so. What several
-sequences of one request need is in forks.py.
+The Scheduler calls it for sequences with `Extras`. What several sequences of one request need is in
+forks.py.
 """
 
 from __future__ import annotations
 
-from nanoengine.core.doors import Proposer
 from nanoengine.core.forks import Forks
+from nanoengine.core.interfaces import Proposer
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprobs
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Extras, Sequence
 
 
-def enlist(scheduler: Scheduler) -> Specials:
+def enlist(scheduler: Scheduler) -> ExtrasScheduling:
     """The scheduler's part for special sequences; made at the first call."""
     if scheduler.special is None:
-        scheduler.special = Specials(scheduler)
-    assert isinstance(scheduler.special, Specials)
+        scheduler.special = ExtrasScheduling(scheduler)
+    assert isinstance(scheduler.special, ExtrasScheduling)
     return scheduler.special
 
 
@@ -48,7 +48,7 @@ def set_drafts(scheduler: Scheduler, seq: Sequence, draft_token_ids: tuple[int, 
     seq.slots_ready_until = 0  # Why: a step with drafts is no plain decode.
 
 
-class Specials(Forks):
+class ExtrasScheduling(Forks):
     """Does what sequences with `Extras` need, by the scheduler's own moves."""
 
     def schedule(

@@ -9,9 +9,17 @@ import pytest
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.features.drafting import Guess
-from nanoengine.features.forced import ForcedTokens
+from nanoengine.features.grammar_drafts import GrammarDrafter
 from tests.support.drafts import draft_always
-from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.engines import (
+    checkpoint,
+    finish,
+    greedy,
+    make_engine,
+    random_prompts,
+    run,
+    tokens,
+)
 from tests.support.processors import Dictation, Foretold, forced_text
 
 NUM_TOKENS = 12
@@ -75,8 +83,7 @@ def test_an_exception_ends_its_row_and_no_other() -> None:
     draft_always(engine)
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts, greedy(NUM_TOKENS)))
     requests = [engine.add_request(f"{i}", p, greedy(NUM_TOKENS)) for i, p in enumerate(prompts)]
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert (
         requests[1].error == "logits processor Foretold raised IndexError: list index out of range"
     )
@@ -97,19 +104,15 @@ def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
         def look(self, sequences):
             return [Guess(5, 1) for _ in sequences]
 
-        def draft(self, sequences, counts):
-            return [(seq.row,) * count for seq, count in zip(sequences, counts, strict=True)]
-
         def forget_ended(self):
             pass
 
     forced = {0: [], 1: [7, 8, 9]}
     sampler = SimpleNamespace(forcing=forced.keys(), forced_tokens=forced.__getitem__)
-    drafter = ForcedTokens(sampler, Other())
+    drafter = GrammarDrafter(sampler, Other())
     sequences = [SimpleNamespace(row=row) for row in range(3)]
-    assert drafter.look(sequences) == [Guess(5, 1), Guess(3, 2), Guess(5, 1)]
+    assert drafter.look(sequences) == [Guess(5, 1), Guess(3, 2, (7, 8, 9)), Guess(5, 1)]
     assert len(drafter.priors) == 3
-    assert drafter.draft(sequences, [2, 2, 1]) == [(0, 0), (7, 8), (2,)]
 
 
 def test_a_grammar_is_obeyed_and_saves_steps() -> None:
