@@ -28,7 +28,6 @@ from torch import nn
 
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.collectives import Shard
 
@@ -86,9 +85,10 @@ class Kernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return GATES[activation](gate, up)
 
-    def hold(self, quantization: Quantization) -> None:
-        """Called on a GPU before a model is made whose weights are stored quantized, or to be
-        quantized; a set may change `linear` to hold those that it multiplies so."""
+    def quantized_kind(self) -> Callable[..., LinearMethod | None] | None:
+        """What makes methods of weights of 4 and 8 bits on a GPU, for `quantized_linears`; None:
+        the set has no such kernel."""
+        return None
 
     def place(self, model: nn.Module) -> None:
         """Called once when the model is made; a set may move its parameters, not loaded yet."""

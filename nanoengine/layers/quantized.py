@@ -61,28 +61,56 @@ models llama.cpp's Q4_K_M takes 5.5 bits per weight."""
 def quantized_linears(
     quantization: Quantization,
     exact: Callable[[str], LinearMethod],
-    kind: Callable[..., QuantizedLinear] | None = None,
+    kind: Callable[..., LinearMethod | None] | None = None,
 ) -> Callable[[str], LinearMethod]:
-    """What makes the method of a linear layer, given its full name: `exact` does for layers that
-    are not to be rounded, or that the checkpoint stores as floats. `kind`: `QuantizedLinear` or a
-    faster one."""
+    """What makes the method of a linear layer, given its full name.
+
+    Args:
+        exact: makes those of layers that are not rounded, or that the checkpoint stores as floats.
+        kind: makes the others: `QuantizedLinear` or a faster one. Where it returns None, the stored
+            form becomes floats while it loads.
+    """
     stored, kind = quantization.stored, kind or QuantizedLinear
-    quantized = partial(kind, activations=quantization.activations)
 
     def method(name: str) -> LinearMethod:
-        if name.endswith(ROUTERS):
+        own = None if stored is None else stored.of(name)
+        if name.endswith(ROUTERS) or (stored is not None and own is None):
             return exact(name)
-        if stored is not None:
-            own = stored.of(name)
-            if own is None:
-                return exact(name)
-            reader = FORMATS[own.format](own)
+        if own is None:
+            # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
+            bits, reader = 8 if name == "lm_head" else quantization.bits, None
+            group_size = GROUP_SIZE if bits == 4 else None
+        else:
+            bits, reader = own.bits, FORMATS[own.format](own)
             group_size = own.group_size if reader.whole_groups else None
-            return quantized(name, bits=own.bits, group_size=group_size, stored=reader)
-        # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
-        bits = 8 if name == "lm_head" else quantization.bits
-        return quantized(name, bits=bits, group_size=GROUP_SIZE if bits == 4 else None)
+        options = {"activations": quantization.activations, "stored": reader}
+        made = kind(name, bits=bits, group_size=group_size, **options)
+        return expanded(exact(name), reader) if made is None else made
 
+    return method
+
+
+def no_kind(name: str, **options: object) -> None:
+    """For devices without a kernel that multiplies stored forms: they become floats."""
+
+
+def expanded(method: LinearMethod, reader: StoredFormat | GGUF) -> LinearMethod:
+    """The method, but that its matrices become floats while they load from the stored form: one
+    matrix at a time. Why no class of its own: kernels go by the classes of methods whose weights
+    are floats."""
+    plain = method.weight_slot
+
+    def weight_slot(name: str, matrix: MatrixPart) -> WeightSlot:
+        rows, columns = (*matrix.part, slice(None), slice(None))[:2]
+
+        def load(weight: QuantizedWeight, first: int) -> None:
+            # Why columns last: a rank's may cut through a group.
+            method.load(weight.dequantized()[:, columns], first)
+
+        pieces = reader.matrix_slots(name, matrix._replace(part=(rows,)), load)
+        return replace(plain(name, matrix), pieces=pieces, pieces_only=True)
+
+    object.__setattr__(method, "weight_slot", weight_slot)
     return method
 
 

@@ -385,7 +385,7 @@ class GGUF:
     whole_groups = True
 
     def __init__(self, stored: StoredQuantization) -> None:
-        self.types = stored.types
+        self.stored, self.types = stored, stored.types
 
     def matrix_slots(
         self, name: str, matrix: MatrixPart, load: Load, load_blocks: LoadBlocks | None = None

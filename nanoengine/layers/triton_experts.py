@@ -190,14 +190,8 @@ def expert_config(
     """
     config = gemm_config(arch, out_features, dtype)
     if form.name:
-        _, columns, warps, stages = tile_of(rows, out_features, dtype, form.name)
-        return GemmConfig(
-            rows=config.rows if dtype == torch.float32 else rows,
-            columns=columns,
-            inputs=form.inputs,
-            warps=warps,
-            stages=stages,
-        )
+        tile = tile_of(rows, out_features, dtype, form.name, form.inputs)
+        return replace(tile, rows=config.rows if dtype == torch.float32 else rows)
     if rows == config.rows or dtype == torch.float32:
         return config
     if rows == 16:

@@ -15,64 +15,41 @@ GPU yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from nanoengine.checkpoint.quantization import Quantization, StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import triton_quantized
 from nanoengine.kernels.code_tables import E2M1
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.kernels import LinearMethod
-from nanoengine.layers.quantized import QuantizedLinear, quantized_linears
+from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.quantized_formats import GGUF, StoredFormat
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, of_groups
-from nanoengine.layers.triton_linear import arch_of
+from nanoengine.layers.triton_linear import GemmConfig, arch_of
 
-HELD = (
-    "gptq", "awq", "pack-quantized", "int-quantized", "fp8", "float-quantized",
-    "nvfp4-pack-quantized", "mxfp4",
-)  # fmt: skip
-"""Formats whose weights the kernel multiplies."""
-
-TYPES = ("Q4_0", "Q8_0")
-"""Those of GGUF's types."""
+TYPES = {"Q4_0", "Q8_0"}
+"""Types of GGUF files whose blocks the kernel multiplies."""
 
 
-def held_linears(
-    quantization: Quantization, other: Callable[[str], LinearMethod]
-) -> Callable[[str], LinearMethod]:
-    """What makes the method of a linear layer, given its full name: `other` does for layers that
-    are floats, or become floats.
-
-    Raises:
-        ConfigError: from the function: an expert is to be quantized while it loads.
-    """
-    stored = quantization.stored
-    held = quantized_linears(quantization, other, TritonQuantizedLinear)
-    by_e4m3 = quantized_linears(quantization, other, E4M3Linear)
-
-    def method(name: str) -> LinearMethod:
-        if stored is None:
-            return held(name)
-        own = stored.of(name)
-        if own is None or not is_held(own, name):
-            return other(name)
-        rounds = own.activations == "e4m3" and ".experts." not in name
-        return (by_e4m3 if rounds else held)(name)
-
-    return method
-
-
-def is_held(stored: StoredQuantization, name: str) -> bool:
-    """Whether the kernel multiplies by a layer that is stored so."""
-    if stored.format != "gguf":
-        return stored.format in HELD
-    # Why one type: what has several is several matrices.
-    types = {stored.types.get(matrix, "") for matrix in stored.matrices(name)}
-    return len(types) == 1 and types <= set(TYPES)
+def triton_kind(
+    name: str, *, stored: StoredFormat | GGUF | None = None, **options: Any
+) -> LinearMethod | None:
+    """The method of a quantized layer on a GPU, for `quantized_linears`; None: the kernel does not
+    multiply the stored form."""
+    kind = TritonQuantizedLinear
+    if stored is not None:
+        own = stored.stored
+        # Why one type: what has several is several matrices.
+        types = {own.types.get(matrix, "") for matrix in own.matrices(name)}
+        if own.format == "gguf" and not (len(types) == 1 and types <= TYPES):
+            return None
+        if own.activations == "e4m3" and ".experts." not in name:
+            kind = E4M3Linear
+    return kind(name, stored=stored, **options)
 
 
 class TritonQuantizedLinear(QuantizedLinear):
@@ -156,15 +133,15 @@ class TritonQuantizedLinear(QuantizedLinear):
         num_rows, num_inputs, num_outputs = len(x), self.in_features, self.out_features
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-        rows, columns, warps, stages = tile_of(num_rows, num_outputs, x.dtype, self.form)
-        grid = cdiv(num_rows, rows), cdiv(num_outputs, columns)
+        tile = tile_of(num_rows, num_outputs, x.dtype, self.form, self.tile)
+        grid = cdiv(num_rows, tile.rows), cdiv(num_outputs, tile.columns)
         launch(
             triton_quantized.quantized_gemm_kernel, grid,
             Constants(
                 X_ROW=x.stride(0), IN=num_inputs, OUT=num_outputs, GROUP=self.group_size,
-                M=rows, N=columns, K=self.tile,
+                M=tile.rows, N=tile.columns, K=tile.inputs,
                 FORM=self.form, ZEROS=self.zeros is not None, BIAS=bias is not None,
-                num_warps=warps, num_stages=stages,
+                num_warps=tile.warps, num_stages=tile.stages,
             ),
             out, x, self.weight, self.scales, self.scales if self.zeros is None else self.zeros,
             self.scales if bias is None else bias, num_rows,
@@ -266,9 +243,9 @@ def tile_inputs(weight: QuantizedWeight) -> int:
 
 
 def tile_of(
-    num_rows: int, num_outputs: int, dtype: torch.dtype, form: str
-) -> tuple[int, int, int, int]:
-    """Rows and outputs of a program, its warps, and tiles in flight.
+    num_rows: int, num_outputs: int, dtype: torch.dtype, form: str, inputs: int
+) -> GemmConfig:
+    """Tiles for a product by a weight in this form, so many `inputs` at a time.
 
     A decode's time is that of reading the weights: few rows, and outputs so few that all of the
     GPU's multiprocessors have a program; each waits for 14 KiB of 8-bit weights at a time, which is
@@ -276,9 +253,12 @@ def tile_of(
     a tile, the less often a weight is widened. 4 bits have two tiles of inputs at a time: 128
     outputs would spill.
     """
+    columns = 64 if num_outputs >= 16384 else 32
     if dtype == torch.float32:
-        return 16, 32, 4, 3
+        return GemmConfig(rows=16, columns=32, inputs=inputs, warps=4, stages=3)
+    if num_rows <= 16:
+        return GemmConfig(rows=16, columns=columns, inputs=inputs, warps=4, stages=8)
     if num_rows <= 64:
-        columns = 64 if num_outputs >= 16384 else 32
-        return (16, columns, 4, 8) if num_rows <= 16 else (64, columns, 8, 3)
-    return 128, (128 if form in ("int8", "e4m3") else 64), 8, 3
+        return GemmConfig(rows=64, columns=columns, inputs=inputs, warps=8, stages=3)
+    columns = 128 if form in ("int8", "e4m3") else 64
+    return GemmConfig(rows=128, columns=columns, inputs=inputs, warps=8, stages=3)

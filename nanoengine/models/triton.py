@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
 from nanoengine.attention.base import AttentionBackend
-from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_layers as kernels
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
@@ -89,12 +89,12 @@ class TritonKernels(Kernels):
         )  # fmt: skip
         return out
 
-    def hold(self, quantization: Quantization) -> None:
-        """Weights are of 4 and 8 bits, but with a deterministic backend."""
-        if not self.deterministic:
-            from nanoengine.layers.triton_quantized import held_linears
+    def quantized_kind(self) -> Callable[..., LinearMethod | None] | None:
+        if self.deterministic:
+            return None
+        from nanoengine.layers.triton_quantized import triton_kind
 
-            self.linear = held_linears(quantization, self.linear)
+        return triton_kind
 
     def fuse(self, model: CausalLM) -> None:
         """Replaces a mixture of experts by grouped launches, and computes layers that keep states

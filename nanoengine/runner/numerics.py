@@ -73,11 +73,12 @@ def make_context(
         )
     kernels = make_kernels(backend, device=device, dtype=dtype, quantization=quantization)
     if quantization is None and model_config.quantization is not None:
-        from nanoengine.layers.expanded import expanded_linears
+        from nanoengine.layers.quantized import no_kind, quantized_linears
 
         stored = model_config.quantization
-        kernels.linear = expanded_linears(stored, kernels.linear)
-        kernels.hold(Quantization(bits=stored.bits, activations="float", stored=stored))
+        as_stored = Quantization(bits=stored.bits, activations="float", stored=stored)
+        kind = kernels.quantized_kind() or no_kind
+        kernels.linear = quantized_linears(as_stored, kernels.linear, kind)
     if quantization is not None and quantization.holds_embedding:
         kernels.embedding = kernels.linear
     activation_dtype, weight_dtype = kernels.dtypes(model_config, dtype, ranks.shard)
@@ -119,12 +120,11 @@ def make_kernels(
         kernels: Kernels = TritonKernels(backend, dtype=dtype)
     else:
         kernels = Kernels(backend)
-    if quantization is not None and device.type == "cuda" and type(kernels) is not Kernels:
-        kernels.hold(quantization)
-    elif quantization is not None:
+    if quantization is not None:
         from nanoengine.layers.quantized import quantized_linears
 
-        kernels.linear = quantized_linears(quantization, kernels.linear)
+        kind = kernels.quantized_kind() if device.type == "cuda" else None
+        kernels.linear = quantized_linears(quantization, kernels.linear, kind)
     return kernels
 
 

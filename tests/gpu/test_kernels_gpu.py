@@ -34,35 +34,26 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "block_size"), BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", SHAPES)
-def test_parity_in_mixed_batches(name, block_size, dtype, options):
-    case = make_case(*DECODES, *PREFILLS, block_size=block_size, dtype=dtype, **options)
+MIXED, BF16 = [*DECODES, *PREFILLS], {"dtype": torch.bfloat16}
+CASES = [
+    *(
+        (name, MIXED, {"block_size": size, "dtype": dtype, **shape})
+        for name, size in BACKENDS
+        for dtype in (torch.bfloat16, torch.float16)
+        for shape in SHAPES
+    ),
+    *((name, DECODES, BF16 | {"block_size": size, "group_size": 2}) for name, size in BACKENDS),
+    *(("triton", [*DECODES[:8], *PREFILLS[:3]], {"block_size": 64, **shape}) for shape in SHAPES),
+    *(("triton", MIXED, BF16 | {"block_size": n, "head_dim": 128}) for n in (16, 32, 128, 256)),
+    # Beyond the most splits.
+    ("triton", [(1, 8192), (1, 8193), (1, 30000)], BF16 | {"block_size": 64}),
+]
+
+
+@pytest.mark.parametrize(("name", "lengths", "options"), CASES)
+def test_parity(name, lengths, options):
+    case = make_case(*lengths, **options)
     case.check(backend_of(case, name))
-
-
-@pytest.mark.parametrize(("name", "block_size"), BACKENDS)
-def test_parity_of_decodes_alone(name, block_size):
-    case = make_case(*DECODES, block_size=block_size, dtype=torch.bfloat16, group_size=2)
-    case.check(backend_of(case, name))
-
-
-@pytest.mark.parametrize("options", SHAPES)
-def test_parity_in_exact_float32(options):
-    case = make_case(*DECODES[:8], *PREFILLS[:3], block_size=64, **options)
-    case.check(backend_of(case))
-
-
-@pytest.mark.parametrize("block_size", [16, 32, 128, 256])
-def test_parity_at_other_block_sizes(block_size):
-    case = make_case(*DECODES, *PREFILLS, block_size=block_size, dtype=torch.bfloat16, head_dim=128)
-    case.check(backend_of(case))
-
-
-def test_parity_beyond_the_most_splits():
-    case = make_case((1, 8192), (1, 8193), (1, 30000), dtype=torch.bfloat16, block_size=64)
-    case.check(backend_of(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

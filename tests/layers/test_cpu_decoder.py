@@ -15,9 +15,8 @@ from nanoengine.attention.batch import Batch
 from nanoengine.kernels import cpu_decoder
 from nanoengine.layers.cpu_decoder import FusedLayers
 from nanoengine.models.decoder import DecoderLayer
-from tests.layers.test_quantized_formats import compressed
 from tests.support.engines import checkpoint, random_prompts
-from tests.support.quantized_checkpoints import pack_quantized, write_quantized
+from tests.support.quantized_checkpoints import SYMMETRIC, int_config, write_quantized
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "granite", "exaone4", "glm4",
             "ernie4_5", "phi3", "seed_oss", "smollm3", "arcee", "gpt_oss",
@@ -137,9 +136,8 @@ def test_neighbours_that_turn_their_heads_alike_are_one_call(family, calls, monk
 
 def test_neighbours_with_other_kinds_of_weights_have_calls_of_their_own(tmp_path):
     """A checkpoint of which one layer is int4 and the next is not quantized."""
-    ignored = {**compressed(), "ignore": ["lm_head", "re:.*layers[.]1[.]"]}
-    pack = partial(pack_quantized, symmetric=True)
-    floats = write_quantized(tmp_path, "llama", ignored, pack, symmetric=True)
+    ignored = {**int_config(), "ignore": ["lm_head", "re:.*layers[.]1[.]"]}
+    floats = write_quantized(tmp_path, "llama", ignored, SYMMETRIC)
     path = tmp_path / "quantized" / "model.safetensors"
     mixed, plain = load_file(path), load_file(floats / "model.safetensors")
     second = "model.layers.1."

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 
 from nanoengine.checkpoint.gguf import FLOATS, TYPES
 from nanoengine.errors import WeightLoadError
@@ -52,17 +52,6 @@ def test_random_blocks(type):
     rows = blocks(type, num_rows=16, num_blocks=3)
     weight = read_blocks(type, torch.from_numpy(rows))
     assert_same(weight.dequantized(), dequantize(rows, GGMLQuantizationType[type]))
-
-
-@pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
-def test_what_the_package_quantizes(type):
-    kind = GGMLQuantizationType[type]
-    weights = numpy.random.default_rng(3).standard_normal((8, 96), dtype="f4") / 50
-    weights[3] = 0
-    rows = quantize(weights, kind)
-    weight = read_blocks(type, torch.from_numpy(rows))
-    assert_same(weight.dequantized(), dequantize(rows, kind))
-    assert numpy.abs(weight.dequantized().numpy() - weights).max() < 0.02
 
 
 def test_every_type_is_read():

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.quantized_weight import quantize
 from nanoengine.layers.triton_experts import TritonExperts, stacked
-from nanoengine.layers.triton_quantized import TritonQuantizedLinear
+from nanoengine.layers.triton_quantized import TritonQuantizedLinear, triton_kind
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.moe import SparseMLP
 from nanoengine.models.triton import TritonKernels
-from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
-from tests.layers.test_small_floats import write
 from tests.layers.test_triton_quantized import drawn, layer
 from tests.support.attention_cases import DEVICE
 from tests.support.checkpoints import make_checkpoint
@@ -26,7 +22,7 @@ from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.engines import greedy, make_engine, run, tokens
 from tests.support.gguf_files import make_gguf
 from tests.support.model_helpers import DenseAttention, build, random_prompts
-from tests.support.quantized_checkpoints import make_mxfp4, write_quantized
+from tests.support.quantized_checkpoints import SMALL_FLOATS, make_mxfp4, stored_kernels, write_case
 
 # Why: the interpreter takes a minute.
 pytestmark = pytest.mark.guards(
@@ -46,23 +42,15 @@ FORMS = {
 def stored_as(case: str, directory: Path, **overrides: Any) -> Path:
     """Writes a mixture of experts; the directory of what is stored, beside the same in floats."""
     sizes = SIZES | {"mlp_only_layers": []} | overrides
-    if case in WHOLE_NUMBERS:
-        config, pack, options = WHOLE_NUMBERS[case]
-        write_quantized(directory, "qwen3_moe", config, pack, **options, **sizes)
-        return directory / "quantized"
-    write(directory, case, "qwen3_moe", head_dim=32, **sizes)
-    return directory / "stored"
+    sizes |= {"head_dim": 32} if case in SMALL_FLOATS else {}
+    write_case(directory, case, "qwen3_moe", **sizes)
+    return directory / "quantized"
 
 
 def on_gpu(directory: Path, **fields: Any) -> CausalLM:
     """As an engine on a GPU holds it, in float32."""
-    stored = load_model_config(directory).quantization
     kernels = TritonKernels(DenseAttention(), dtype=torch.float32)
-    if stored is not None:
-        from nanoengine.layers.expanded import expanded_linears
-
-        kernels.linear = expanded_linears(stored, kernels.linear)
-        kernels.hold(Quantization(bits=stored.bits, activations="float", stored=stored))
+    kernels = stored_kernels(directory, kernels, triton_kind)
     return build(directory, torch.float32, kernels=kernels, **fields)
 
 
@@ -158,13 +146,26 @@ PROMPTS = random_prompts(40, 3)
 """The first goes in chunks, whose rows have no logits."""
 
 
-def check_engines(directory: Path, **options: Any) -> None:
-    """Tokens on the emulated GPU are those of float activations on the CPU; decodes are replays, no
-    step waits, and a layer's experts are two products."""
-    cpu = make_engine(str(directory), device="cpu", attention_backend="cpu", **SMALL | options)
+@pytest.mark.parametrize("case", ["fp8", "awq", "mxfp4", "int4", "int8", "Q4_0", "Q8_0"])
+def test_tokens_are_those_of_float_activations_on_the_cpu(case: str, tmp_path: Path) -> None:
+    """Stored so, quantized while they load, or blocks of a GGUF file: decodes are replays, no step
+    waits, and a layer's experts are two products."""
+    options, path, sizes = dict(SMALL), tmp_path, SIZES | {"mlp_only_layers": []}
+    if case == "mxfp4":
+        make_mxfp4(path)
+    elif case in ("int4", "int8"):
+        make_checkpoint(path, "qwen3_moe", **sizes)
+        options["quantization"] = f"{case}_weight_only"
+    elif case in ("Q4_0", "Q8_0"):
+        path = tmp_path / "m.gguf"
+        make_gguf(path, "qwen3_moe", types=lambda name: case, **sizes)
+        options["quantization"] = "gguf_weight_only"
+    else:
+        path = stored_as(case, tmp_path)
+    cpu = make_engine(str(path), device="cpu", attention_backend="cpu", **options)
     expected, held = tokens(run(cpu, PROMPTS, greedy(5))), cpu.info.weight_bytes
     with EmulatedGPU() as gpu:
-        engine = make_engine(str(directory), **SMALL | ON_GPU | options)
+        engine = make_engine(str(path), **options | ON_GPU)
         experts = [m for m in engine.executor.model.modules() if isinstance(m, SparseMLP)]
         stacks = [one for m in experts for one in (m.routed.gate_up, m.routed.down)]
         assert all(stack.form.name and stack.weight.element_size() == 1 for stack in stacks)
@@ -176,31 +177,10 @@ def check_engines(directory: Path, **options: Any) -> None:
         assert set(gpu.waits) == {"event.synchronize, runner/transfers.py wait"}
         assert gpu.num_replayed > 0
         assert gpu.kernels["expert_gemm_kernel"] == 2 * gpu.kernels["route_kernel"] > 0
+        assert case == "mxfp4" or gpu.kernels["quantized_gemm_kernel"] > 0
         engine.close()
         assert not gpu.disorder
         assert gpu.num_allocated == 0
-
-
-def test_tokens_of_fp8_experts_on_an_emulated_gpu(tmp_path: Path) -> None:
-    check_engines(stored_as("fp8", tmp_path))
-
-
-def test_tokens_of_mxfp4_experts_on_an_emulated_gpu(tmp_path: Path) -> None:
-    make_mxfp4(tmp_path)
-    check_engines(tmp_path)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_experts_are_quantized_while_they_load(bits: int, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe", **SIZES, mlp_only_layers=[])
-    check_engines(tmp_path, quantization=f"int{bits}_weight_only")
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_experts_of_gguf_files_stay_as_they_are(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / "m.gguf"
-    make_gguf(file, "qwen3_moe", types=lambda name: kind, **SIZES, mlp_only_layers=[])
-    check_engines(file, quantization="gguf_weight_only")
 
 
 def test_the_products_of_layers_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Checkpoints in GPTQ, AWQ and compressed-tensors layouts against the same weights as floats."""
+"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and fp8 against the same weights as
+floats: multiplied as they are stored, and expanded while they load."""
 
 from __future__ import annotations
 
@@ -11,148 +12,98 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from nanoengine.checkpoint.config import load_model_config
+from nanoengine import build as build_module
 from nanoengine.checkpoint.quantization import StoredQuantization, resolve_quantization
 from nanoengine.checkpoint.quantization_parsers import parse_quantization
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
+from nanoengine.kernels.code_tables import E2M1
 from nanoengine.layers.collectives import Shard
+from nanoengine.layers.cpu_quantized import CPUWeightOnlyLinear
+from nanoengine.layers.kernels import UnquantizedLinear
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import unpack_words
-from nanoengine.models.decoder import CausalLM
+from nanoengine.layers.quantized_weight import QuantizedWeight
 from tests.support.engines import greedy, make_engine, run, tokens
-from tests.support.model_helpers import all_logits, build, cpu_kernels, random_prompts
+from tests.support.model_helpers import all_logits, build, random_prompts
 from tests.support.quantized_checkpoints import (
-    PROJECTIONS,
-    Drawn,
+    AWQ,
+    CASES,
+    FOUR,
+    FP8,
+    GPTQ,
+    MIXED,
+    SMALL_FLOATS,
     Tensors,
-    awq,
+    compressed,
     fill_words,
-    gptq,
-    int_quantized,
-    pack_quantized,
-    write_quantized,
+    fp8,
+    group,
+    int_config,
+    load_expanded,
+    load_held,
+    write_case,
 )
 
 PROMPTS = random_prompts(9, 3)
-GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
-AWQ: dict[str, Any] = {
-    "quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
-    "modules_to_not_convert": None,
-}  # fmt: skip
 
 
-def compressed(layout: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
-    """A compressed-tensors config as llm-compressor writes it."""
-    given = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
-             "group_size": 32, "dynamic": False, "actorder": None, **weights}  # fmt: skip
-    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": given,
-        "input_activations": None if layout == "pack-quantized" else inputs,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group},
-        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
-    }  # fmt: skip
-
-
-def scattered(rng: np.random.Generator, name: str, num_columns: int) -> np.ndarray:
-    """desc_act: groups of 32 in a random order, equal for matrices of the same input."""
-    beside = name.rpartition(".")[0]
-    seed = sum(map(ord, beside)) + num_columns + ("o_proj" in name)
-    return np.random.default_rng(seed).permutation(num_columns) // 32
-
-
-CASES: dict[str, tuple[dict[str, Any], Callable[[Drawn], Tensors], dict[str, Any]]] = {
-    "gptq": (GPTQ, gptq, {}),
-    "gptq-v2": ({**GPTQ, "checkpoint_format": "gptq_v2"}, partial(gptq, less=0), {}),
-    "gptq-8-bit": ({**GPTQ, "bits": 8}, gptq, {"bits": 8}),
-    "gptq-a-scale-a-row": ({**GPTQ, "group_size": -1}, gptq, {"group_size": None}),
-    "gptq-desc-act": ({**GPTQ, "desc_act": True}, gptq, {"groups": scattered}),
-    "gptq-head": (
-        {**GPTQ, "lm_head": True},
-        gptq,
-        {"names": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-                   "lm_head")},
-    ),
-    "awq": (AWQ, awq, {}),
-    "awq-old-keys": (
-        {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"}, awq, {},
-    ),
-    "awq-some": (
-        {**AWQ, "modules_to_not_convert": ["down_proj", "self_attn"]},
-        awq,
-        {"names": ("gate_proj", "up_proj")},
-    ),
-    "pack-quantized": (compressed(), partial(pack_quantized, symmetric=True), {"symmetric": True}),
-    "pack-quantized-zeros": (
-        compressed(symmetric=False), partial(pack_quantized, symmetric=False), {},
-    ),
-    "pack-quantized-channel": (
-        compressed(strategy="channel", group_size=None, symmetric=False),
-        partial(pack_quantized, symmetric=False),
-        {"group_size": None},
-    ),
-    "pack-quantized-8-bit": (
-        compressed(num_bits=8),
-        partial(pack_quantized, symmetric=True),
-        {"symmetric": True, "bits": 8},
-    ),
-    "pack-quantized-actorder": (
-        compressed(actorder="group"),
-        partial(pack_quantized, symmetric=True, actorder=True),
-        {"symmetric": True, "groups": scattered},
-    ),
-    "pack-quantized-ignore": (
-        {**compressed(), "ignore": ["lm_head", "re:.*self_attn", "re:.*down_proj"]},
-        partial(pack_quantized, symmetric=True),
-        {"symmetric": True, "names": ("gate_proj", "up_proj")},
-    ),
-    "int-quantized": (
-        compressed("int-quantized", num_bits=8, strategy="channel", group_size=None),
-        int_quantized,
-        {"symmetric": True, "bits": 8, "group_size": None},
-    ),
-}  # fmt: skip
-
-
-def load(directory: Path, option: str | None = None, **fields: Any) -> CausalLM:
-    """The model of a checkpoint, in float64."""
-    stored = load_model_config(directory).quantization
-    quantization = resolve_quantization(option, stored, device="cpu")
-    kernels = cpu_kernels(torch.float64, quantization)
-    return build(directory, torch.float64, kernels=kernels, **fields)
+# --- models ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_stored_model_equals_its_float_weights(case: str, tmp_path: Path) -> None:
-    config, pack, options = CASES[case]
-    floats = write_quantized(tmp_path, "llama", config, pack, **options)
+    floats, directory = write_case(tmp_path, case), tmp_path / "quantized"
+    expected = all_logits(build(floats, torch.float64), PROMPTS)
+    atol = 1e-9 if case in SMALL_FLOATS else 1e-5 * float(expected.std())
     option = "int8_weight_only" if case == "int-quantized" else None
-    model, truth = load(tmp_path / "quantized", option), load(floats)
-    expected = all_logits(truth, PROMPTS)
-    found = all_logits(model, PROMPTS)
-    assert (found - expected).abs().max() < 1e-5 * expected.std()
-    quantized = [name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)]
-    assert len(quantized) == 2 * (1 if "names" in options and case != "gptq-head" else 4) + (
-        case == "gptq-head"
-    )
-    method = model.get_submodule(quantized[0])
-    assert method.bits == options.get("bits", 4)
-    assert (method.zeros is not None) == (not options.get("symmetric"))
-    assert (method.order is not None) == ("groups" in options)
+    model = load_held(directory, option)
+    assert (all_logits(model, PROMPTS) - expected).abs().max() < atol
+    held = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    some = {"fp8-some": 5, "gptq-head": 9, "awq-some": 2, "pack-quantized-ignore": 2}
+    assert len(held) == some.get(case, 8)
+    assert all(m.values.element_size() == 1 for m in held), "one byte a weight, or half a byte"
+    drawn = getattr(CASES[case][1], "keywords", {})
+    if case not in SMALL_FLOATS:
+        assert held[0].bits == drawn.get("bits", 4)
+        assert (held[0].zeros is None) == drawn.get("symmetric", False)
+    assert (held[0].order is not None) == drawn.get("is_scattered", False)
+    floating = load_expanded(directory)
+    methods = [m.method for m in floating.modules() if getattr(m, "method", None)]
+    assert all(type(method) is UnquantizedLinear for method in methods)
+    assert (all_logits(floating, PROMPTS) - expected).abs().max() < atol
+    single = load_held(directory, option, dtype=torch.float32)
+    assert any(isinstance(m, CPUWeightOnlyLinear) for m in single.modules())
+    assert (all_logits(single, PROMPTS) - expected).abs().max() < 1e-4 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "overrides"),
+    [
+        *(("qwen3_moe", case, {"head_dim": 32}) for case in ("fp8", "nvfp4", "awq")),  # experts
+        ("phi3", "fp8", {}), ("phi3", "awq", {}),  # merged matrices
+        ("ernie4_5", "awq", {}),  # RoPE over neighbours
+    ],
+)  # fmt: skip
+def test_families_with_other_matrices_are_read_too(
+    family: str, case: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    floats = write_case(tmp_path, case, family, **overrides)
+    prompts = random_prompts(12, 3)
+    expected = all_logits(build(floats, torch.float64), prompts)
+    for make in (load_held, load_expanded):
+        assert (all_logits(make(tmp_path / "quantized"), prompts) - expected).abs().max() < 1e-9
+    single = load_held(tmp_path / "quantized", dtype=torch.float32)
+    assert (all_logits(single, prompts) - expected).abs().max() < 1e-4 * expected.std()
 
 
 @pytest.mark.parametrize("case", ["gptq-desc-act", "awq", "int-quantized"])
 def test_stored_models_run_with_quantized_activations(case: str, tmp_path: Path) -> None:
-    config, pack, options = CASES[case]
-    floats = write_quantized(tmp_path, "llama", config, pack, **options)
-    bits = options.get("bits", 4)
-    expected = all_logits(load(floats), PROMPTS)
-    found = all_logits(load(tmp_path / "quantized", f"int{bits}"), PROMPTS)
+    floats, bits = write_case(tmp_path, case), 8 if case == "int-quantized" else 4
+    expected = all_logits(build(floats, torch.float64), PROMPTS)
+    found = all_logits(load_held(tmp_path / "quantized", f"int{bits}"), PROMPTS)
     assert 1e-4 * expected.std() < (found - expected).abs().max() < 0.5 * expected.std()
     engine = make_engine(str(tmp_path / "quantized"))
     activations = "int8" if case == "int-quantized" else "float"
@@ -168,37 +119,166 @@ def test_stored_models_run_with_quantized_activations(case: str, tmp_path: Path)
         make_engine(str(tmp_path / "quantized"), quantization=f"int{12 - bits}")
 
 
-@pytest.mark.parametrize("case", ["gptq", "pack-quantized-zeros"])
+@pytest.mark.parametrize("case", ["fp8", "mixed"])
+def test_an_engine_generates_what_transformers_does(case: str, tmp_path: Path) -> None:
+    floats = write_case(tmp_path, case)
+    oracle = AutoModelForCausalLM.from_pretrained(floats).eval()
+    prompts = torch.tensor(random_prompts(12, 12))
+    plainly = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = oracle.generate(prompts, attention_mask=torch.ones_like(prompts), **plainly)
+    for backend in ("cpu", "naive"):
+        options = {"attention_backend": backend, "dtype": "float32"}
+        engine = make_engine(str(tmp_path / "quantized"), **options)
+        found = tokens(run(engine, prompts.tolist(), greedy(8)))
+        assert found == [[row] for row in expected[:, 12:].tolist()]
+    formats = "fp8" if case == "fp8" else "float-quantized and nvfp4-pack-quantized"
+    kind = "fp8" if case == "fp8" else "fp4, fp8"
+    assert engine.info.quantization == f"{kind} weights (stored as {formats}), float activations"
+    named = "fp8" if case == "fp8" else "compressed-tensors"
+    assert make_engine(str(tmp_path / "quantized"), quantization=named).info.weight_bits == 8
+    for option in ("int8", "int8_weight_only", "int4"):
+        with pytest.raises(ConfigError, match=rf"contradicts .* {kind} \(.*leave the option out$"):
+            make_engine(str(tmp_path / "quantized"), quantization=option)
+
+
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+def test_an_engine_holds_floats_where_no_kernel_takes_the_stored_form(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, but that the device is this CPU."""
+    on_gpu = partial(resolve_quantization, device="cuda")
+    monkeypatch.setattr(build_module, "resolve_quantization", lambda *given, device: on_gpu(*given))
+    floats, prompts = write_case(tmp_path, "mixed"), random_prompts(12, 5)
+    options = {"attention_backend": backend, "dtype": "float32"}
+    engine = make_engine(str(tmp_path / "quantized"), **options)
+    assert "stored in fp4, fp8 and held as torch.float32" in caplog.text
+    assert (engine.info.quantization, engine.info.weight_bits) == (None, None)
+    found = tokens(run(engine, prompts, greedy(8)))
+    plain = make_engine(str(floats), **options)
+    assert engine.info.weight_bytes == plain.info.weight_bytes
+    assert found == tokens(run(plain, prompts, greedy(8)))
+
+
+def test_blocks_are_those_of_transformers() -> None:
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(5))
+    tensors, numbers = fp8(weight, "")
+    found = Fp8Dequantize(None)._dequantize_one(tensors["weight"], tensors["weight_scale_inv"])
+    assert torch.equal(found, numbers)
+
+
+@pytest.mark.parametrize("case", ["gptq", "pack-quantized-zeros", "fp8"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_holds_its_part(case: str, rank: int, tmp_path: Path) -> None:
-    config, pack, options = CASES[case]
-    write_quantized(tmp_path, "llama", config, pack, intermediate_size=128, **options)
-    whole = load(tmp_path / "quantized").model.layers[1]
-    part = load(tmp_path / "quantized", shard=Shard(rank, 2)).model.layers[1]
-    rows = slice(64 * rank, 64 * rank + 64)
-    down, cut = whole.mlp.down_proj.method, part.mlp.down_proj.method
-    assert torch.equal(cut.scales, down.scales[:, 2 * rank : 2 * rank + 2])
-    assert torch.equal(cut.values, down.values[:, 32 * rank : 32 * rank + 32])
-    gate_up, cut = whole.mlp.gate_up_proj.method, part.mlp.gate_up_proj.method
-    for name in ("values", "scales", "zeros"):
-        both = getattr(gate_up, name).view(2, 128, -1)[:, rows].flatten(0, 1)
-        assert torch.equal(getattr(cut, name), both)
+    sizes = {"intermediate_size": 512, "head_dim": 64} if case == "fp8" else {}
+    write_case(tmp_path, case, **{"intermediate_size": 128, **sizes})
+    models = [
+        make(tmp_path / "quantized", **fields).model.layers[1].mlp
+        for make in (load_held, load_expanded)
+        for fields in ({}, {"shard": Shard(rank, 2)})
+    ]
+    for names, whole, part in (
+        (("values", "scales"), *models[:2]), (("weight",), *models[2:])
+    ):  # fmt: skip
+        for name in names:
+            full, cut = getattr(whole.down_proj.method, name), getattr(part.down_proj.method, name)
+            assert torch.equal(cut, full.chunk(2, 1)[rank])
+            full = getattr(whole.gate_up_proj.method, name)
+            both = torch.cat([half.chunk(2)[rank] for half in full.chunk(2)])
+            assert torch.equal(getattr(part.gate_up_proj.method, name), both)
+
+
+def test_a_rank_of_expanded_weights_may_cut_through_a_group(tmp_path: Path) -> None:
+    write_case(tmp_path, "fp8")
+    directory, shard = tmp_path / "quantized", Shard(1, 2)
+    whole = load_expanded(directory).model.layers[0].mlp.down_proj.method
+    part = load_expanded(directory, shard=shard).model.layers[0].mlp.down_proj.method
+    assert torch.equal(part.weight, whole.weight[:, 96:])
+    with pytest.raises(WeightLoadError, match="cut through the quantized groups"):
+        load_held(directory, shard=shard)
+
+
+def test_dummy_weights_need_no_stored_form(tmp_path: Path) -> None:
+    write_case(tmp_path, "fp8")
+    for make in (load_held, load_expanded):
+        model = make(tmp_path / "quantized", dtype=torch.float32, load_format="dummy")
+        assert all_logits(model, PROMPTS).isfinite().all()
 
 
 def test_biases_stay_beside_quantized_matrices(tmp_path: Path) -> None:
     """Of the model's own, and the zeros that GPTQ writers add to layers without one."""
-    floats = write_quantized(tmp_path, "qwen2", GPTQ, gptq)
-    expected = all_logits(load(floats), PROMPTS)
+    floats = write_case(tmp_path, "gptq", "qwen2")
+    expected = all_logits(build(floats, torch.float64), PROMPTS)
     quantized = tmp_path / "quantized"
-    assert (all_logits(load(quantized), PROMPTS) - expected).abs().max() < 1e-5 * expected.std()
+    assert (
+        all_logits(load_held(quantized), PROMPTS) - expected
+    ).abs().max() < 1e-5 * expected.std()
     file = quantized / "model.safetensors"
     stored = load_file(file)
     name = "model.layers.0.mlp.down_proj.bias"
     save_file(stored | {name: torch.zeros(64)}, file)
-    assert (all_logits(load(quantized), PROMPTS) - expected).abs().max() < 1e-5 * expected.std()
+    assert (
+        all_logits(load_held(quantized), PROMPTS) - expected
+    ).abs().max() < 1e-5 * expected.std()
     save_file(stored | {name: torch.ones(64)}, file)
     with pytest.raises(WeightLoadError, match=r"0\.mlp\.down_proj: .* bias that is not 0"):
-        load(quantized)
+        load_held(quantized)
+
+
+def test_gptq_may_do_without_g_idx(tmp_path: Path) -> None:
+    floats = write_case(tmp_path, "gptq")
+    edit(tmp_path / "quantized", lambda t: [t.pop(n) for n in list(t) if n.endswith("g_idx")])
+    expected = all_logits(build(floats, torch.float64), PROMPTS)
+    found = all_logits(load_held(tmp_path / "quantized"), PROMPTS)
+    assert (found - expected).abs().max() < 1e-5 * expected.std()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_are_unpacked_from_the_low_bits(bits: int) -> None:
+    values = np.random.default_rng(0).integers(0, 1 << bits, (3, 64))
+    words = fill_words(values, bits)
+    assert (words < 0).any(), "the sign bit is a value's bit like any other"
+    assert torch.equal(unpack_words(words, bits), torch.from_numpy(values).int())
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def weight_of(form: str) -> QuantizedWeight:
+    """Every code there is, in a matrix with an incomplete panel of outputs."""
+    generator = torch.Generator().manual_seed(1)
+    codes, group_size = torch.randint(0, 256, (88, 192), generator=generator), 32
+    scales = torch.rand(88, 6, generator=generator) + 0.5
+    more: dict[str, Any] = {"bits": 4}
+    if form == "e4m3":
+        numbers = torch.where(codes & 127 == 127, 0, codes).to(torch.uint8).view(torch.int8)
+        more = {"bits": 8, "floats": True}
+    elif form == "e2m1":
+        numbers, more["table"] = torch.tensor(E2M1, dtype=torch.int8)[codes % 16], E2M1
+    elif form == "int4":
+        numbers = (codes % 16 - 8).to(torch.int8)
+    else:
+        numbers, more["bits"] = (codes - 128).to(torch.int8), 8
+    zeros = torch.randint(-8, 8, (88, 6), generator=generator).float() if "zeros" in form else None
+    return QuantizedWeight(
+        values=numbers, scales=scales, zeros=zeros, group_size=group_size, **more
+    )
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e2m1", "int4", "int8", "int8 with zeros"])
+def test_the_kernel_widens_every_code_exactly(form: str) -> None:
+    weight = weight_of(form)
+    method = CPUWeightOnlyLinear("layer", bits=weight.bits, group_size=32, activations="float")
+    method.create((88, 192), torch.float32, torch.device("cpu"))
+    method.load_quantized(weight)
+    assert torch.equal(method.apply(torch.eye(192), None).T, weight.dequantized())
+    x = torch.randn(70, 192, generator=torch.Generator().manual_seed(2))
+    whole = method.apply(x, None)
+    torch.testing.assert_close(whole, x @ weight.dequantized().T, rtol=1e-4, atol=1e-3 * 448)
+    for rows in (1, 2, 5, 33):
+        assert torch.equal(method.apply(x[:rows], None), whole[:rows]), "other bits in a batch"
+
+
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
@@ -246,33 +326,39 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         lambda t: t[f"{DOWN}.g_idx"].fill_(1),
         rf"{DOWN}: g_idx does not make 3 groups of 32 inputs",
     ),
-}
+    "a weight that is no number": (
+        "fp8", lambda t: t[f"{Q}.weight"].view(torch.uint8)[3, 5].fill_(0xFF),
+        rf"{Q}: a weight is 0x7f or 0xff",
+    ),
+    "a scale that is no number": (
+        "channel", lambda t: t[f"{Q}.weight_scale"][7].fill_(torch.inf), rf"{Q}: a scale is no",
+    ),
+    "a global scale of zero": (
+        "nvfp4", lambda t: t[f"{Q}.weight_global_scale"].zero_(), rf"{Q}: a scale is no finite",
+    ),
+    "no scale": (
+        "fp8-older", lambda t: t.pop(f"{Q}.weight_scale"), rf"{Q}: it has 0 of weight_scale_inv",
+    ),
+    "other blocks": (
+        "fp8", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(1, 2)}),
+        rf"mis-shaped: {Q}\.weight_scale_inv \[1, 2\], expected \[2, 2\]",
+    ),
+    "another float": (
+        "fp8", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.float8_e5m2)}),
+        rf"{Q}\.weight in .* is torch\.float8_e5m2, not torch\.float8_e4m3fn",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_tensors_that_do_not_match_are_named(case: str, tmp_path: Path) -> None:
     name, change, message = BROKEN[case]
-    config, pack, options = CASES[name]
-    write_quantized(tmp_path, "llama", config, pack, **options)
+    write_case(tmp_path, name)
     edit(tmp_path / "quantized", change)
-    with pytest.raises(WeightLoadError, match=message):
-        load(tmp_path / "quantized")
-
-
-def test_gptq_may_do_without_g_idx(tmp_path: Path) -> None:
-    floats = write_quantized(tmp_path, "llama", GPTQ, gptq)
-    edit(tmp_path / "quantized", lambda t: [t.pop(n) for n in list(t) if n.endswith("g_idx")])
-    expected = all_logits(load(floats), PROMPTS)
-    found = all_logits(load(tmp_path / "quantized"), PROMPTS)
-    assert (found - expected).abs().max() < 1e-5 * expected.std()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_words_are_unpacked_from_the_low_bits(bits: int) -> None:
-    values = np.random.default_rng(0).integers(0, 1 << bits, (3, 64))
-    words = fill_words(values, bits)
-    assert (words < 0).any(), "the sign bit is a value's bit like any other"
-    assert torch.equal(unpack_words(words, bits), torch.from_numpy(values).int())
+    # Each matrix becomes floats by itself, in an order of inputs of its own.
+    for make in (load_held, *([] if "fused" in case else [load_expanded])):
+        with pytest.raises(WeightLoadError, match=message):
+            make(tmp_path / "quantized")
 
 
 # --- configs --------------------------------------------------------------------------------------
@@ -290,9 +376,9 @@ def test_configs_are_read() -> None:
     assert not parse({**GPTQ, "lm_head": True}, tied=True).of("lm_head")
     assert parse({**AWQ, "group_size": -1}).group_size is None
     assert not parse(AWQ).of("lm_head")
-    w8a8 = parse(compressed("int-quantized", num_bits=8, strategy="channel", group_size=None))
+    w8a8 = parse(int_config("int-quantized", num_bits=8, strategy="channel", group_size=None))
     assert (w8a8.activations, w8a8.bits, w8a8.group_size) == ("int8", 8, None)
-    ignoring = parse({**compressed(), "ignore": ["re:.*mlp\\.", "model.layers.1.self_attn.o_proj"]})
+    ignoring = parse({**int_config(), "ignore": ["re:.*mlp\\.", "model.layers.1.self_attn.o_proj"]})
     held = {
         name: ignoring.of(f"model.layers.{name}") is not None
         for name in ("1.mlp.gate_up_proj", "1.mlp.down_proj", "1.self_attn.o_proj",
@@ -300,16 +386,15 @@ def test_configs_are_read() -> None:
     }  # fmt: skip
     assert list(held.values()) == [False, False, False, True, True]
     assert ignoring.of("lm_head")
-    some = parse({**compressed(), "ignore": ["model.layers.1.self_attn.q_proj"]})
+    some = parse({**int_config(), "ignore": ["model.layers.1.self_attn.q_proj"]})
     assert some.of("model.layers.0.self_attn.qkv_proj")
     with pytest.raises(UnsupportedModelError, match=r"only some of .*1\.self_attn\.q_proj, "):
         some.of("model.layers.1.self_attn.qkv_proj")
 
 
-def _group(**fields: Any) -> dict[str, Any]:
-    raw = compressed()
-    (group,) = raw["config_groups"].values()
-    return {**raw, "config_groups": {"group_0": {**group, **fields}}}
+def with_group(**fields: Any) -> dict[str, Any]:
+    raw = int_config()
+    return raw | {"config_groups": {"group_0": raw["config_groups"]["group_0"] | fields}}
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -324,29 +409,64 @@ REFUSED: dict[str, dict[str, Any]] = {
     "of awq has bits=8; supported: 4": {**AWQ, "bits": 8},
     "of awq has version='gemv'; supported: 'gemm'": {**AWQ, "version": "gemv"},
     "of awq has zero_point=False": {**AWQ, "zero_point": False},
-    "format='marlin-24'; supported: 'pack-quantized' or 'int-quantized'": compressed("marlin-24"),
-    "weights.num_bits=2; supported: 4 or 8": compressed(num_bits=2),
-    "weights.type='float'": compressed(type="float"),
-    "weights.strategy='tensor'": compressed(strategy="tensor"),
-    "input_activations={'num_bits': 8}": _group(input_activations={"num_bits": 8}),
-    "kv_cache_scheme={'num_bits': 4": {**compressed(), "kv_cache_scheme": {"num_bits": 4}},
-    "has 0 config_groups": {**compressed(), "config_groups": {}},
+    "format='marlin-24'; supported: 'pack-quantized' or 'int-quantized'": int_config("marlin-24"),
+    "weights.num_bits=2; supported: 4 or 8": int_config(num_bits=2),
+    "weights.type='float'": int_config(type="float"),
+    "weights.strategy='tensor'": int_config(strategy="tensor"),
+    "input_activations={'num_bits': 8}": with_group(input_activations={"num_bits": 8}),
+    "kv_cache_scheme={'num_bits': 4": {**int_config(), "kv_cache_scheme": {"num_bits": 4}},
+    "has 0 config_groups": {**int_config(), "config_groups": {}},
     "quant_method must be a string, got ['gptq']": {"quant_method": ["gptq"]},
     "bits must be an integer, got '4'": {**GPTQ, "bits": "4"},
     "group_size must be an integer, got [128]": {**GPTQ, "group_size": [128]},
     "version must be a string, got 5": {**AWQ, "version": 5},
     "modules_to_not_convert[0] must be a string": {**AWQ, "modules_to_not_convert": [5]},
-    "config_groups must be a dict, got [5]": {**compressed(), "config_groups": [5]},
-    "config_groups['group_0'] must be a dict": {**compressed(), "config_groups": {"group_0": 5}},
-    "weights must be a dict, got 5": _group(weights=5),
-    "num_bits must be an integer, got 4.0": compressed(num_bits=4.0),
-    "symmetric must be True or False, got 1": compressed(symmetric=1),
-    "ignore must be a list, got 're:.*'": {**compressed(), "ignore": "re:.*"},
-    "'re:(', which is no expression": {**compressed(), "ignore": ["re:("]},
-    "none of a group": {**compressed(), "ignore": ["re:(a+)+$"]},
-    "up to 4 repeats": {**compressed(), "ignore": ["re:.*.*.*.*.*q_proj"]},
+    "config_groups must be a dict, got [5]": {**int_config(), "config_groups": [5]},
+    "config_groups['group_0'] must be a dict": {**int_config(), "config_groups": {"group_0": 5}},
+    "weights must be a dict, got 5": with_group(weights=5),
+    "num_bits must be an integer, got 4.0": int_config(num_bits=4.0),
+    "symmetric must be True or False, got 1": int_config(symmetric=1),
+    "ignore must be a list, got 're:.*'": {**int_config(), "ignore": "re:.*"},
+    "'re:(', which is no expression": {**int_config(), "ignore": ["re:("]},
+    "none of a group": {**int_config(), "ignore": ["re:(a+)+$"]},
+    "up to 4 repeats": {**int_config(), "ignore": ["re:.*.*.*.*.*q_proj"]},
     "sparsity_config.format='sparse-24": {
-        **compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}
+        **int_config(), "sparsity_config": {"format": "sparse-24-bitmask"}
+    },
+    "weight_block_size=[128]; supported: two positive integers": {
+        **FP8, "weight_block_size": [128]
+    },
+    "activation_scheme='none'; supported: 'dynamic' or 'static'": {
+        **FP8, "activation_scheme": "none"
+    },
+    "expert_dtype='fp4'": {**FP8, "expert_dtype": "fp4"},
+    "modules_to_convert=['model.embed_tokens']": {
+        **FP8, "modules_to_convert": ["model.embed_tokens"]
+    },
+    "modules_to_not_convert has 're:(a+)+'": {**FP8, "modules_to_not_convert": ["(a+)+"]},
+    "weights.type='int'; supported: 'float'": compressed(
+        group({"type": "int", "strategy": "channel"})
+    ),
+    "weights.block_structure=[]": compressed(group({"strategy": "block"})),
+    "weights.group_size=32; supported: 16": compressed(
+        group({**FOUR, "group_size": 32}), layout="nvfp4-pack-quantized"
+    ),
+    "weights.num_bits=4; supported: 8": compressed(group({"num_bits": 4, "strategy": "channel"})),
+    "input_activations={'type': 'int'}": compressed(
+        {**group({"strategy": "channel"}), "input_activations": {"type": "int"}}
+    ),
+    "has 2 config_groups": compressed(
+        group({"strategy": "channel"}),
+        group({"type": "int", "strategy": "channel"}, format="int-quantized", input_activations={
+            "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
+        }),
+    ),
+    "targets has 're:(', which is no expression": compressed(
+        group({"strategy": "channel"}, ("re:(",))
+    ),
+    "kv_cache_scheme={'num_bits': 8, 'type': 'int'": {
+        **compressed(group({"strategy": "channel"})),
+        "kv_cache_scheme": {"num_bits": 8, "type": "int"},
     },
 }  # fmt: skip
 
@@ -358,19 +478,38 @@ def test_what_is_not_read_is_refused_by_name_and_value(message: str) -> None:
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "names"),
-    [
-        ("qwen3_moe", PROJECTIONS),  # matrices of experts
-        ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),  # merged, half heads turned
-        ("ernie4_5", PROJECTIONS),  # neighbours turned
-    ],
-)
-def test_families_with_other_matrices_are_read_too(
-    family: str, names: tuple[str, ...], tmp_path: Path
-) -> None:
-    floats = write_quantized(tmp_path, family, AWQ, awq, names=names)
-    prompts = random_prompts(12, 3)
-    expected = all_logits(build(floats, torch.float64), prompts)
-    got = all_logits(load(tmp_path / "quantized"), prompts)
-    assert (got - expected).abs().max() < 1e-9
+def test_each_layer_has_one_scheme() -> None:
+    layer = "model.layers.3"
+    mixed = parse_quantization(MIXED, tied=False)
+    schemes = {name: mixed.of(f"{layer}.{name}") for name in ("mlp.gate_up_proj", "mlp.down_proj")}
+    assert [scheme and scheme.bits for scheme in schemes.values()] == [4, 8]
+    assert mixed.of("lm_head") is None
+    some = compressed(group({"strategy": "channel"}, ("re:.*self_attn", f"{layer}.mlp.gate_proj")))
+    with pytest.raises(UnsupportedModelError, match=r"only some of .*3\.mlp\.gate_proj, "):
+        parse_quantization(some, tied=False).of(f"{layer}.mlp.gate_up_proj")
+    channel = group({"strategy": "channel"})
+    both = parse_quantization(compressed(channel, channel), tied=False)
+    with pytest.raises(UnsupportedModelError, match=r"2 config_groups for .*down_proj; supported"):
+        both.of(f"{layer}.mlp.down_proj")
+
+
+def test_a_scheme_of_the_cache_is_read() -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "observer": "minmax"}
+    raw = {**compressed(group({"strategy": "channel"})), "kv_cache_scheme": scheme}
+    expected = StoredQuantization(
+        format="float-quantized", bits=8, group_size=None, symmetric=True, activations="e4m3"
+    )
+    floats = compressed({**group({"strategy": "channel"}), "input_activations": None})
+    assert parse_quantization(floats, tied=False).activations == "float"
+    assert parse_quantization(raw, tied=True).of("model.layers.0.mlp.down_proj") is not None
+    assert parse_quantization({**raw, "ignore": []}, tied=False) == expected
+
+
+def test_modules_that_are_not_converted_end_at_a_name() -> None:
+    names = ["lm_head", "model.layers.1", "mlp.gate", "model.layers.*.o_proj"]
+    stored = parse_quantization({**FP8, "modules_to_not_convert": names}, tied=False)
+    held = ("model.layers.11.mlp.down_proj", "model.layers.2.mlp.gate_proj")
+    assert all(stored.of(name) for name in held)
+    for name in ("lm_head", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.gate",
+                 "model.layers.2.self_attn.o_proj"):  # fmt: skip
+        assert stored.of(name) is None

@@ -19,10 +19,9 @@ from nanoengine.layers.triton_experts import TritonExperts, expert_config
 from nanoengine.layers.triton_linear import GemmConfig
 from nanoengine.models.moe import SparseMLP
 from nanoengine.models.triton import TritonKernels
-from nanoengine.settings.params import SamplingParams
 from tests.support.attention_cases import DEVICE
 from tests.support.emulated_gpu import CUDA, EmulatedGPU
-from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.engines import checkpoint, make_engine
 from tests.support.model_helpers import DenseAttention, build, make_context
 from tests.support.row_products import row_products  # noqa: F401
 
@@ -31,7 +30,6 @@ ATOL = {torch.float32: 2e-5, torch.float16: 8e-3}
 pytestmark = pytest.mark.guards(
     "nanoengine/*/triton*.py", "nanoengine/models/moe.py", "tests/support/emulated_gpu.py"
 )
-SCORED = SamplingParams(temperature=0, max_tokens=4, logprobs=1, ignore_eos=True)
 NO_GPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one")
 
 
@@ -250,42 +248,3 @@ def test_experts_beside_an_mlp_see_a_norm_of_what_their_router_sees(small):
     expected = layer.experts(x, *layer.router(seen))
     found = TritonExperts(layer.gate, layer.experts)(x, seen)
     torch.testing.assert_close(found, expected, rtol=0, atol=ATOL[torch.float32])
-
-
-@NO_GPU
-@pytest.mark.parametrize("family", ["qwen3_moe", "phimoe", "gemma4_moe"])
-def test_a_mixture_of_experts_runs_in_graphs_and_waits_for_nothing(family):
-    prompts, params = random_prompts(3, (5, 9, 3)), SCORED
-    sizes = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 16, "num_kv_blocks": 20}
-    directory = checkpoint(family)
-    engine = make_engine(directory, dtype="float32", attention_backend="naive", **sizes)
-    plain = run(engine, prompts, params)
-    with EmulatedGPU() as gpu:
-        options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
-        engine = make_engine(directory, **options, **sizes)
-        gpu.waits.clear()
-        fused = run(engine, prompts, params)
-        assert set(gpu.waits) == {"event.synchronize, runner/transfers.py wait"}
-        assert gpu.num_replayed
-        engine.close()
-        assert not gpu.disorder
-        assert gpu.num_allocated == 0
-    assert tokens(fused) == tokens(plain)
-    for one, other in zip(fused, plain, strict=True):
-        found, expected = (r.sequences[0].extras.cumulative_logprob for r in (one, other))
-        assert found == pytest.approx(expected, abs=1e-4)
-
-
-@NO_GPU
-def test_a_step_may_be_a_chunk_of_a_prompt_alone():
-    """Its rows give no logits, so none goes into the last layer's experts."""
-    directory, prompts, params = checkpoint("qwen2_moe"), random_prompts(5, (40,)), greedy(2)
-    sizes = {"max_num_seqs": 2, "max_model_len": 64, "block_size": 16, "num_kv_blocks": 8}
-    sizes |= {"dtype": "float32", "max_num_batched_tokens": 16}
-    engine = make_engine(directory, attention_backend="naive", **sizes)
-    expected = tokens(run(engine, prompts, params))
-    with EmulatedGPU():
-        options = {"device": "cuda", "attention_backend": "triton", "enforce_eager": True}
-        engine = make_engine(directory, **options, **sizes)
-        assert tokens(run(engine, prompts, params)) == expected
-        engine.close()

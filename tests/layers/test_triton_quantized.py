@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,21 @@ from nanoengine.layers.triton_quantized import (
     E4M3Linear,
     TritonQuantizedLinear,
     e4m3_rows,
-    held_linears,
+    triton_kind,
 )
 from nanoengine.models.triton import TritonKernels
-from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
-from tests.layers.test_small_floats import write
 from tests.support.attention_cases import DEVICE
 from tests.support.checkpoints import make_checkpoint
 from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.engines import greedy, make_engine, run, tokens
-from tests.support.gguf_files import make_gguf
+from tests.support.engines import make_engine
 from tests.support.model_helpers import DenseAttention, all_logits, build, random_prompts
-from tests.support.quantized_checkpoints import write_quantized
+from tests.support.quantized_checkpoints import (
+    AWQ,
+    awq,
+    stored_kernels,
+    write_case,
+    write_quantized,
+)
 
 
 def drawn(form: str, outputs: int, inputs: int, group: int, zeros: bool) -> QuantizedWeight:
@@ -98,16 +102,6 @@ def test_float16_rounds_a_weight_once() -> None:
     assert ((found.double() - expected).abs() < 1e-3 + 2**-11 * expected.abs()).all()
 
 
-def test_every_stored_byte_is_widened_to_its_number() -> None:
-    codes = [code for code in range(256) if code & 127 != 127]
-    values = torch.tensor([*codes, 0, 0], dtype=torch.uint8).view(torch.int8).view(16, 16)
-    weight = QuantizedWeight(
-        values=values, scales=torch.ones(16, 1), zeros=None, bits=8, group_size=16, floats=True
-    )
-    found = layer(weight).apply(torch.eye(16, device=DEVICE), None).T
-    assert torch.equal(found.cpu(), values.view(torch.float8_e4m3fn).float())
-
-
 def test_inputs_in_another_order_and_groups_without_a_tile() -> None:
     generator = torch.Generator().manual_seed(4)
     for size, group in ((128, 32), (120, 24)):
@@ -120,25 +114,18 @@ def test_inputs_in_another_order_and_groups_without_a_tile() -> None:
         torch.testing.assert_close(method.apply(x, None), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", ["gptq-desc-act", "awq", "pack-quantized-zeros", "int-quantized"])
-def test_a_model_of_stored_whole_numbers(case: str, tmp_path: Path) -> None:
-    config, pack, options = WHOLE_NUMBERS[case]
-    floats = write_quantized(tmp_path, "llama", config, pack, **options)
-    check(tmp_path / "quantized", floats)
+def held_by(directory: Path) -> Kernels:
+    """Kernels that hold what a checkpoint stores."""
+    return stored_kernels(directory, Kernels(DenseAttention()), triton_kind)
 
 
-def test_a_model_of_stored_small_floats(tmp_path: Path) -> None:
-    floats = write(tmp_path, "fp8")
-    check(tmp_path / "stored", floats)
-
-
-def check(directory: Path, floats: Path) -> None:
-    """Held in a byte or half of one, and the logits of the weights as floats."""
-    stored = load_model_config(directory).quantization
-    assert stored is not None
-    kernels = Kernels(DenseAttention())
-    kernels.linear = held_linears(as_stored(stored), UnquantizedLinear)
-    model = build(directory, torch.float32, kernels=kernels)
+@pytest.mark.parametrize(
+    "case", ["gptq-desc-act", "awq", "pack-quantized-zeros", "int-quantized", "fp8"]
+)
+def test_a_model_is_held_as_it_is_stored(case: str, tmp_path: Path) -> None:
+    """In a byte or half of one; the logits are those of the weights as floats."""
+    floats, directory = write_case(tmp_path, case), tmp_path / "quantized"
+    model = build(directory, torch.float32, kernels=held_by(directory))
     held = [m for m in model.modules() if isinstance(m, TritonQuantizedLinear)]
     assert len(held) == 8 and all(m.tile and m.weight.element_size() == 1 for m in held)
     prompts = random_prompts(9, 3)
@@ -149,27 +136,16 @@ def check(directory: Path, floats: Path) -> None:
 def test_the_kernel_set_of_a_gpu_holds_what_is_stored() -> None:
     stored = StoredQuantization(format="awq", bits=4, group_size=128, skipped=("lm_head$",))
     kernels = TritonKernels(DenseAttention(), dtype=torch.bfloat16)
-    kernels.hold(as_stored(stored))
+    assert kernels.quantized_kind() is triton_kind
+    make = quantized_linears(as_stored(stored), kernels.linear, triton_kind)
     name = "model.layers.0.mlp.down_proj"
     for held in (name, "model.layers.0.mlp.experts.3.down_proj"):
-        assert type(kernels.linear(held)) is TritonQuantizedLinear
+        assert type(make(held)) is TritonQuantizedLinear
     for other in ("lm_head", "model.layers.0.mlp.gate"):
-        assert isinstance(kernels.linear(other), UnquantizedLinear)
+        assert isinstance(make(other), UnquantizedLinear)
     backend = DenseAttention()
     backend.deterministic = True
-    kernels = TritonKernels(backend, dtype=torch.bfloat16)
-    kernels.hold(as_stored(stored))
-    assert isinstance(kernels.linear(name), UnquantizedLinear)
-
-
-def test_tokens_on_an_emulated_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
-    """Decodes are replays of graphs."""
-    config, pack, options = WHOLE_NUMBERS["awq"]
-    write_quantized(tmp_path, "llama", config, pack, **options)
-    directory, prompts = str(tmp_path / "quantized"), random_prompts(9, 3)
-    cpu = make_engine(directory, dtype="float32", device="cpu")
-    expected = tokens(run(cpu, prompts, greedy(5)))
-    assert tokens_on_gpu(directory, prompts) == expected
+    assert TritonKernels(backend, dtype=torch.bfloat16).quantized_kind() is None
 
 
 # --- fp8 by fp8 -----------------------------------------------------------------------------------
@@ -264,19 +240,19 @@ class Emulated(QuantizedLinear):
 @pytest.mark.parametrize("case", ["channel", "fp8-matrix"])
 def test_a_model_in_fp8_computes_what_its_form_says(case: str, tmp_path: Path) -> None:
     """Logits are nearer to those of rounded activations than to those of floats."""
-    write(tmp_path, case, head_dim=32)
-    stored = load_model_config(tmp_path / "stored").quantization
+    write_case(tmp_path, case, head_dim=32)
+    stored = load_model_config(tmp_path / "quantized").quantization
     assert stored is not None and stored.activations == "e4m3"
 
     def logits(make: Any) -> torch.Tensor:
         kernels = Kernels(DenseAttention())
         kernels.linear = make
-        model = build(tmp_path / "stored", torch.bfloat16, kernels=kernels)
+        model = build(tmp_path / "quantized", torch.bfloat16, kernels=kernels)
         held = [m.form for m in model.modules() if isinstance(m, E4M3Linear)]
         assert held in ([], ["e4m3 by e4m3"] * 8)
         return all_logits(model, random_prompts(9, 20)).float()
 
-    found = logits(held_linears(as_stored(stored), UnquantizedLinear))
+    found = logits(quantized_linears(as_stored(stored), UnquantizedLinear, triton_kind))
     rounded, plain = (
         logits(quantized_linears(as_stored(stored), UnquantizedLinear, kind))
         for kind in (Emulated, QuantizedLinear)
@@ -288,37 +264,6 @@ def test_a_model_in_fp8_computes_what_its_form_says(case: str, tmp_path: Path) -
 # --- engines --------------------------------------------------------------------------------------
 
 ON_GPU = {"device": "cuda", "attention_backend": "triton", "dtype": "float32", "max_num_seqs": 2}
-
-
-def tokens_on_gpu(directory: str, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    with EmulatedGPU() as gpu:
-        engine = make_engine(directory, num_kv_blocks=32, **ON_GPU, **options)
-        gpu.kernels.clear()
-        found = tokens(run(engine, prompts, greedy(5)))
-        assert gpu.kernels["quantized_gemm_kernel"] > 0 and gpu.num_replayed > 0
-        engine.close()
-        assert not gpu.disorder
-        assert gpu.num_allocated == 0
-    return found
-
-
-RARELY = pytest.mark.guards(
-    "nanoengine/kernels/triton_quantized.py", "nanoengine/layers/*quantized*.py",
-    "nanoengine/checkpoint/quantization*.py",
-)  # fmt: skip
-
-
-@RARELY
-@pytest.mark.parametrize("option", ["int4", "int8_weight_only"])
-def test_weights_are_quantized_while_they_load(option: str, tmp_path: Path) -> None:
-    """Tokens are those of the same weights on a CPU, by float activations."""
-    make_checkpoint(tmp_path, "llama", tie_word_embeddings=option == "int4")
-    prompts, kind = random_prompts(9, 3), option.removesuffix("_weight_only")
-    cpu = make_engine(
-        str(tmp_path), dtype="float32", device="cpu", quantization=f"{kind}_weight_only"
-    )
-    expected = tokens(run(cpu, prompts, greedy(5)))
-    assert tokens_on_gpu(str(tmp_path), prompts, quantization=option) == expected
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
@@ -354,17 +299,6 @@ def test_new_rows_come_in_the_place_of_old_ones() -> None:
         assert torch.equal(method.apply(x, None), fresh.apply(x, None))
 
 
-@RARELY
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_blocks_of_gguf_files_stay_as_they_are(kind: str, tmp_path: Path) -> None:
-    file, sizes = tmp_path / "m.gguf", {"head_dim": 32, "intermediate_size": 128}
-    make_gguf(file, "llama", types=lambda name: kind, **sizes)
-    prompts = random_prompts(9, 3)
-    cpu = make_engine(str(file), dtype="float32", device="cpu", quantization="gguf_weight_only")
-    expected = tokens(run(cpu, prompts, greedy(5)))
-    assert tokens_on_gpu(str(file), prompts) == expected
-
-
 def test_of_a_gguf_file_layers_of_one_known_type_are_held() -> None:
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
     stored = StoredQuantization(
@@ -372,7 +306,7 @@ def test_of_a_gguf_file_layers_of_one_known_type_are_held() -> None:
         types=dict(zip(names, ("Q4_0", "Q4_0", "Q8_0", "Q4_K"), strict=True))
         | {"model.layers.1.self_attn.o_proj": "Q8_0"},
     )  # fmt: skip
-    make = held_linears(as_stored(stored), UnquantizedLinear)
+    make = quantized_linears(as_stored(stored), UnquantizedLinear, triton_kind)
     for name in ("0.self_attn.qkv_proj", "0.self_attn.o_proj"):
         assert isinstance(make(f"model.layers.{name}"), UnquantizedLinear)
     assert isinstance(make("model.layers.1.self_attn.o_proj"), TritonQuantizedLinear)
@@ -386,19 +320,14 @@ def test_of_a_gguf_file_layers_of_one_known_type_are_held() -> None:
 ])  # fmt: skip
 def test_a_rank_holds_its_part_of_what_is_stored(case: str, tile: int, tmp_path: Path) -> None:
     """Whether or not the part cuts through groups, or inputs are in another order."""
-    if case in WHOLE_NUMBERS:
-        config, pack, options = WHOLE_NUMBERS[case]
-        if case == "awq":
-            config, options = {**config, "group_size": 64}, {"group_size": 64}
-        floats = write_quantized(tmp_path, "llama", config, pack, intermediate_size=192, **options)
+    if case == "awq":
+        config, pack = AWQ | {"group_size": 64}, partial(awq, group_size=64)
+        floats = write_quantized(tmp_path, "llama", config, pack, intermediate_size=192)
     else:
-        floats = write(tmp_path, case)
-    directory = next(path for path in tmp_path.iterdir() if path != floats)
+        floats = write_case(tmp_path, case, intermediate_size=192)
+    directory = tmp_path / "quantized"
     whole = build(floats, torch.float32).model.layers[0].mlp.down_proj.method.weight
-    stored = load_model_config(directory).quantization
-    assert stored is not None
-    kernels, generator = Kernels(DenseAttention()), torch.Generator().manual_seed(7)
-    kernels.linear = held_linears(as_stored(stored), UnquantizedLinear)
+    kernels, generator = held_by(directory), torch.Generator().manual_seed(7)
     for rank in (0, 1):
         part = build(directory, torch.float32, kernels=kernels, shard=Shard(rank, 2))
         layer = part.model.layers[0]
@@ -412,12 +341,9 @@ def test_a_rank_holds_its_part_of_what_is_stored(case: str, tile: int, tmp_path:
 
 def test_a_rank_with_a_part_of_the_inputs_takes_float_activations(tmp_path: Path) -> None:
     """Why: a token's scale would be that of its part."""
-    write(tmp_path, "channel")
-    stored, kernels = load_model_config(tmp_path / "stored").quantization, Kernels(DenseAttention())
-    assert stored is not None
-    kernels.linear = held_linears(as_stored(stored), UnquantizedLinear)
-    shard = Shard(1, 2)
-    part = build(tmp_path / "stored", torch.bfloat16, kernels=kernels, shard=shard)
+    write_case(tmp_path, "channel")
+    directory = tmp_path / "quantized"
+    part = build(directory, torch.bfloat16, kernels=held_by(directory), shard=Shard(1, 2))
     mlp = part.model.layers[0].mlp
     forms = mlp.gate_up_proj.method.form, mlp.down_proj.method.form
     assert forms == ("e4m3 by e4m3", "e4m3")

@@ -12,13 +12,11 @@ import torch
 
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.settings.params import SamplingParams
-from tests.layers import test_small_floats
-from tests.layers.test_quantized_formats import CASES as WHOLE_NUMBERS
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import all_logits, build
 from tests.support.model_helpers import random_prompts as plain_prompts
-from tests.support.quantized_checkpoints import PROJECTIONS, write_quantized
+from tests.support.quantized_checkpoints import PROJECTIONS, load_expanded, load_held, write_case
 
 
 def sizes(seed: int) -> dict[str, Any]:
@@ -51,30 +49,23 @@ def test_logits_of_random_sizes(family: str, seed: int, tmp_path: Path) -> None:
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-OTHERS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-STORED_SIZES = {"q_lora_rank": 64, "kv_lora_rank": 160, "qk_nope_head_dim": 20, "v_head_dim": 24,
-                "moe_intermediate_size": 64}  # fmt: skip
+STORED_SIZES = {
+    "q_lora_rank": 64, "kv_lora_rank": 160, "qk_nope_head_dim": 20, "v_head_dim": 24,
+    "moe_intermediate_size": 64,
+    "names": (*PROJECTIONS, "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+}  # fmt: skip
 """Blocks of 128 end within heads, and within what is turned."""
 
 
 @pytest.mark.parametrize("case", ["fp8", "block", "gptq-desc-act", "awq", "pack-quantized-8-bit"])
-def test_a_stored_model_equals_its_float_weights(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if case in WHOLE_NUMBERS:
-        config, pack, options = WHOLE_NUMBERS[case]
-        names = PROJECTIONS + OTHERS
-        floats = write_quantized(
-            tmp_path, "deepseek_v3", config, pack, names=names, **options, **STORED_SIZES
-        )
-        stored = tmp_path / "quantized"
-    else:
-        monkeypatch.setattr(test_small_floats, "MATRICES", PROJECTIONS + OTHERS)
-        floats = test_small_floats.write(tmp_path, case, "deepseek_v3", **STORED_SIZES)
-        stored = tmp_path / "stored"
+def test_a_stored_model_equals_its_float_weights(case: str, tmp_path: Path) -> None:
+    floats, stored = (
+        write_case(tmp_path, case, "deepseek_v3", **STORED_SIZES),
+        tmp_path / "quantized",
+    )
     prompts = plain_prompts(33)
     expected = all_logits(build(floats, torch.float64), prompts)
-    for model in (test_small_floats.load(stored), test_small_floats.expanded(stored)):
+    for model in (load_held(stored), load_expanded(stored)):
         assert (all_logits(model, prompts) - expected).abs().max() < 1e-9
     (prompt,) = random_prompts(1, (40,))
     fast, slow = (

@@ -32,20 +32,16 @@ def ranks() -> list[Collectives]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_sums_and_joins(ranks: list[Collectives], dtype: torch.dtype) -> None:
+def test_sums_joins_and_the_least_number(ranks: list[Collectives], dtype: torch.dtype) -> None:
     parts = [torch.arange(6, dtype=dtype).view(2, 3) + 10 * rank for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         joined = list(pool.map(Collectives.all_gather, ranks, parts))
         sums = list(pool.map(Collectives.all_reduce, ranks, [part.clone() for part in parts]))
+        assert list(pool.map(Collectives.least, ranks, [2**40, 7])) == [7, 7]
     for found in sums:
         assert torch.equal(found, parts[0] + parts[1])
     for found in joined:
         assert torch.equal(found, torch.cat(parts, dim=-1))
-
-
-def test_the_least_number(ranks: list[Collectives]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(Collectives.least, ranks, [2**40, 7])) == [7, 7]
 
 
 @dataclass(frozen=True)

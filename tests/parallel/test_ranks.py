@@ -25,28 +25,18 @@ SMALL = {
 }  # fmt: skip
 """Chunks, and a pool that is too small for all at once."""
 
+# Why more blocks: so many states, too, that some are left for snapshots.
+BLOCKS = dict.fromkeys(
+    ("qwen3_next", "qwen3_5", "qwen3_5_moe", "falcon_h1", "nemotron_h"), 60
+) | dict.fromkeys(("bamba", "granite_hybrid"), 100)  # fmt: skip
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # name -> family, fields of its config, options of the engine
     # Why no images: the text part of such a model is one of the other families.
     **{
-        family: (family, {}, {"attention_backend": "cpu"})
+        family: (family, {}, {"attention_backend": "cpu", "num_kv_blocks": BLOCKS.get(family, 30)})
         for family in FAMILIES
         if not family.endswith("_vision")
-    },
-    # Why more blocks: so many states, too, that some are left for snapshots.
-    **{
-        family: (family, {}, {"attention_backend": "cpu", "num_kv_blocks": 60})
-        for family in FAMILIES
-        if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-    },
-    **{
-        family: (family, {}, {"attention_backend": "cpu", "num_kv_blocks": blocks})
-        for family, blocks in (
-            ("bamba", 100),
-            ("falcon_h1", 60),
-            ("granite_hybrid", 100),
-            ("nemotron_h", 60),
-        )
     },
     "one KV head": ("qwen2", {"num_key_value_heads": 1}, {"attention_backend": "naive"}),
     "overlapped": ("qwen3", {}, {"overlap": True, "kv_cache_dtype": "int8"}),

@@ -1,16 +1,22 @@
-"""Tiny quantized checkpoints in the published layouts, packed by numpy one value at a time.
+"""Tiny quantized checkpoints in the published layouts, and the same models as floats.
 
-Written from the formats' own packing code, not from the readers: a matrix is drawn as whole
-numbers, scales and zero points, its float values are returned as the truth, and words are filled
-value by value. Sources: AutoGPTQ's `QuantLinear.pack` (qlinear_cuda.py), AutoAWQ's
-`WQLinear_GEMM.from_linear`, compressed-tensors' `pack_to_int32`.
+Written from the formats' own packing code, not from the readers. A matrix of integers is drawn as
+values, scales and zero points, its float values are returned as the truth, and words are filled
+value by value; floats of 8 and 4 bits are rounded block by block. Sources: AutoGPTQ's
+`QuantLinear.pack` (qlinear_cuda.py), AutoAWQ's `WQLinear_GEMM.from_linear`, compressed-tensors'
+`pack_to_int32`, `quantize` and `pack_fp4_to_uint8`, transformers' `Fp8Quantize`.
+
+A packer takes a matrix and its name, and returns its tensors as a checkpoint stores them and its
+truth.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +25,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.quantization import Quantization, resolve_quantization
 from nanoengine.kernels.code_tables import E2M1
+from nanoengine.layers.kernels import Kernels
+from nanoengine.layers.quantized import no_kind, quantized_linears
+from nanoengine.models.decoder import CausalLM
 from tests.support.checkpoints import make_checkpoint
+from tests.support.model_helpers import DenseAttention, build, cpu_kernels
 
 Tensors = dict[str, torch.Tensor]
+Packer = Callable[[torch.Tensor, str], tuple[Tensors, torch.Tensor]]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MATRICES = (*PROJECTIONS, "qkv_proj", "gate_up_proj")
+BYTE, HALF = torch.float8_e4m3fn, torch.tensor(E2M1) / 2
+
+
+# --- integers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +54,7 @@ class Drawn:
     scales: np.ndarray  # [N, G] float16
     groups: np.ndarray  # [K]
     bits: int
+    is_symmetric: bool
 
     @property
     def weight(self) -> torch.Tensor:
@@ -44,27 +63,33 @@ class Drawn:
 
 
 def draw(
-    rng: np.random.Generator,
-    shape: tuple[int, int],
+    shape: torch.Size,
+    name: str,
     *,
-    bits: int,
-    group_size: int | None,
-    symmetric: bool,
-    groups: np.ndarray | None = None,
+    bits: int = 4,
+    group_size: int | None = 32,
+    symmetric: bool = False,
+    is_scattered: bool = False,
 ) -> Drawn:
-    """A random matrix; scales give weights of about 0.15."""
-    size = group_size or shape[1]
-    num_groups = shape[1] // size
-    middle = 1 << (bits - 1)
-    drawn_zeros = rng.integers(middle // 2, middle * 3 // 2, (shape[0], num_groups))
+    """A random matrix, seeded by its name; scales give weights of about 0.15.
+
+    Args:
+        is_scattered: groups have their inputs in a random order, equal for matrices of one input.
+    """
+    rng, (outputs, inputs) = np.random.default_rng(sum(map(ord, name))), shape
+    num_groups, middle = inputs // (group_size or inputs), 1 << (bits - 1)
+    drawn_zeros = rng.integers(middle // 2, middle * 3 // 2, (outputs, num_groups))
     scale = 0.15 / (0.6 * middle)
+    groups = np.arange(inputs) // (group_size or inputs)
+    if is_scattered:
+        seed = sum(map(ord, name.rpartition(".")[0])) + inputs + ("o_proj" in name)
+        groups = np.random.default_rng(seed).permutation(groups)
     return Drawn(
         values=rng.integers(0, 1 << bits, shape),
         zeros=np.full_like(drawn_zeros, middle) if symmetric else drawn_zeros,
         scales=(scale * rng.uniform(0.5, 1.5, drawn_zeros.shape)).astype(np.float16),
-        groups=np.arange(shape[1]) // size if groups is None else groups,
-        bits=bits,
-    )
+        groups=groups, bits=bits, is_symmetric=symmetric,
+    )  # fmt: skip
 
 
 def fill_words(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -81,6 +106,18 @@ def fill_words(values: np.ndarray, bits: int, order: tuple[int, ...] | None = No
     return torch.from_numpy(words.view(np.int32))
 
 
+def integers(store: Callable[..., Tensors]) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+    """A packer that draws a matrix by the options of `draw`, and stores it so."""
+
+    @functools.wraps(store)
+    def pack(weight: torch.Tensor, name: str, *, options: Any = None, **how: Any) -> Any:
+        drawn = draw(weight.shape, name, **how)
+        return store(drawn, **(options or {})), drawn.weight
+
+    return pack
+
+
+@integers
 def gptq(drawn: Drawn, *, less: int = 1) -> Tensors:
     """Inputs side by side in a word; zero points of outputs, stored `less` one (v1) or not (v2)."""
     return {
@@ -91,6 +128,7 @@ def gptq(drawn: Drawn, *, less: int = 1) -> Tensors:
     }
 
 
+@integers
 def awq(drawn: Drawn) -> Tensors:
     """Outputs side by side in a word, in AutoAWQ's order_map."""
     order_map = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -101,14 +139,15 @@ def awq(drawn: Drawn) -> Tensors:
     }
 
 
-def pack_quantized(drawn: Drawn, *, symmetric: bool, actorder: bool = False) -> Tensors:
+@integers
+def pack_quantized(drawn: Drawn, *, actorder: bool = False) -> Tensors:
     """Inputs side by side in a word, zero points of outputs in columns; signed values plus half."""
     tensors = {
         "weight_packed": fill_words(drawn.values, drawn.bits),
         "weight_scale": torch.from_numpy(drawn.scales),
         "weight_shape": torch.tensor(drawn.values.shape),
     }
-    if not symmetric:
+    if not drawn.is_symmetric:
         words = fill_words(drawn.zeros.T, drawn.bits).T
         tensors["weight_zero_point"] = words.contiguous()
     if actorder:
@@ -116,6 +155,7 @@ def pack_quantized(drawn: Drawn, *, symmetric: bool, actorder: bool = False) -> 
     return tensors
 
 
+@integers
 def int_quantized(drawn: Drawn) -> Tensors:
     """int8 as it is."""
     return {
@@ -124,52 +164,234 @@ def int_quantized(drawn: Drawn) -> Tensors:
     }
 
 
+# --- floats of 8 and 4 bits -----------------------------------------------------------------------
+
+
+def blocks(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
+    """e4m3 codes, a scale for each block [ceil(N / rows), ceil(K / columns)], and the truth."""
+    codes, numbers = torch.empty_like(weight, dtype=BYTE), torch.empty_like(weight)
+    starts = range(0, len(weight), rows), range(0, weight.shape[1], columns)
+    scales = torch.empty(len(starts[0]), len(starts[1]))
+    for i, row in enumerate(starts[0]):
+        for j, column in enumerate(starts[1]):
+            place = slice(row, row + rows), slice(column, column + columns)
+            scales[i, j] = weight[place].abs().max() / 448
+            codes[place] = (weight[place] / scales[i, j]).to(BYTE)
+            numbers[place] = codes[place].float() * scales[i, j]
+    return codes, scales, numbers
+
+
+def fp8(weight: torch.Tensor, _: str, *, scale: str = "weight_scale_inv") -> Any:
+    codes, scales, numbers = blocks(weight, 128, 128)
+    return {"weight": codes, scale: scales}, numbers
+
+
+def fp8_matrix(
+    weight: torch.Tensor, _: str, *, scale: str, of_inputs: str, shape: tuple[int, ...] = ()
+) -> Any:
+    codes, scales, numbers = blocks(weight, *weight.shape)
+    return {"weight": codes, scale: scales.view(shape), of_inputs: torch.ones(shape)}, numbers
+
+
+def fp8_rows(weight: torch.Tensor, _: str, *, columns: int | None = None) -> Any:
+    codes, scales, numbers = blocks(weight, 1, columns or weight.shape[1])
+    return {"weight": codes, "weight_scale": scales}, numbers
+
+
+def nvfp4(weight: torch.Tensor, _: str) -> Any:
+    groups = weight.unflatten(1, (-1, 16))
+    whole = 448 * 6 / weight.abs().max()
+    scales = (groups.abs().amax(2) / 6 * whole).to(BYTE)
+    steps = (scales.float() / whole).unsqueeze(2)
+    codes = ((groups / steps).unsqueeze(3) - HALF).abs().argmin(3).flatten(1)
+    numbers = (HALF[codes].unflatten(1, (-1, 16)) * steps).flatten(1)
+    tensors = {
+        "weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "weight_scale": scales,
+        "weight_global_scale": whole.view(1),
+        "input_global_scale": torch.ones(1),
+    }
+    return tensors, numbers
+
+
+def nvfp4_or_rows(weight: torch.Tensor, name: str) -> Any:
+    return (nvfp4 if name.endswith(("gate_proj", "up_proj")) else fp8_rows)(weight, name)
+
+
+# --- configs, as the writers of the formats make them ---------------------------------------------
+
+
+def group(weights: dict[str, Any], targets: tuple[str, ...] = ("Linear",), **more: Any) -> Any:
+    """Of `config_groups`: floats, whose activations are of as many bits."""
+    given = {"type": "float", "symmetric": True, "dynamic": False, "num_bits": 8, **weights}
+    inputs = {"type": "float", "num_bits": given["num_bits"], "dynamic": True}
+    return {"targets": list(targets), "weights": given, "input_activations": inputs, **more}
+
+
+def compressed(*groups: dict[str, Any], layout: str = "float-quantized") -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"],
+        "config_groups": {f"group_{i}": one for i, one in enumerate(groups)},
+        "kv_cache_scheme": None, "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+def int_config(layout: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    given = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": None}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    activations = None if layout == "pack-quantized" else inputs
+    return compressed(group({**given, **weights}, input_activations=activations), layout=layout)
+
+
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+AWQ: dict[str, Any] = {
+    "quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
+    "modules_to_not_convert": None,
+}  # fmt: skip
+FP8: dict[str, Any] = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}  # fmt: skip
+OF_MATRIX = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+FOUR = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+BLOCK = {"strategy": "block", "block_structure": [128, 128]}
+SKIPPED = ["lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn"]
+MIXED = compressed(
+    group({"strategy": "channel"}, ("re:.*self_attn", "re:.*down_proj"), format="float-quantized"),
+    group(FOUR, ("re:.*(gate|up)_proj",), format="nvfp4-pack-quantized"),
+    layout="mixed-precision",
+)
+FLOATS = {"hidden_size": 160, "intermediate_size": 192, "head_dim": 40, "dtype": torch.float32}
+"""No multiples of 128: blocks at the ends are smaller, and cut the rows of q, k and v."""
+SOME = ("gate_proj", "up_proj")
+SYMMETRIC = partial(pack_quantized, symmetric=True)
+
+CASES: dict[str, tuple[dict[str, Any], Packer, dict[str, Any]]] = {
+    # name -> config, packer, options of `write_quantized`
+    "gptq": (GPTQ, gptq, {}),
+    "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(gptq, options={"less": 0}), {}),
+    "gptq-8-bit": (GPTQ | {"bits": 8}, partial(gptq, bits=8), {}),
+    "gptq-a-scale-a-row": (GPTQ | {"group_size": -1}, partial(gptq, group_size=None), {}),
+    "gptq-desc-act": (GPTQ | {"desc_act": True}, partial(gptq, is_scattered=True), {}),
+    "gptq-head": (GPTQ | {"lm_head": True}, gptq, {"names": (*PROJECTIONS, "lm_head")}),
+    "awq": (AWQ, awq, {}),
+    "awq-old-keys": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"}, awq, {},
+    ),
+    "awq-some": (
+        AWQ | {"modules_to_not_convert": ["down_proj", "self_attn"]}, awq, {"names": SOME},
+    ),
+    "pack-quantized": (int_config(), SYMMETRIC, {}),
+    "pack-quantized-zeros": (int_config(symmetric=False), pack_quantized, {}),
+    "pack-quantized-channel": (
+        int_config(strategy="channel", group_size=None, symmetric=False),
+        partial(pack_quantized, group_size=None), {},
+    ),
+    "pack-quantized-8-bit": (int_config(num_bits=8), partial(SYMMETRIC, bits=8), {}),
+    "pack-quantized-actorder": (
+        int_config(actorder="group"),
+        partial(SYMMETRIC, is_scattered=True, options={"actorder": True}), {},
+    ),
+    "pack-quantized-ignore": (
+        int_config() | {"ignore": ["lm_head", "re:.*self_attn", "re:.*down_proj"]},
+        SYMMETRIC, {"names": SOME},
+    ),
+    "int-quantized": (
+        int_config("int-quantized", num_bits=8, strategy="channel", group_size=None),
+        partial(int_quantized, symmetric=True, bits=8, group_size=None), {},
+    ),
+    "fp8": (FP8, fp8, FLOATS),
+    "fp8-matrix": (
+        OF_MATRIX,
+        partial(fp8_matrix, scale="weight_scale_inv", of_inputs="activation_scale"), FLOATS,
+    ),
+    "fp8-older": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        partial(fp8_matrix, scale="weight_scale", of_inputs="input_scale"), FLOATS,
+    ),
+    "fp8-some": (FP8 | {"modules_to_not_convert": SKIPPED}, fp8, FLOATS),
+    "tensor": (
+        compressed(group({"strategy": "tensor"})),
+        partial(fp8_matrix, scale="weight_scale", of_inputs="input_scale", shape=(1,)), FLOATS,
+    ),
+    "channel": (compressed(group({"strategy": "channel"})), fp8_rows, FLOATS),
+    "group": (
+        compressed(group({"strategy": "group", "group_size": 32})), partial(fp8_rows, columns=32),
+        FLOATS,
+    ),
+    "block": (compressed(group(BLOCK)), partial(fp8, scale="weight_scale"), FLOATS),
+    "nvfp4": (compressed(group(FOUR), layout="nvfp4-pack-quantized"), nvfp4, FLOATS),
+    "mixed": (MIXED, nvfp4_or_rows, FLOATS),
+}  # fmt: skip
+SMALL_FLOATS = [case for case, (*_, options) in CASES.items() if options is FLOATS]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
 def write_quantized(
     directory: Path,
     family: str,
     config: dict[str, Any],
-    pack: Callable[[Drawn], Tensors],
+    pack: Packer,
     *,
-    names: tuple[str, ...] = PROJECTIONS,
-    groups: Callable[[np.random.Generator, str, int], np.ndarray | None] = lambda *_: None,
-    seed: int = 0,
-    bits: int = 4,
-    group_size: int | None = 32,
-    symmetric: bool = False,
+    names: tuple[str, ...] = MATRICES,
+    dtype: torch.dtype = torch.float64,
     **overrides: Any,
 ) -> Path:
-    """Writes a checkpoint in `directory` / "quantized" whose projections are quantized, and in
-    `directory` / "floats" the same model as floats; returns the latter's path.
-
-    `groups(rng, name, K)` may scatter a matrix's inputs over its groups.
-    """
+    """Writes a checkpoint in `directory` / "quantized" whose matrices of these names are packed,
+    and in `directory` / "floats" the same model as floats; returns the latter's path."""
     floats, quantized = directory / "floats", directory / "quantized"
-    make_checkpoint(floats, family, dtype=torch.float64, seed=seed, **overrides)
-    truth = load_file(floats / "model.safetensors")
-    stored = {}
-    rng = np.random.default_rng(seed)
+    make_checkpoint(floats, family, dtype=dtype, **overrides)
+    truth, stored = load_file(floats / "model.safetensors"), Tensors()
+    skipped = tuple(f"{name}." for name in config.get("modules_to_not_convert") or ())
     for name, tensor in truth.items():
         stem, _, kind = name.rpartition(".")
-        if kind != "weight" or stem.rpartition(".")[2] not in names:
+        named = kind == "weight" and stem.rpartition(".")[2] in names
+        if not named or name.startswith(skipped):
             stored[name] = tensor
             continue
-        drawn = draw(
-            rng,
-            tuple(tensor.shape),
-            bits=bits,
-            group_size=group_size,
-            symmetric=symmetric,
-            groups=groups(rng, stem, tensor.shape[1]),
-        )
-        truth[name] = drawn.weight
-        stored |= {f"{stem}.{part}": value for part, value in pack(drawn).items()}
-    save_file(truth, floats / "model.safetensors")
+        tensors, truth[name] = pack(tensor, stem)
+        stored |= {f"{stem}.{part}": value for part, value in tensors.items()}
+    save_file(truth, floats / "model.safetensors", {"format": "pt"})
     quantized.mkdir()
     raw = json.loads((floats / "config.json").read_text(encoding="utf-8"))
     raw["quantization_config"] = config
     (quantized / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     save_file(stored, quantized / "model.safetensors")
     return floats
+
+
+def write_case(directory: Path, case: str, family: str = "llama", **overrides: Any) -> Path:
+    """`write_quantized` of one of `CASES`."""
+    config, pack, options = CASES[case]
+    return write_quantized(directory, family, config, pack, **{**options, **overrides})
+
+
+def load_held(
+    directory: Path, option: str | None = None, *, dtype: torch.dtype = torch.float64, **fields: Any
+) -> CausalLM:
+    """The model as an engine on a CPU holds it."""
+    stored = load_model_config(directory).quantization
+    kernels = cpu_kernels(dtype, resolve_quantization(option, stored, device="cpu"))
+    return build(directory, dtype, kernels=kernels, **fields)
+
+
+def load_expanded(
+    directory: Path, *, dtype: torch.dtype = torch.float64, **fields: Any
+) -> CausalLM:
+    """The model as an engine holds it on a device that has no kernel for the stored form."""
+    kernels = stored_kernels(directory, Kernels(DenseAttention()), no_kind)
+    return build(directory, dtype, kernels=kernels, **fields)
+
+
+def stored_kernels(directory: Path, kernels: Kernels, kind: Callable[..., Any]) -> Kernels:
+    """The kernels with methods of this kind for what the checkpoint stores, as on a GPU."""
+    stored = load_model_config(directory).quantization
+    assert stored is not None and resolve_quantization(None, stored, device="cuda") is None
+    as_stored = Quantization(bits=stored.bits, activations="float", stored=stored)
+    kernels.linear = quantized_linears(as_stored, kernels.linear, kind)
+    return kernels
 
 
 # --- MXFP4 ----------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ A prompt is a string: "die" ends the process by SIGKILL while the row runs, "han
 has the stream raise; anything else is answered with itself and its key, `SLOW_S` after the step
 that took it in.
 
-`tokenizer`: "refuse" has the model refused; a path has it refused from the second start on. With
-"DIE_AT_START=PATH" the process dies as often as there are lines in that file.
+`tokenizer`: "refuse" has the model refused. With "DIE_AT_START=PATH" the process dies as often as
+there are lines in that file.
 """
 
 from __future__ import annotations
@@ -46,14 +46,6 @@ class ScriptedLLM:
             file.write_text("".join(f"{line}\n" for line in others[:-1]))
             if first is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
-        elif tokenizer is not None:
-            flag = Path(tokenizer)
-            if flag.exists():
-                raise ConfigError("the script refuses a second start")
-            if os.getppid() and not flag.with_suffix(".first").exists():
-                flag.with_suffix(".first").touch()  # the other replica may start as well
-            else:
-                flag.touch()
         self.engine = SimpleNamespace(observers=[])
         self.info = EngineInfo(
             **dict.fromkeys(EngineInfo.__dataclass_fields__, 0)  # type: ignore[arg-type]
