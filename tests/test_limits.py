@@ -39,7 +39,6 @@ LOADED = [
     "checkpoint.config",
     "checkpoint.families.dense",
     "checkpoint.families.family",
-    "checkpoint.families.per_layer",
     "checkpoint.files",
     "checkpoint.find",
     "checkpoint.keys",
