@@ -57,27 +57,6 @@ def test_peer_bug_08_one_prompt_of_any_form_is_one_prompt(llm: LLM) -> None:
     assert llm.generate([], LONG, use_tqdm=False) == []
 
 
-def test_peer_bug_08_prompts_and_params_of_different_length_are_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="got 3 for 2 prompts"):
-        llm.generate(["one", "dog"], [LONG] * 3, use_tqdm=False)
-    with pytest.raises(RequestError, match=r"priority.*got 1 for 2 prompts"):
-        llm.generate(["one", "dog"], LONG, priority=[1], use_tqdm=False)
-    with pytest.raises(RequestError, match=r"sampling_params\[1\]"):
-        llm.generate(["one", "dog"], [LONG, {"n": 1}], use_tqdm=False)
-    with pytest.raises(RequestError, match="share one"):
-        llm.stream(iter(["one"]), [LONG])
-    assert_idle(llm)
-
-
-def test_a_wrong_on_error_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="on_error"):
-        llm.generate("one", on_error="ignore", use_tqdm=False)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="kind"):
-        llm.stream("one", kind="all")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=r"stream\(\) also takes"):
-        llm.generate(iter(["one"]), use_tqdm=False)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("on_error", ["raise", "record"])
 def test_peer_bug_01_a_request_that_fails_running_costs_no_neighbour(
     llm: LLM, on_error: str
@@ -252,17 +231,6 @@ def test_a_progress_bar_counts_requests_and_tells_the_speed(llm: LLM) -> None:
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("wrong", ["no", None, 1])
-def test_what_is_neither_a_flag_nor_a_bar_is_refused(llm: LLM, wrong: Any) -> None:
-    """A "no" was a yes."""
-    told = "use_tqdm must be True, False or a function, got"
-    with pytest.raises(RequestError, match=told):
-        llm.generate("one", LONG, use_tqdm=wrong)
-    with pytest.raises(RequestError, match=told):
-        list(llm.stream("one", LONG, use_tqdm=wrong))
-    assert_idle(llm)
-
-
 # --- chat -----------------------------------------------------------------------------------------
 
 
@@ -277,17 +245,6 @@ def test_chat_renders_one_or_many_conversations(make_llm: MakeLLM) -> None:
         assert texts(llm.chat([talk, talk], LONG, **options)) == ["it is late."] * 2
         (bare,) = llm.chat(talk, LONG, add_generation_prompt=False, **options)
         assert bare.prompt == "<|user|>go home</s>"
-
-
-def test_chat_without_a_template_and_bad_messages_are_refused(llm: LLM) -> None:
-    talk = [{"role": "user", "content": "hi"}]
-    with pytest.raises(RequestError, match=r"prompt 0: .*no chat template"):
-        llm.chat(talk, use_tqdm=False)
-    for bad in ("hi", [[{"content": "hi"}]], [[]]):
-        with pytest.raises(RequestError, match=r"messages|message|conversation"):
-            llm.chat(bad, use_tqdm=False)  # type: ignore[arg-type]
-    (output,) = llm.chat(talk, use_tqdm=False, on_error="record")
-    assert "no chat template" in (output.error or "")
 
 
 # --- stream ---------------------------------------------------------------------------------------

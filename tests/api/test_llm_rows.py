@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,36 +169,7 @@ def test_a_message_that_the_template_leaves_out_fails_its_row_alone(llm: LLM) ->
     assert "leaves out the content of messages[0] with role 'system'" in (second.error or "")
 
 
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [
-        ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"),
-        ({"text": "hi"}, "None"),
-        ({"type": "text"}, "'text'"),
-        (5, "'int'"),
-    ],
-)
-def test_other_parts_are_refused_by_type(llm: LLM, part: object, kind: str) -> None:
-    """2.7: an image was left out of the prompt, or printed into it."""
-    talk = [*TALK, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
-    with pytest.raises(RequestError, match=rf"messages\[1\].*got one of type {kind}"):
-        llm.chat(talk, LONG, chat_template=CHAT_TEMPLATE, use_tqdm=False)
-
-
 # --- doors ----------------------------------------------------------------------------------------
-
-
-def test_wrong_types_at_the_doors_of_an_llm_are_errors_of_the_tree(llm: LLM) -> None:
-    """3.12: these were TypeErrors and AttributeErrors from inside."""
-    for model in (5, None, b"x"):
-        with pytest.raises(ConfigError, match="model must be"):
-            LLM(model)  # type: ignore[arg-type]
-    for block_ids in (["a"], [1.5], [True], 5, None, [0], [10**9]):
-        with pytest.raises(RequestError, match="block ids"):
-            llm.evict(block_ids)  # type: ignore[arg-type]
-    for params in (None, SamplingParams(), 5):
-        with pytest.raises(RequestError, match="params must be BeamSearchParams"):
-            llm.beam_search("one", params, use_tqdm=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -277,13 +249,6 @@ def test_the_names_of_vllm_mean_the_same(make_llm: MakeLLM) -> None:
         assert output.finished
         beams = BeamSearchParams(beam_width=1, max_tokens=2)
         assert llm.beam_search("one", beams, lora_request=None, use_tqdm=False)
-        for call in (
-            lambda: llm.generate("one", LONG, lora_request="x"),  # type: ignore[arg-type]
-            lambda: llm.chat(TALK, LONG, lora_request=5),  # type: ignore[arg-type]
-            lambda: llm.beam_search("one", beams, lora_request=5),  # type: ignore[arg-type]
-        ):
-            with pytest.raises(RequestError, match="lora_request must be None"):
-                call()
         assert_idle(llm)
 
 
@@ -331,10 +296,60 @@ def test_arrays_and_columns_of_prompts_are_lists_of_prompts(llm: LLM) -> None:
     talks = Column([TALK, TALK])
     options: dict[str, Any] = {"chat_template": CHAT_TEMPLATE, "use_tqdm": False}
     assert len(llm.chat(talks, LONG, **options)) == 2  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=r"prompt 1: .*got float"):
-        llm.generate(Column(["one", float("nan")]), LONG, use_tqdm=False)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="got ndarray"):
-        llm.generate(np.zeros((2, 3), int), LONG, use_tqdm=False)  # type: ignore[arg-type]
+
+
+PROGRESS = "use_tqdm must be True, False or a function, got"
+BEAMS = BeamSearchParams(beam_width=1, max_tokens=2)
+
+
+def with_part(llm: LLM, part: object) -> Any:
+    talk = [*TALK, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+    return llm.chat(talk, LONG, False, chat_template=CHAT_TEMPLATE)
+
+
+REFUSED_CALLS: list[tuple[Callable[[LLM], Any], str]] = [
+    (lambda llm: llm.generate(["one", "dog"], [LONG] * 3, False), "got 3 for 2 prompts"),
+    (lambda llm: llm.generate(["one", "dog"], LONG, False, priority=[1]), "priority.*got 1 for 2"),
+    (lambda llm: llm.generate(["one", "dog"], [LONG, {"n": 1}], False), r"sampling_params\[1\]"),
+    (lambda llm: llm.generate("one", on_error="ignore", use_tqdm=False), "on_error"),
+    (lambda llm: llm.generate(iter(["one"]), LONG, False), r"stream\(\) also takes"),
+    (lambda llm: llm.generate(Column(["one", math.nan]), LONG, False), "prompt 1: .*got float"),
+    (lambda llm: llm.generate(np.zeros((2, 3), int), LONG, False), "got ndarray"),
+    (lambda llm: llm.generate("one", LONG, lora_request="x"), "lora_request must be None"),
+    (lambda llm: llm.stream("one", kind="all"), "kind must be one of 'final', 'cumulative'"),
+    (lambda llm: llm.stream(iter(["one"]), [LONG]), "share one"),
+    (lambda llm: llm.chat(TALK, LONG, False), "prompt 0: .*no chat template"),
+    (lambda llm: llm.chat("hi", LONG, False), "messages|conversation"),
+    (lambda llm: llm.chat([[{"content": "hi"}]], LONG, False), "message"),
+    (lambda llm: llm.chat([[]], LONG, False), "conversation"),
+    (lambda llm: llm.chat(TALK, LONG, lora_request=5), "lora_request must be None"),
+    (lambda llm: with_part(llm, {"type": "image_url"}), r"messages\[1\].*of type 'image_url'"),
+    (lambda llm: with_part(llm, {"text": "hi"}), r"messages\[1\].*got one of type None"),
+    (lambda llm: with_part(llm, {"type": "text"}), r"messages\[1\].*got one of type 'text'"),
+    (lambda llm: with_part(llm, 5), r"messages\[1\].*got one of type 'int'"),
+    (lambda llm: llm.beam_search("one", BEAMS, lora_request=5), "lora_request must be None"),
+]
+for wrong in ("no", None, 1):
+    REFUSED_CALLS += [
+        (lambda llm, wrong=wrong: llm.generate("one", LONG, use_tqdm=wrong), PROGRESS),
+        (lambda llm, wrong=wrong: list(llm.stream("one", LONG, use_tqdm=wrong)), PROGRESS),
+    ]
+for wrong in (5, None, b"x"):
+    REFUSED_CALLS.append((lambda llm, wrong=wrong: LLM(wrong), "model must be"))
+for wrong in (["a"], [1.5], [True], 5, None, [0], [10**9]):
+    REFUSED_CALLS.append((lambda llm, wrong=wrong: llm.evict(wrong), "block ids"))
+for wrong in (None, SamplingParams(), 5):
+    REFUSED_CALLS.append(
+        (lambda llm, wrong=wrong: llm.beam_search("one", wrong), "params must be BeamSearchParams")
+    )
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED_CALLS)
+def test_what_a_call_can_not_do_is_an_error_of_the_tree(llm, call, message):
+    """Some were TypeErrors and AttributeErrors from inside; a "no" was a yes."""
+    with pytest.raises((RequestError, ConfigError), match=message):
+        call(llm)
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
