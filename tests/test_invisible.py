@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanoengine import DiskTier, HostTier, StructuredOutputs
-from nanoengine.core.extras import set_drafts
+from nanoengine.core.speculation import set_drafts
 from nanoengine.features import structured
 from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always

@@ -205,6 +205,7 @@ def test_a_decode_that_reads_what_another_one_writes_is_no_graph():
         assert not step.fits(late)
         engine.close()
 
+
 ROOT = Path(__file__).parents[2]
 ODD = [
     'gemma4 {"head_dim": 8, "global_head_dim": 40}',
