@@ -73,8 +73,6 @@ class ExtrasScheduling(Forks):
         """Keeps the drafts that fit step, sequence and pool; returns the tokens to compute."""
         num_known = seq.num_tokens - seq.num_computed_tokens
         num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
-        if self.are_due(seq):
-            num_drafts = 0  # Why: its forks sample from the last position of the prompt
         extras.draft_token_ids = extras.draft_token_ids[: max(num_drafts, 0)]
         num_new = min(num_new, num_known + len(extras.draft_token_ids))
         manager = self.scheduler.block_manager

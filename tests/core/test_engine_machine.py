@@ -505,7 +505,7 @@ OFTEN = {
     "lost files": 1,
     "host loads": 100,
     "host stores": 500,
-    "disk loads": 5,
+    "disk loads": 25,
     "disk stores": 200,
     "disk failures": 20,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanoengine.core.plan import StepPlan
+from nanoengine.core.speculation import set_drafts
 from nanoengine.core.waiting import MAX_LOOK_AHEAD, MAX_OVERTAKEN
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import CapacityError
@@ -50,6 +51,27 @@ def test_a_head_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
 
 
 # --- preemption -----------------------------------------------------------------------------------
+
+
+def test_a_preempted_sequence_is_not_refused_for_the_watermark():
+    engine = make_engine(
+        num_blocks=101, watermark_frac=0.05, max_num_batched_tokens=512, enable_prefix_caching=False
+    )
+    first = engine.add_request("first", range(1, 5), params(20))
+    long = engine.add_request("long", [7] * 376, params(18))
+    run(engine)
+    assert engine.stats().preemptions == 1
+    assert [r.sequences[0].finish_reason for r in (first, long)] == ["length", "length"], long.error
+
+
+def test_drafts_that_the_pool_has_no_block_for_are_dropped():
+    """They are guesses: nobody is preempted for them, and nobody fails by them."""
+    engine = make_engine(9, 2, windows=(3, None, 9), max_num_batched_tokens=6)
+    request = engine.add_request("0", [1, 2, 3], params(3))
+    engine.step()
+    set_drafts(engine.scheduler, request.sequences[0], (1,))
+    run(engine)
+    assert_outputs(request)
 
 
 def test_priority_comes_from_the_params_unless_given_apart():

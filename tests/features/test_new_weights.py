@@ -21,7 +21,7 @@ from nanoengine.layers.placement import place_buffers
 from nanoengine.runner import start
 from tests.support.checkpoints import make_checkpoint
 from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.engines import greedy, make_engine, random_prompts, run, tokens
+from tests.support.engines import finish, greedy, make_engine, random_prompts, run, tokens
 from tests.support.gguf_files import make_gguf
 from tests.support.late_device import make_graph_safe
 from tests.support.model_helpers import cpu_kernels
@@ -66,6 +66,11 @@ def answers(llm: LLM) -> list[tuple[list[int], float]]:
     return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in outputs]
 
 
+def answers_of(folder: Path, **options) -> list[tuple[list[int], float]]:
+    with LLM(folder, **options) as llm:
+        return answers(llm)
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
@@ -76,9 +81,8 @@ CASES = [
     ("qwen3", {}, {"dtype": "float64", "attention_backend": "naive"}),
     ("qwen3", {"tie_word_embeddings": False}, {"dtype": "bfloat16"}),
     *(
-        ("qwen2", {"tie_word_embeddings": tied}, {"dtype": "float32", "quantization": kind})
-        for kind in QUANTIZATIONS
-        for tied in (True, False)
+        ("qwen2", {"tie_word_embeddings": i % 2 == 0}, {"dtype": "float32", "quantization": kind})
+        for i, kind in enumerate(QUANTIZATIONS)
     ),
     ("qwen2", {}, {"dtype": "float64", "attention_backend": "naive", "quantization": "int4"}),
     ("gemma3", {"tie_word_embeddings": True}, {"dtype": "bfloat16"}),
@@ -97,8 +101,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "overrides", "options"), CASES, ids=map(str, CASES))
 def test_as_an_llm_of_the_new_checkpoint(pair, family, overrides, options):
     old, new = pair(family, **overrides)
-    with LLM(new, **SMALL, **options) as fresh:
-        expected = answers(fresh)
+    expected = answers_of(new, **SMALL, **options)
     with LLM(old, **SMALL, **options) as llm:
         before = answers(llm)
         assert before != expected
@@ -169,8 +172,7 @@ def test_what_runs_goes_on_under_the_new_weights(pair, options):
     load_weights(engine, new)
     before = [list(r.sequences[0].token_ids) for r in requests]
     assert len(before[0]) - len(PROMPTS[0]) >= 4
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     with_new = make_engine(str(new))
     for request, prompt, known in zip(requests, PROMPTS, before, strict=True):
         left = len(prompt) + 12 - len(known)
@@ -180,21 +182,10 @@ def test_what_runs_goes_on_under_the_new_weights(pair, options):
     with_new.close()
 
 
-def test_a_stream_goes_on(pair):
-    old, new = pair("qwen3")
-    with LLM(old, **SMALL) as llm:
-        stream = llm.stream(PROMPTS, GREEDY, kind="cumulative")
-        next(stream)
-        llm.load_weights(new)
-        ended = [output for output in stream if output.finished]
-        assert [len(output.outputs[0].token_ids) for output in ended] == [12] * 3
-
-
 def test_blocks_of_a_host_tier_are_not_read_under_new_weights(pair):
     old, new = pair("qwen3")
     options = SMALL | {"num_kv_blocks": 9, "block_size": 8, "max_model_len": 64}
-    with LLM(new, **options) as fresh:
-        expected = answers(fresh)
+    expected = answers_of(new, **options)
     with LLM(old, kv_tiers=[HostTier(gib=0.01, policy="load")], **options) as llm:
         answers(llm)
         answers(llm)
@@ -250,8 +241,7 @@ def test_names_in_the_memory_of_transformers(pair):
     for family, overrides in [("mixtral", {}), ("qwen3", {"tie_word_embeddings": True})]:
         old, new = pair(family, **overrides)
         model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
-        with LLM(new, dtype="float32", **SMALL) as fresh:
-            expected = answers(fresh)
+        expected = answers_of(new, dtype="float32", **SMALL)
         for pairs in (model.state_dict(), model.named_parameters()):
             with LLM(old, dtype="float32", **SMALL) as llm:
                 llm.load_weights(pairs)
@@ -321,8 +311,7 @@ def test_a_gguf_takes_the_place_of_a_gguf_alone(tmp_path):
     for seed, path in enumerate((old, new)):
         make_gguf(path, "gemma2", seed=seed, query_pre_attn_scalar=32)
     make_gguf(other, "gemma2", query_pre_attn_scalar=32, rms_norm_eps=1e-3)
-    with LLM(new, **SMALL) as fresh:
-        expected = answers(fresh)
+    expected = answers_of(new, **SMALL)
     folder = old.with_suffix("")
     for model, weights, why in (
         (folder, new, "all be of GGUF files, or none"),

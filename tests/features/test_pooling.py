@@ -59,9 +59,7 @@ def assert_close(found, wanted, atol=2e-5):
 # --- vectors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "gemma3", "qwen3_moe", "lfm2", "stablelm"]
-)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "lfm2", "stablelm"])
 def test_a_decoder_without_head_gives_the_hidden_states_of_transformers(tmp_path, family):
     model = make_pooled(tmp_path, "model", family)
     with LLM(tmp_path, **OPTIONS, max_model_len=128) as llm:

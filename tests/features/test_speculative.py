@@ -12,7 +12,15 @@ from nanoengine.features.beam import BeamSearch, BeamSearchParams
 from nanoengine.llm import LLM
 from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
-from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.engines import (
+    checkpoint,
+    finish,
+    greedy,
+    make_engine,
+    random_prompts,
+    run,
+    tokens,
+)
 
 NUM_TOKENS = 24
 NGRAM = "ngram:max=3,min=1,k=4"
@@ -148,8 +156,7 @@ def test_forks_between_steps_and_aborts(tmp_path: Path):
     engine.fork("a")
     engine.step()
     engine.abort("b")
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert [seq.output_token_ids for seq in request.sequences] == [expected, expected]
     assert engine.proposer.drafter.other.num_tokens == 0, (
         "nothing is kept of requests that have ended"

@@ -84,13 +84,6 @@ def test_the_reason_says_that_a_load_is_a_trial():
     )
 
 
-def test_a_policy_is_not_tried():
-    cost = make_model(policy="recompute")
-    cost.host.rate.add(1, 0.5)
-    run_step(cost, 1000.0)
-    assert not ask(cost)[0]
-
-
 def test_a_retry_goes_all_the_way_from_the_disk_to_the_device(tmp_path, monkeypatch):
     tiers = [HostTier(gib=4 * 2**-10), DiskTier(tmp_path, gib=16 * 2**-10)]
     prompts = random_prompts(6, [40, 50])

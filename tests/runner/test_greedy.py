@@ -10,15 +10,13 @@ import torch
 from nanoengine.settings.params import SamplingParams
 from tests.support.engines import (
     checkpoint,
-    greedy,
     make_engine,
     random_prompts,
     reference,
     run,
-    tokens,
 )
 
-FAMILIES = ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "gemma3"]
+FAMILIES = ["llama", "qwen3_moe", "gemma3"]
 LENGTHS = [1, 5, 16, 17, 31, 32, 33, 64, 90]
 
 
@@ -46,30 +44,6 @@ def test_greedy_64_tokens_equal_transformers(family, dtype):
         logprobs = predicted.log_softmax(-1)[range(64), output]
         ours = torch.tensor([entry[0].logprob for entry in request.sequences[0].extras.logprobs])
         torch.testing.assert_close(ours.double(), logprobs.double(), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float64"), ("naive", "float32")])
-def test_greedy_is_the_same_through_the_other_backends(backend, dtype):
-    directory = checkpoint("qwen3")
-    prompts = random_prompts(16, LENGTHS)
-    engine = make_engine(directory, dtype=dtype, attention_backend=backend)
-    found = tokens(run(engine, prompts, greedy(64)))
-    engine.close()
-    for prompt, (output,) in zip(prompts, found, strict=True):
-        logits = reference_logits(directory, getattr(torch, dtype), prompt + output)
-        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == output
-
-
-def test_greedy_is_the_same_through_triton_in_its_interpreter():
-    """Few tokens: the interpreter takes milliseconds for each program of a kernel."""
-    directory = checkpoint("qwen3", head_dim=64, num_hidden_layers=1)
-    prompts = random_prompts(3, [5, 17, 33])
-    expected = make_engine(directory, dtype="float32")
-    found = make_engine(
-        directory, dtype="float32", attention_backend="triton", block_size=16, num_kv_blocks=20,
-        max_num_seqs=4,
-    )  # fmt: skip
-    assert tokens(run(found, prompts, greedy(6))) == tokens(run(expected, prompts, greedy(6)))
 
 
 @pytest.mark.parametrize("options", [{}, {"long_prefill_threshold": 7}, {"num_kv_blocks": 9}])

@@ -23,6 +23,8 @@ PROMPTS = [SHARED[:140] + tail for tail in random_prompts(3, [9, 4, 17], seed=4)
 PROMPTS += random_prompts(2, [70, 5], seed=5)
 FAMILIES = ["qwen3_5", "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h"]
 NUM_TOKENS = 20
+DRAWN = {"temperature": 1.0, "seed": 7, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+PARAMS = {1: greedy(NUM_TOKENS), 3: SamplingParams(n=3, **DRAWN)}
 
 
 def engine_of(family: str, **options):
@@ -31,48 +33,39 @@ def engine_of(family: str, **options):
 
 
 @functools.cache
-def expected(family: str, n: int = 1, temperature: float = 0.0):
+def expected(family: str, n: int = 1):
     """Each prompt alone, without a cache, in one chunk."""
     engine = engine_of(family, enable_prefix_caching=False)
-    params = SamplingParams(
-        temperature=temperature, n=n, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True
-    )
-    return [tokens(run(engine, [prompt], params))[0] for prompt in PROMPTS]
+    return [tokens(run(engine, [prompt], PARAMS[n]))[0] for prompt in PROMPTS]
+
+
+CASES = {
+    "hits in one step and after it": {},
+    "hits, overlapped": {"overlap": True},
+    "chunks that end anywhere": {"max_num_batched_tokens": 13},
+    "too few blocks": {"num_kv_blocks": 30, "max_model_len": 200},
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_with_hits_in_one_step_and_behind_it(family, overlap):
-    engine = engine_of(family, overlap=overlap)
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_each_prompt_alone(family, case):
+    engine = engine_of(family, **CASES[case])
     for _ in range(2):
-        assert tokens(run(engine, PROMPTS, greedy(NUM_TOKENS))) == expected(family)
+        assert tokens(run(engine, PROMPTS, PARAMS[1])) == expected(family)
     stats = engine.stats()
-    assert stats.cache_hit_tokens > 4 * 128
-    assert stats.prefill_tokens < 800
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_in_chunks_that_end_anywhere(family):
-    engine = engine_of(family, max_num_batched_tokens=13)
-    for _ in range(2):
-        assert tokens(run(engine, PROMPTS, greedy(NUM_TOKENS))) == expected(family)
-    assert engine.stats().cache_hit_tokens > 4 * 128
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_when_blocks_run_out(family):
-    engine = engine_of(family, num_kv_blocks=30, max_model_len=200)
-    assert tokens(run(engine, PROMPTS, greedy(NUM_TOKENS))) == expected(family)
-    assert engine.stats().preemptions > 0
+    if "num_kv_blocks" in CASES[case]:
+        assert stats.preemptions > 0
+    else:
+        assert stats.cache_hit_tokens > 4 * 128
+        assert stats.prefill_tokens < 800
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forks_part_with_their_states(family):
     """More sequences than rows: some wait, and compute the end of the prompt again."""
-    engine = engine_of(family)
-    params = SamplingParams(temperature=1.0, n=3, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
-    found = tokens(run(engine, PROMPTS, params))
-    assert found == expected(family, 3, 1.0)
+    found = tokens(run(engine_of(family), PROMPTS, PARAMS[3]))
+    assert found == expected(family, 3)
     assert all(len({tuple(ids) for ids in answers}) > 1 for answers in found)
 
 

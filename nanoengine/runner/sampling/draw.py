@@ -128,11 +128,13 @@ class DrawParams:
         ]
 
 
-def line_chunks(logits: torch.Tensor) -> Iterator[slice]:
-    """Cuts the lines of logits [L, V] into slices that are worked on at a time."""
+def line_chunks(logits: torch.Tensor, count: int | None = None) -> Iterator[slice]:
+    """Cuts the lines of logits [L, V], or `count` of them, into slices that are worked on at a
+    time."""
     elements = CPU_CHUNK if logits.device.type == "cpu" else CHUNK
     size = max(1, elements // logits.shape[-1])
-    return (slice(start, start + size) for start in range(0, len(logits), size))
+    count = len(logits) if count is None else count
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def widen(logits: torch.Tensor) -> torch.Tensor:
@@ -321,21 +323,30 @@ Drawer = Callable[[torch.Tensor, torch.Tensor, DrawParams], torch.Tensor]
 
 
 def sample_lines(
-    logits: torch.Tensor, params: DrawParams | None, drawer: Drawer | None
+    logits: torch.Tensor,
+    params: DrawParams | None,
+    drawer: Drawer | None,
+    lines: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples a token per line: ids [L] int64, and whether the line has a valid one, [L] bool.
 
     Args:
-        logits: [L, V], any float dtype.
+        logits: [L, V], any float dtype; more lines, if `lines` are given.
         params: temperature 0 for greedy lines. None where all are greedy.
         drawer: draws the other lines. None where all are greedy.
+        lines: [L] int64, the lines to sample; None: all. Why not taken out before: on a CPU a copy
+            of a few lines at a time stays inside the cache.
     """
-    if params is None or drawer is None:
+    if lines is None and (params is None or drawer is None):
         ids, largest = argmax(logits)
     else:
-        chunks = [
-            _draw_chunk(logits[lines], params[lines], drawer) for lines in line_chunks(logits)
-        ]
+        chunks = []
+        for part in line_chunks(logits, None if lines is None else len(lines)):
+            some = logits[part if lines is None else lines[part]]
+            if params is None or drawer is None:
+                chunks.append(argmax(some))
+            else:
+                chunks.append(_draw_chunk(some, params[part], drawer))
         ids, largest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     valid = largest.isfinite()
     return torch.where(valid, ids, 0), valid

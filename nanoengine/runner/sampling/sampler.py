@@ -313,9 +313,9 @@ class Sampler:
         for number, from_edited in set(zip(drawers.tolist(), is_edited.tolist(), strict=True)):
             lines = np.flatnonzero((drawers == number) & (is_edited == from_edited))
             source, taken = (edited, place[lines]) if from_edited else (logits, lines)
-            index = slice(None) if len(lines) == len(source) else torch.from_numpy(taken)
+            index = None if len(lines) == len(source) else torch.from_numpy(taken)
             params = self._draw_params(rows[lines], positions[lines], device) if number else None
-            found = sample_lines(source[index], params, DRAWERS[number])
+            found = sample_lines(source, params, DRAWERS[number], index)
             (at,) = ship(device, lines)
             token_ids[at], valid[at] = found
         return token_ids, valid
