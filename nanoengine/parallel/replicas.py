@@ -20,11 +20,10 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
@@ -74,7 +73,6 @@ class Replica:
     stats: EngineStats | None = None
     past: list[EngineStats] = field(default_factory=list)
     _process: Worker | None = None
-    _pipe: Connection | None = None
     _is_ended: bool = False
     _why_killed: str = ""
     _wait: object = None  # that for the process, while rows run; each is another object
@@ -87,7 +85,7 @@ class Replica:
         with self._lock:
             if self._is_ended:
                 raise EngineDeadError("the replicas are closed")
-            self._process, self._pipe, self._why_killed = self.launch(), None, ""
+            self._process, self._why_killed = self.launch(), ""
 
     def wait_started(self) -> EngineInfo:
         """Waits until the model is loaded.
@@ -97,9 +95,8 @@ class Replica:
         """
         assert self._process is not None
         try:
-            self._pipe = self._process.connect()
-            self._pipe.send(self.options)
-            found = self._pipe.recv()
+            self._process.pipe.send(self.options)
+            found = self._process.pipe.recv()
         except (OSError, EOFError):
             self._died("while it started")
         if isinstance(found, NanoEngineError):
@@ -152,10 +149,10 @@ class Replica:
                     break
                 has_more = row is not None
                 num_left += has_more
-                self._while_watched(self._pipe.send, row)
+                self._while_watched(self._process.pipe.send, row)
             if not num_left:
                 return
-            found = self._while_watched(self._pipe.recv)
+            found = self._while_watched(self._process.pipe.recv)
             if isinstance(found, RequestOutput):
                 num_left -= 1
                 yield found
@@ -164,7 +161,7 @@ class Replica:
                 self.on_stats()
             else:
                 if has_more:
-                    self._while_watched(self._pipe.send, None)
+                    self._while_watched(self._process.pipe.send, None)
                 raise found
 
     def _while_watched(self, call: Callable[..., Any], *message: object) -> Any:
@@ -361,14 +358,16 @@ def _on_gpus(gpus: Sequence[str], count: int, ranks: int) -> list[Launch]:
         each = "one each" if ranks == 1 else f"{ranks} each"
         raise ConfigError(f"{count} replicas need a GPU, {each}, and this machine has {len(gpus)}")
     shares = [",".join(gpus[i * ranks : (i + 1) * ranks]) for i in range(count)]
-    return [_launch((), {"CUDA_VISIBLE_DEVICES": share}) for share in shares]
+    variables = [{"CUDA_VISIBLE_DEVICES": share} for share in shares]
+    return [functools.partial(Worker, REPLICA, environment=own) for own in variables]
 
 
 def _on_cores(count: int, threads: int | None) -> list[Launch]:
     """Cores that no other replica has, as long as there are as many."""
     if not hasattr(os, "sched_getaffinity"):
         each = threads or max(1, (os.cpu_count() or 1) // count)
-        return [_launch((), {"OMP_NUM_THREADS": str(each)})] * count
+        variables = {"OMP_NUM_THREADS": str(each)}
+        return [functools.partial(Worker, REPLICA, environment=variables)] * count
     cores = sorted(os.sched_getaffinity(0))
     if threads is not None and not 1 <= threads * count <= len(cores):
         raise ConfigError(
@@ -378,8 +377,5 @@ def _on_cores(count: int, threads: int | None) -> list[Launch]:
     each = threads or max(1, len(cores) // count)
     starts = [i * each % len(cores) for i in range(count)]
     variables = {"OMP_NUM_THREADS": str(each)}
-    return [_launch(cores[start : start + each], variables) for start in starts]
-
-
-def _launch(cores: Sequence[int], environment: Mapping[str, str]) -> Launch:
-    return lambda: Worker(REPLICA, *cores, environment=environment)
+    start_worker = functools.partial(Worker, REPLICA, environment=variables)
+    return [functools.partial(start_worker, *cores[at : at + each]) for at in starts]

@@ -308,7 +308,7 @@ class RankProcesses:
 
     def _send(self) -> None:
         """Sends orders on, each with its number, until one is None or a rank is gone."""
-        pipes = [worker.connect() for worker in self.workers]
+        pipes = [worker.pipe for worker in self.workers]
         with contextlib.suppress(OSError):
             for number, order in enumerate(iter(self.orders.get, None)):
                 for pipe in pipes:
@@ -321,7 +321,7 @@ class RankProcesses:
         until = None
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as pipes:
             for rank, worker in enumerate(self.workers):
-                pipe = pipes.enter_context(worker.connect())
+                pipe = pipes.enter_context(worker.pipe)
                 selector.register(pipe, selectors.EVENT_READ, rank)
             while selector.get_map() and (until is None or time.monotonic() < until):
                 for key, _ in selector.select(None if until is None else LAST_WORDS_S / 10):

@@ -44,6 +44,9 @@ class Worker:
         descriptors: files that it needs, beside the pipe.
         environment: variables that differ from this process's.
 
+    Attributes:
+        pipe: to the process.
+
     Raises:
         ConfigError: on Windows.
     """
@@ -60,7 +63,7 @@ class Worker:
                 "replicas and tensor_parallel_size above 1 hand open pipes to processes, which"
                 " Windows does not: leave them out, or use WSL"
             )
-        self._pipe, theirs = Pipe()
+        self.pipe, theirs = Pipe()
         # Why not from other threads: they end before this process does.
         is_tied = sys.platform == "linux" and (
             threading.current_thread() is threading.main_thread()
@@ -77,10 +80,6 @@ class Worker:
             )
         self.pid = self._process.pid
 
-    def connect(self) -> Connection:
-        """The pipe, which is there."""
-        return self._pipe
-
     def kill(self) -> None:
         """Ends it at once, even if it is stopped; from any thread."""
         self._process.kill()
@@ -88,7 +87,7 @@ class Worker:
 
     def how_ended(self) -> str:
         """Waits until it is gone, which its pipe says that it is about to be."""
-        self._pipe.close()
+        self.pipe.close()
         try:
             code = self._process.wait(ENDED_S)
         except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 """The Triton kernels become good machine code for sm_80, sm_89, sm_90 and sm_100, without a GPU;
-latents and heads of 512 for sm_120 too. Which kernels are compiled for fewer, and why:
-`aot_targets.py`.
+latents for sm_120 too, heads of 512 for sm_80, sm_90 and sm_120. Which kernels are compiled for
+fewer, and why: `aot_targets.py`.
 
 What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
 instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The
@@ -40,7 +40,7 @@ OTHERS = [
     "80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention",
     "86,bfloat16,128,64,8,2,attention",
     *(f"{arch},float32,128,64,8,2,heads" for arch in (86, 89, 120)),
-    *(f"{arch},bfloat16,512,64,2,4,heads" for arch in (80, 89, 90, 100, 120)),
+    *(f"{arch},bfloat16,512,64,2,4,heads" for arch in (80, 90, 120)),
     "89,float32,512,64,2,4,heads",
 ]  # fmt: skip
 TARGETS = [*MAIN, SM_100, *FP8, LATENT, *OTHERS]

@@ -95,8 +95,8 @@ def test_an_interrupt_ends_requests_and_no_rank() -> None:
     work = random_prompts(3, [5, 20]), greedy(12)
     expected = tokens(run(engine, *work))
     processes = processes_of(engine)
-    for turn in range(12):
-        interrupt = soon(lambda: os.kill(os.getpid(), signal.SIGINT), 0.01 + 0.003 * turn)
+    for turn in range(6):
+        interrupt = soon(lambda: os.kill(os.getpid(), signal.SIGINT), 0.01 + 0.006 * turn)
         with pytest.raises(KeyboardInterrupt), interrupt:
             run_on(engine)
         engine.abort_all()
@@ -113,7 +113,7 @@ def test_a_rank_that_raises_ends_all_with_its_traceback() -> None:
     engine = make_ranks(overlap=True)
     processes = processes_of(engine)
     run(engine, random_prompts(2, [5]), greedy(3))
-    second = engine.executor._ranks.workers[1].connect()
+    second = engine.executor._ranks.workers[1].pipe
     told = pytest.raises(EngineDeadError, match=r"(?s)rank 1 .*Traceback.*UnpicklingError")
     with told, soon(lambda: second.send_bytes(b"no plan"), 0.1):
         run_on(engine)
@@ -156,7 +156,7 @@ def test_a_rank_that_has_missed_a_plan_ends_all_at_the_next_message(
     """Else one would sum what belongs to this step, and the other what belongs to the next."""
     engine = make_ranks()
     processes = processes_of(engine)
-    pipe = engine.executor._ranks.workers[1].connect()
+    pipe = engine.executor._ranks.workers[1].pipe
     send, lost = pipe.send, []
     monkeypatch.setattr(pipe, "send", lambda order: send(order) if lost else lost.append(order))
     with pytest.raises(EngineDeadError, match=r"(?s)rank 1 has failed.*message 1 was lost"):

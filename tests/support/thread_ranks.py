@@ -21,7 +21,7 @@ class ThreadRank:
     """As much of a `Worker` as `RankProcesses` uses."""
 
     def __init__(self, module: str, number: int, *, descriptors: list[int]) -> None:
-        self._pipe, theirs = Pipe()
+        self.pipe, theirs = Pipe()
         self._socket = socket.socket(fileno=os.dup(theirs.fileno()))
         listeners = [os.dup(descriptor) for descriptor in descriptors]
         self._thread = threading.Thread(
@@ -34,9 +34,6 @@ class ThreadRank:
         with connection, contextlib.suppress(EOFError, OSError):  # it was ended
             parent = ParentOfThread(connection)
             rank._run(rank._start(number, parent), parent, answers=number == 0)
-
-    def connect(self) -> Connection:
-        return self._pipe
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):  # once more
