@@ -220,15 +220,15 @@ def _prompts(files: Sequence[str]) -> Iterator[Any]:
 def _tokens(llm: LLM, prompt: Any, args: CompareArgs) -> list[int]:
     """The first tokens of a prompt; a conversation is rendered by the model's chat template."""
     from nanoengine.text.chats import Chats
-    from nanoengine.text.prompt_forms import parse_prompt
+    from nanoengine.text.prompt_forms import parse_prompt, template_options
 
     given, tokenizer = parse_prompt(prompt), llm.tokenizer
-    ids = given.token_ids
-    if ids is None and given.messages is not None:
-        text = Chats(tokenizer).render(given.messages, dict(given.template_args))
+    ids = given.get("prompt_token_ids")
+    if ids is None and "messages" in given:
+        text = Chats(tokenizer).render(given["messages"], template_options(given))
         ids = tokenizer.encode(text, add_special_tokens=False)
     elif ids is None:
-        ids = tokenizer.encode(given.text or "")
+        ids = tokenizer.encode(given.get("prompt") or "")
     return ids[: args.max_length]
 
 

@@ -101,20 +101,6 @@ class Pause(enum.Enum):
 PAUSE = Pause.PAUSE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptInput:
-    """One prompt as it was given: exactly one of ids, messages and text counts, in this order.
-
-    `RequestChecker` checks that ids are integers within the vocabulary.
-    """
-
-    text: str | None = None
-    token_ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    template_args: Mapping[str, Any]
-    cache_salt: str | None = None
-
-
 def is_single_prompt(prompts: object) -> bool:
     """True if `prompts` is one prompt and not a collection of them; an empty list is none."""
     if isinstance(prompts, str | Mapping | Row):
@@ -161,8 +147,11 @@ def conversation_list(messages: object) -> list[object]:
     return list(messages)
 
 
-def parse_prompt(prompt: object) -> PromptInput:
-    """Sorts one prompt.
+def parse_prompt(prompt: object) -> dict[str, Any]:
+    """What is given of one prompt, as a dict of CONTENT_KEYS, "cache_salt" and TEMPLATE_KEYS. Of
+    ids, messages and text the first counts, in this order.
+
+    `RequestChecker` checks that ids are integers within the vocabulary.
 
     Raises:
         RequestError: wrong type, unknown or contradicting keys, no content; or the prompt itself,
@@ -171,13 +160,18 @@ def parse_prompt(prompt: object) -> PromptInput:
     if isinstance(prompt, RequestError):
         raise prompt
     if isinstance(prompt, str):
-        return PromptInput(text=prompt, template_args={})
+        return {"prompt": prompt}
     if isinstance(prompt, Mapping):
         return _parse_dict(prompt)
-    return PromptInput(token_ids=_token_ids(prompt), template_args={})
+    return {"prompt_token_ids": _token_ids(prompt)}
 
 
-def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
+def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parsed prompt has of TEMPLATE_KEYS."""
+    return {key: given[key] for key in TEMPLATE_KEYS if key in given}
+
+
+def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     given = [key for key in CONTENT_KEYS if prompt.get(key) is not None]
     known = (*CONTENT_KEYS, "cache_salt", *(TEMPLATE_KEYS if "messages" in given else ()))
     for key, value in prompt.items():
@@ -192,35 +186,30 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
             "a prompt dict needs one of 'prompt', 'prompt_token_ids' and 'messages', got"
             f" {', '.join(map(repr, given)) or 'none of them'}"
         )
-    text = prompt.get("prompt")
-    check_text("prompt", text)
-    ids, messages = prompt.get("prompt_token_ids"), prompt.get("messages")
-    if messages is not None:
+    found = {key: prompt[key] for key in known if prompt.get(key) is not None}
+    check_text("prompt", found.get("prompt"))
+    if "messages" in found:
         from nanoengine.text.chats import parse_messages
 
-        messages = parse_messages(messages)
-    return PromptInput(
-        text=text,
-        token_ids=None if ids is None else _token_ids(ids),
-        messages=messages,
-        template_args=_template_args(prompt),
-        cache_salt=prompt.get("cache_salt"),
-    )
+        found["messages"] = parse_messages(found["messages"])
+    if "prompt_token_ids" in found:
+        found["prompt_token_ids"] = _token_ids(found["prompt_token_ids"])
+    _check_template(found)
+    return found
 
 
-def _template_args(prompt: Mapping[Any, Any]) -> dict[str, Any]:
-    """What is given of TEMPLATE_KEYS, checked; None counts as not given."""
-    args = {key: prompt[key] for key in TEMPLATE_KEYS if prompt.get(key) is not None}
-    check_text("chat_template", args.get("chat_template"))
+def _check_template(given: Mapping[str, Any]) -> None:
+    """Checks what is given of TEMPLATE_KEYS."""
+    check_text("chat_template", given.get("chat_template"))
     for key in ("add_generation_prompt", "continue_final_message"):
-        if not isinstance(args.get(key, True), bool):
-            raise RequestError(f"{shown(key)} must be True or False, got {shown(args[key])}")
-    tools = args.get("tools", [])
+        if not isinstance(given.get(key, True), bool):
+            raise RequestError(f"{shown(key)} must be True or False, got {shown(given[key])}")
+    tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
         raise RequestError(
             f"'tools' must be a list of descriptions, each a dict, got {shown(tools)}"
         )
-    variables = args.get("chat_template_kwargs", {})
+    variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise RequestError(
             f"'chat_template_kwargs' must be a dict by names, got {shown(variables)}"
@@ -230,7 +219,6 @@ def _template_args(prompt: Mapping[Any, Any]) -> dict[str, Any]:
             raise RequestError(
                 f"'chat_template_kwargs' can't set {shown(name)}: no template's variable"
             )
-    return args
 
 
 def each_params(

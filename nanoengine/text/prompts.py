@@ -20,7 +20,8 @@ from nanoengine.core.sequence import Request
 from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.settings.checks import described
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.prompt_forms import Row, each_params, each_priority, parse_prompt, prompt_list
+from nanoengine.text import prompt_forms
+from nanoengine.text.prompt_forms import Row
 from nanoengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -101,13 +102,15 @@ class PromptReader:
         check_on_error(on_error)
         given = [prompts] if isinstance(prompts, str) else prompts
         if not (type(given) is list and all(isinstance(one, str) for one in given)):
-            given = prompt_list(given)
+            given = prompt_forms.prompt_list(given)
         count = len(given)
         if isinstance(sampling_params, SamplingParams):
             params = [sampling_params] * count
         else:
-            params = each_params(sampling_params, count, self.default_params)
-        priorities = each_priority(priority, count) if priority is not None else [None] * count
+            params = prompt_forms.each_params(sampling_params, count, self.default_params)
+        priorities: list[int | None] = [None] * count
+        if priority is not None:
+            priorities = prompt_forms.each_priority(priority, count)
         return [
             self.read(i, *one, on_error)
             for i, one in enumerate(zip(given, params, priorities, strict=True))
@@ -137,16 +140,17 @@ class PromptReader:
                 text = prompt
                 token_ids = self._encode(prompt)
             else:
-                given = parse_prompt(prompt)
-                text, cache_salt = given.text, given.cache_salt
-                if given.token_ids is not None:
-                    token_ids = given.token_ids
-                elif given.messages is None:
-                    token_ids = self._encode(given.text or "")
+                given = prompt_forms.parse_prompt(prompt)
+                text, cache_salt = given.get("prompt"), given.get("cache_salt")
+                if "prompt_token_ids" in given:
+                    token_ids = given["prompt_token_ids"]
+                elif "messages" not in given:
+                    token_ids = self._encode(text or "")
                 else:
-                    text = self._chats.render(given.messages, dict(given.template_args))
+                    options = prompt_forms.template_options(given)
+                    text = self._chats.render(given["messages"], options)
                     token_ids = self._encode(text, add_special_tokens=False)
-                    turns = self._chats.ends(given.template_args.get("chat_template"))
+                    turns = self._chats.ends(given.get("chat_template"))
             if params.stop or params.bad_words or turns:
                 from nanoengine.text.ends import special_ids
 

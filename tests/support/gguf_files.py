@@ -248,6 +248,7 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         values = map(given.get, theirs.split())
         found[key] = next((value for value in values if value is not None), None)
     found |= dict.fromkeys(WRITER["unwritten"].get(architecture, "").split())
+    found["block_count"] = config.num_hidden_layers
     if architecture in WRITER["no_head_dim"]:
         found["attention.key_length"] = found["attention.value_length"] = None
     found |= {"rope.freq_base": rope.get("rope_theta"), "rope.freq_base_swa": sliding}
