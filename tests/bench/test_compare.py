@@ -12,8 +12,7 @@ import torch
 import transformers
 
 from nanoengine.cli import main as cli
-from tests.support.checkpoints import make_checkpoint
-from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
+from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level, text_checkpoint
 
 TEXTS = ["The harbour was quiet.", "1 + 1 = 2, and 2 + 2 = 4", "def f(x):\n    return x"]
 
@@ -21,14 +20,7 @@ TEXTS = ["The harbour was quiet.", "1 + 1 = 2, and 2 + 2 = 4", "def f(x):\n    r
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two checkpoints of one shape and tokenizer with different random weights."""
-    found = []
-    for seed in range(2):
-        directory, size = tmp_path_factory.mktemp("model"), len(byte_level().backend)
-        make_checkpoint(directory, "llama", vocab_size=size, seed=seed)
-        byte_level().backend.save_pretrained(directory)
-        (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-        found.append(directory)
-    return found
+    return [text_checkpoint(tmp_path_factory.mktemp("model"), seed=seed) for seed in range(2)]
 
 
 @pytest.fixture

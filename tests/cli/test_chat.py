@@ -9,18 +9,14 @@ import pytest
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli.chat import Chat
-from tests.support.checkpoints import make_checkpoint
-from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
+from tests.support.text_fixtures import text_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    directory = tmp_path_factory.mktemp("model")
-    make_checkpoint(directory, "llama", vocab_size=len(byte_level().backend))
-    byte_level().backend.save_pretrained(directory)
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    directory = text_checkpoint(tmp_path_factory.mktemp("model"))
     with LLM(directory, device="cpu", attention_backend="naive", num_kv_blocks=64) as llm:
         yield llm
 

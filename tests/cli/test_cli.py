@@ -22,8 +22,7 @@ from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.info import InfoArgs
 from nanoengine.cli.options import OBJECTS, engine_options, sampling_fields
 from nanoengine.settings.config import EngineConfig
-from tests.support.checkpoints import make_checkpoint
-from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
+from tests.support.text_fixtures import text_checkpoint
 
 SMALL = ["--device", "cpu", "--attention-backend", "naive", "--num-kv-blocks", "64"]
 GREEDY = [*SMALL, "--max-tokens", "6", "--temperature", "0"]
@@ -31,12 +30,7 @@ GREEDY = [*SMALL, "--max-tokens", "6", "--temperature", "0"]
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers with the byte-level tokenizer and a chat template."""
-    directory = tmp_path_factory.mktemp("model")
-    make_checkpoint(directory, "llama", vocab_size=len(byte_level().backend))
-    byte_level().backend.save_pretrained(directory)
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    return directory
+    return text_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def expected(model: Path, *prompts: object) -> list[str]:

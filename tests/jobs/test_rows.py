@@ -12,7 +12,7 @@ from nanoengine.core.request_options import check_options as check
 from nanoengine.errors import MissingDependencyError
 from nanoengine.jobs import rows as rows_module
 from nanoengine.jobs.feed import size_of
-from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line
 from nanoengine.settings.params import SamplingParams
 from tests.support.batch_jobs import Batch, chat, completion
@@ -20,11 +20,11 @@ from tests.support.batch_jobs import Batch, chat, completion
 FILE = Input(name="in.jsonl", form="jsonl")
 
 
-def key_of(row: Any, number: int, options: RowOptions | None = None, kind: Any = "simple") -> str:
-    content = row if isinstance(row, bytes) else json.dumps(row).encode()
-    return (
-        RowReader(options or RowOptions()).task(Line(number, FILE, number + 1, content), kind).key
-    )
+def task_of(
+    row: Any, options: RowOptions | None = None, kind: Any = "simple", number: int = 0
+) -> Task:
+    line = Line(number, FILE, number + 1, json.dumps(row).encode())
+    return RowReader(options or RowOptions()).task(line, kind)
 
 
 # --- random numbers -------------------------------------------------------------------------------
@@ -45,14 +45,14 @@ def key_of(row: Any, number: int, options: RowOptions | None = None, kind: Any =
 )
 def test_a_rows_random_numbers_follow_its_id_and_not_its_place(row: Any, key: str | None) -> None:
     """They followed the place, so a file in another order had other answers."""
-    assert key_of(row, 3) == (key or "3")
-    assert key_of(row, 900) == (key or "900")
+    assert task_of(row, number=3).key == (key or "3")
+    assert task_of(row, number=900).key == (key or "900")
 
 
 def test_data_and_bodies_have_ids_too() -> None:
     row = {"text": "x", "id": "a", "n": 2}
-    assert key_of(row, 3, RowOptions(prompt_column="text")) == "a"
-    assert key_of({**chat("b"), "id": "a"}, 3, kind="chat") == "b"
+    assert task_of(row, RowOptions(prompt_column="text")).key == "a"
+    assert task_of({**chat("b"), "id": "a"}, kind="chat").key == "b"
 
 
 def test_a_job_of_the_former_rule_is_not_gone_on_with(batch: Batch) -> None:
@@ -73,8 +73,7 @@ def test_a_job_of_the_former_rule_is_not_gone_on_with(batch: Batch) -> None:
 
 def test_numbers_that_a_float_holds_are_carried() -> None:
     row = {"prompt": "x", "x": [1.5, -0.0, 1.7976931348623157e308, 5e-324, 10**300]}
-    line = Line(0, FILE, 1, json.dumps(row).encode())
-    assert RowReader(RowOptions()).task(line).columns == row
+    assert task_of(row).columns == row
 
 
 def test_parameters_that_are_remembered_are_bounded_by_size(
@@ -125,8 +124,7 @@ def test_a_package_that_a_row_needs_is_told_with_the_row(
 
 
 def error_of(row: dict[str, Any], options: RowOptions | None = None, kind: Any = "simple") -> str:
-    reader = RowReader(options or RowOptions())
-    return str(reader.task(Line(0, FILE, 1, json.dumps(row).encode()), kind).error or "")
+    return str(task_of(row, options, kind).error or "")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,7 @@ def test_other_columns_are_data() -> None:
 
 def test_fields_of_openai_are_obeyed_in_simple_rows() -> None:
     row = {"prompt": "x", "max_completion_tokens": 7, "response_format": {"type": "json_object"}}
-    params = RowReader(RowOptions()).task(Line(0, FILE, 1, json.dumps(row).encode())).params
+    params = task_of(row).params
     assert params.max_tokens == 7
     assert params.structured_outputs is not None and params.structured_outputs.json_object
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
@@ -95,3 +97,13 @@ def metaspace() -> Tokenizer:
 
 
 KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
+
+
+def text_checkpoint(directory: Path, **options: Any) -> Path:
+    """A random Llama of two layers with the byte-level tokenizer and a chat template."""
+    from tests.support.checkpoints import make_checkpoint
+
+    make_checkpoint(directory, "llama", vocab_size=len(byte_level().backend), **options)
+    byte_level().backend.save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    return directory
