@@ -23,7 +23,7 @@ from nanoengine.errors import WeightLoadError
 from nanoengine.layers.layouts import head_order
 from tests.support.checkpoints import FAMILIES, MODELS, make_checkpoint, make_model
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import all_logits, build
+from tests.support.model_helpers import all_logits, build, their_logits
 from tests.support.model_helpers import random_prompts as plain_prompts
 
 PROMPTS = random_prompts(4, (26, 19, 3, 26))
@@ -158,8 +158,7 @@ def test_longrope_is_long_where_the_engines_longest_sequence_is(
     fields = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}
     reference = make_checkpoint(tmp_path, "phi3", **fields)
     prompts = plain_prompts(length)
-    with torch.inference_mode():
-        expected = reference(input_ids=torch.tensor(prompts)).logits[0]
+    expected = their_logits(reference, prompts)
     got = all_logits(build(tmp_path, max_positions=max_positions), prompts)
     assert (got - expected).abs().max() < 1e-4
     if length <= 32:
@@ -181,8 +180,7 @@ def test_what_stands_beside_layer_types_in_olmo_3s_ropes_is_ignored_and_told(
     """As transformers does, which writes both then."""
     reference = make_checkpoint(tmp_path, "olmo3", rope_parameters=dict(turns))
     file, prompts = tmp_path / "config.json", plain_prompts(40)
-    with torch.inference_mode():
-        expected = reference(torch.tensor(prompts)).logits[0]
+    expected = their_logits(reference, prompts)
     raw = json.loads(file.read_text("utf-8"))
     assert raw["rope_parameters"].keys() > {*turns, "full_attention"}
     for written in (raw["rope_parameters"], turns):
@@ -207,8 +205,7 @@ def test_the_model_may_lie_below_another_prefix(prefix: str, tmp_path: Path) -> 
     }
     save_file(renamed, file)
     prompts = plain_prompts(9)
-    with torch.inference_mode():
-        expected = reference(torch.tensor(prompts)).logits[0]
+    expected = their_logits(reference, prompts)
     assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
 
 
@@ -279,6 +276,5 @@ def test_null_switches_gemma_2s_caps_off(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "gemma2", **dict.fromkeys(caps))
     raw, prompts = json.loads((tmp_path / "config.json").read_text("utf-8")), plain_prompts(40)
     assert [raw[key] for key in caps] == [None, None]
-    with torch.inference_mode():
-        expected = reference(torch.tensor(prompts)).logits[0]
+    expected = their_logits(reference, prompts)
     assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4

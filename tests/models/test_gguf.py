@@ -30,7 +30,13 @@ from nanoengine.settings.config import EngineConfig
 from tests.support.checkpoints import DATA, MODELS
 from tests.support.engines import greedy, make_engine, run, tokens
 from tests.support.gguf_files import WRITER, make_gguf
-from tests.support.model_helpers import all_logits, build, cpu_kernels, random_prompts
+from tests.support.model_helpers import (
+    all_logits,
+    build,
+    cpu_kernels,
+    random_prompts,
+    their_logits,
+)
 
 PROMPTS = random_prompts(21, 1, 40)
 CONFIGS = yaml.safe_load((DATA / "configs.yaml").read_text(encoding="utf-8"))
@@ -63,11 +69,6 @@ def partly(name: str) -> str:
     return "F16" if name.endswith(("attn_k.weight", "ffn_up.weight")) else "Q8_0"
 
 
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return torch.cat([model(input_ids=torch.tensor([ids])).logits[0] for ids in PROMPTS])
-
-
 def found_logits(path: Path, option: str | None = None, **fields: Any) -> torch.Tensor:
     config = load_model_config(path)
     quantization = resolve_quantization(option, config.quantization, device="cpu")
@@ -85,7 +86,7 @@ def often(names: Iterable[str], *always: str) -> list[Any]:
 def test_every_architecture(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     family, overrides = CASES[case]
     model = make_gguf(tmp_path / "m.gguf", family, **overrides)
-    expected = logits_of(model)
+    expected = their_logits(model, PROMPTS)
     # Why 64: longrope's lists are chosen by the engine's length, in transformers by the prompt's.
     fields = {"max_positions": 64} if case == "phi3 longrope" else {}
     assert (found_logits(tmp_path / "m.gguf", **fields) - expected).abs().max() < 2e-4
@@ -104,7 +105,7 @@ def test_every_architecture_has_a_case() -> None:
 def test_every_type_with_activations_as_they_are(type: str, tmp_path: Path) -> None:
     model = make_gguf(tmp_path / "m.gguf", "llama", types=lambda name: type, **WIDE)
     found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
-    assert (found - logits_of(model)).abs().max() < 1e-4
+    assert (found - their_logits(model, PROMPTS)).abs().max() < 1e-4
 
 
 NEXT_32 = {
@@ -138,7 +139,7 @@ def test_files_of_several_types(case: str, tmp_path: Path, monkeypatch: pytest.M
     (family, overrides), (types, more) = CASES[case], QUANTIZED[case]
     each = types if callable(types) else lambda name: types
     model = make_gguf(tmp_path / "m.gguf", family, types=each, **{**overrides, **more})
-    expected = logits_of(model)
+    expected = their_logits(model, PROMPTS)
     found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
     assert (found - expected).abs().max() < 2e-4
     # Activations in int8 are off by a part in 254 of a row's largest, a few per cent in the end.
@@ -151,7 +152,7 @@ def test_floats_of_16_bits_are_a_plain_checkpoint(kind: str, dtype: str, tmp_pat
     model = make_gguf(tmp_path / "m.gguf", "qwen3", types=lambda name: kind)
     config = load_model_config(tmp_path / "m.gguf")
     assert (config.dtype, config.quantization) == (dtype, None)
-    expected = logits_of(model)
+    expected = their_logits(model, PROMPTS)
     assert (found_logits(tmp_path / "m.gguf") - expected).abs().max() < 1e-4
     rounded = found_logits(tmp_path / "m.gguf", "int8")
     assert 1e-4 < (rounded - expected).abs().mean() < 0.1

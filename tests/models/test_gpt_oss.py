@@ -18,7 +18,7 @@ from nanoengine.checkpoint.quantization import Quantization, resolve_quantizatio
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import all_logits, build, cpu_kernels
+from tests.support.model_helpers import all_logits, build, cpu_kernels, their_logits
 from tests.support.model_helpers import random_prompts as plain_prompts
 from tests.support.quantized_checkpoints import MXFP4, make_mxfp4
 
@@ -34,9 +34,7 @@ PROMPTS = plain_prompts(21, 1, 40)
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: tuple[Path, torch.nn.Module]) -> torch.Tensor:
-    _, model = checkpoint
-    with torch.inference_mode():
-        return torch.cat([model(input_ids=torch.tensor([ids])).logits[0] for ids in PROMPTS])
+    return their_logits(checkpoint[1], PROMPTS)
 
 
 def quantized(path: Path, option: str | None = None, dtype: torch.dtype = torch.float32) -> Any:

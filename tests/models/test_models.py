@@ -27,6 +27,7 @@ from tests.support.model_helpers import (
     build,
     cpu_kernels,
     random_prompts,
+    their_logits,
 )
 
 
@@ -37,8 +38,7 @@ def oracle(
     model = copy.deepcopy(model).to(dtype)
     if dtype == torch.float64:
         _widen(model)
-    with torch.inference_mode():
-        return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
+    return their_logits(model, prompts)
 
 
 def _widen(model: torch.nn.Module) -> None:

@@ -127,3 +127,9 @@ def all_logits(model: CausalLM, prompts: Sequence[Sequence[int]]) -> torch.Tenso
         layer.bind(torch.zeros(1 + len(prompts), model.config.states.size, dtype=wide))
     with torch.inference_mode():
         return model.logits(model.forward(prefill_batch(prompts)))
+
+
+def their_logits(model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """As `all_logits`, of a model of transformers, prompt by prompt."""
+    with torch.inference_mode():
+        return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])

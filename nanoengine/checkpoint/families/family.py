@@ -106,7 +106,8 @@ def has(key: str) -> Callable[[Metadata], Any]:
     return lambda given: given.get(key, Any)
 
 
-def those(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
+def layers_of(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
+    """The layers of this kind."""
     return tuple(n for n, given in enumerate(kinds) if given == kind)
 
 

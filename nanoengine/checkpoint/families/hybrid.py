@@ -34,7 +34,7 @@ def delta_states(keys: Keys) -> StatePlan:
     kinds = [LINEAR if (n + 1) % every else FULL for n in range(layers)]
     return StatePlan(
         kind="delta",
-        layers=family.those(keys.get("layer_types") or kinds, LINEAR),
+        layers=family.layers_of(keys.get("layer_types") or kinds, LINEAR),
         kernel=keys.get("linear_conv_kernel_dim"),
         channels=2 * key_heads * key_dim + heads * value_dim,
         num_key_heads=key_heads,
@@ -55,7 +55,7 @@ def conv_states(keys: Keys) -> StatePlan:
     kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
     return StatePlan(
         kind="conv",
-        layers=family.those(kinds, CONV),
+        layers=family.layers_of(kinds, CONV),
         kernel=keys.get("conv_L_cache"),
         channels=keys.require("hidden_size"),
         bias=keys.get("conv_bias"),
@@ -188,14 +188,14 @@ def nemotron_states(keys: Keys) -> StatePlan:
     size = keys.get("mamba_d_head")
     if not isinstance(size, int) or size < 1:
         raise UnsupportedModelError(f"mamba_head_dim must be a size, got {shown(size)}")
-    return _states(keys, family.those(nemotron_blocks(keys), LINEAR), size)
+    return _states(keys, family.layers_of(nemotron_blocks(keys), LINEAR), size)
 
 
 def nemotron_experts(keys: Keys) -> tuple[int, ...]:
     """The layers that are experts; a model of none may have keys of them."""
     for name in ("n_routed_experts", "norm_topk_prob", "routed_scaling_factor"):
         keys.get(name)
-    return family.those(nemotron_blocks(keys), "moe")
+    return family.layers_of(nemotron_blocks(keys), "moe")
 
 
 def _limits(keys: Keys) -> tuple[float, float]:

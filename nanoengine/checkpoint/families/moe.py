@@ -92,7 +92,7 @@ def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
             f"mlp_layer_types={shown(kinds)} must be 'dense' or 'sparse' for each of"
             f" num_hidden_layers={layers}"
         )
-    return family.those(kinds, "sparse")
+    return family.layers_of(kinds, "sparse")
 
 
 def ernie_layers(keys: Keys) -> tuple[int, ...]:
