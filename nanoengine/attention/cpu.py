@@ -15,7 +15,6 @@ needs them; `kernels/jit.py` says where they are kept.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -97,9 +96,7 @@ class CPUBackend(AttentionBackend):
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Raises ConfigError unless it is int8, or bfloat16 beside float32."""
-        if kv_dtype == torch.int8:
-            importlib.import_module("nanoengine.kernels.int8_cache")
-        elif (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
+        if kv_dtype != torch.int8 and (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
             super().check_cache(kv_dtype, dtype)
 
     def prepare(self, batch: Batch) -> CPUStep:

@@ -32,7 +32,6 @@ from nanoengine.kernels.cpu_layers import (
     ADDS,
     ALONE,
     FASTMATH,
-    SMALL,
     gate,
     gate_row,
     rms_norm,
@@ -47,7 +46,7 @@ from nanoengine.kernels.cpu_linear import (
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels, starts_panels
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 from nanoengine.kernels.tiles import PANEL, PANELS
 
 # Panels whose gates are made at once: more would need much memory. Not a power of two: rows would
@@ -76,12 +75,6 @@ def _leave(x, norm, eps, behind, scale, workers):
         for t in range(len(x)):
             for i in range(x.shape[1]):
                 x[t, i] *= scale
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def some_panels(inputs, first, last, weight, panel, count, out):
-    """out [R, 16 * count] = rows first ... last - 1 times `count` panels of the weight."""
-    multiply_panels(inputs, first, last, weight, panel, out, panel, panel + count)
 
 
 @by_types()
@@ -122,7 +115,8 @@ def _activate_panels(inputs, weight, activation, out, tiles, parts, lo, hi):
                 count = min(GATED, end - panel)
                 both = empty((2, last - first, count * PANEL), np.float32)
                 for i in range(2):
-                    some_panels(inputs, first, last, weight, i * inner + panel, count, both[i])
+                    at = i * inner + panel
+                    multiply_panels(inputs, first, last, weight, at, both[i], at, at + count)
                 _keep_rows(both, activation, row[: count * PANEL], out[first:last], panel * PANEL)
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_tiles import stored
 from nanoengine.kernels.cpu_latent import attend_latents
-from nanoengine.kernels.cpu_layers import ALONE, FASTMATH, SMALL, norm_row, rms_norm
+from nanoengine.kernels.cpu_layers import ALONE, FASTMATH, norm_row, rms_norm
 from nanoengine.kernels.cpu_linear import FASTMATH as ONE_CHAIN
 from nanoengine.kernels.cpu_linear import linear_panels
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 from nanoengine.kernels.tiles import PANEL
 
 

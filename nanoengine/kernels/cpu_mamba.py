@@ -23,14 +23,14 @@ import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_delta import STRIP, TOKENS, VECTORS, copy
-from nanoengine.kernels.cpu_layers import FASTMATH, SMALL, gate_row, norm_row
+from nanoengine.kernels.cpu_layers import FASTMATH, gate_row, norm_row
 from nanoengine.kernels.cpu_states import convolve_channels
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 from nanoengine.kernels.tiles import I64, tile_call, tile_function
 
 TOGETHER = 4 if CURRENT.registers == 32 else 2  # tokens of a tile, whose sums are in registers

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_delta import convolve, copy, delta_rule, keep_last, silu
-from nanoengine.kernels.cpu_layers import FASTMATH, SMALL
+from nanoengine.kernels.cpu_layers import FASTMATH
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 
 CHANNELS = 64  # of a task: a line of memory holds 16, and neighbours are asked for together
 TOKENS = 64  # at a time, whose inputs stay in the L1 cache

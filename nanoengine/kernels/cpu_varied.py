@@ -13,10 +13,10 @@ Legend: T tokens, L rows behind attention, N hidden size, H / K query / KV heads
 from __future__ import annotations
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.cpu_layers import ALONE, FASTMATH, SMALL, gate_row, norm_row, rms_norm
+from nanoengine.kernels.cpu_layers import ALONE, FASTMATH, gate_row, norm_row, rms_norm
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 
 
 @compiled(fastmath=FASTMATH)
