@@ -57,6 +57,10 @@ class CPUStep:
     """What all layers of one step share: the batch as numpy arrays, and its tasks.
 
     Tasks depend on head counts, window and group, so the first layer of each kind plans them.
+
+    Attributes:
+        spans: of sequences with recurrent states, by `layers/cpu_states.py`.
+        layer_inputs: [T, layers, I] float32, of Gemma 4.
     """
 
     query_start: np.ndarray  # [S + 1] int32
@@ -66,7 +70,8 @@ class CPUStep:
     num_workers: int
     tasks: dict[tuple[int, ...], _TaskArrays] = field(default_factory=dict)
     angles: dict[int, np.ndarray] = field(default_factory=dict)
-    arrays: dict[tuple[int, ...], tuple[np.ndarray, ...]] = field(default_factory=dict)
+    spans: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    layer_inputs: np.ndarray | None = None
 
 
 class CPUBackend(AttentionBackend):
@@ -200,11 +205,8 @@ class CPUBackend(AttentionBackend):
         """
         step: CPUStep = batch.attention
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-        key = (id(rotation[0]), spec.group, window, rows is None)
-        if key not in step.arrays:
-            shared = self._angles(step, rotation), step.slots[spec.group], step.tables[spec.group]
-            step.arrays[key] = (*shared, *self._tasks(step, spec, window, dtype, rows))
-        return step.arrays[key]
+        shared = self._angles(step, rotation), step.slots[spec.group], step.tables[spec.group]
+        return *shared, *self._tasks(step, spec, window, dtype, rows)
 
     def cache_arrays(self, cache: LayerCache) -> tuple[np.ndarray, np.ndarray]:
         """The layer's keys and values as numpy arrays."""
