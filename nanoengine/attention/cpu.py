@@ -15,7 +15,6 @@ needs them; `kernels/jit.py` says where they are kept.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -58,6 +57,10 @@ class CPUStep:
     """What all layers of one step share: the batch as numpy arrays, and its tasks.
 
     Tasks depend on head counts, window and group, so the first layer of each kind plans them.
+
+    Attributes:
+        spans: of sequences with recurrent states, by `layers/cpu_states.py`.
+        layer_inputs: [T, layers, I] float32, of Gemma 4.
     """
 
     query_start: np.ndarray  # [S + 1] int32
@@ -67,7 +70,8 @@ class CPUStep:
     num_workers: int
     tasks: dict[tuple[int, ...], _TaskArrays] = field(default_factory=dict)
     angles: dict[int, np.ndarray] = field(default_factory=dict)
-    arrays: dict[tuple[int, ...], tuple[np.ndarray, ...]] = field(default_factory=dict)
+    spans: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    layer_inputs: np.ndarray | None = None
 
 
 class CPUBackend(AttentionBackend):
@@ -97,9 +101,7 @@ class CPUBackend(AttentionBackend):
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Raises ConfigError unless it is int8, or bfloat16 beside float32."""
-        if kv_dtype == torch.int8:
-            importlib.import_module("nanoengine.kernels.int8_cache")
-        elif (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
+        if kv_dtype != torch.int8 and (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
             super().check_cache(kv_dtype, dtype)
 
     def prepare(self, batch: Batch) -> CPUStep:
@@ -203,11 +205,8 @@ class CPUBackend(AttentionBackend):
         """
         step: CPUStep = batch.attention
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-        key = (id(rotation[0]), spec.group, window, rows is None)
-        if key not in step.arrays:
-            shared = self._angles(step, rotation), step.slots[spec.group], step.tables[spec.group]
-            step.arrays[key] = (*shared, *self._tasks(step, spec, window, dtype, rows))
-        return step.arrays[key]
+        shared = self._angles(step, rotation), step.slots[spec.group], step.tables[spec.group]
+        return *shared, *self._tasks(step, spec, window, dtype, rows)
 
     def cache_arrays(self, cache: LayerCache) -> tuple[np.ndarray, np.ndarray]:
         """The layer's keys and values as numpy arrays."""

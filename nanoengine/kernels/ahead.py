@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,22 @@ def main(order: str, name: str | None = None) -> None:
         if named.name == name:  # Why: `use` refuses what this CPU lacks, and nothing runs here.
             config.CPU_FEATURES = isa.target_features(named)
     isa.use(name)
-    from nanoengine.kernels import held, jit
+    from nanoengine.kernels import cpu_decoder, held, jit
 
     jit.BUILT = jit.places()[0]  # Why: what was built before may be gone after this.
+    operands = cpu_decoder.Attention, cpu_decoder.GatedMLP, cpu_decoder.RestOfLayer
     names: dict[str, Any] = {**vars(types), "HeldType": held.HeldType}
+    names |= {kind.__name__: partial(_named_tuple, kind) for kind in operands}
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     for line in lines if order == "forwards" else reversed(lines):
         place, _, text = line.partition(" ")
         module, _, kernel = place.rpartition(".")
         home = importlib.import_module(f"nanoengine.kernels.{module}")
         getattr(home, kernel).compile(eval(text, names))
+
+
+def _named_tuple(kind: type, *parts: types.Type) -> types.Type:
+    return types.NamedTuple(parts, kind)
 
 
 if __name__ == "__main__":

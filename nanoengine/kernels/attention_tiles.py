@@ -9,8 +9,7 @@ it is read (`cpu_attention.store_head`):
                            values  [P, D]
     in bfloat16            words of two numbers that follow each other in a sum, the first in the
                            high half: keys [D / 2, L] words, values [P / 2, D] words
-    in int8                the lines of floats, and behind all of them scales: `int8_cache.py`,
-                           which has the functions that are left out here
+    in int8                the lines of floats, and behind all of them scales: `int8_cache.py`
 
 Each sum is one chain in a fixed order, however wide vectors are and whatever rows are beside it.
 
@@ -22,15 +21,14 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import zeros
 from nanoengine.kernels.cpu_linear import rounded
-from nanoengine.kernels.emit import FLOATS, I32, BFloat, Emit
+from nanoengine.kernels.emit import FLOATS, I32, BFloat, Emit, writes
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.tiles import I8, I16, LINE
+from nanoengine.kernels.tiles import I8, I16, I64, LINE
 
 KV_TILE = 64  # tokens between two updates of the running maximum
 
@@ -155,83 +153,71 @@ class CacheTile(Emit):
         return build.or_(build.shl(first, by), second)
 
 
-def strips(context, builder, kind, count, turn):
-    """Writes `turn(emit, i)` for the numbers from each i on: `count` of an array's, which is a
+def strips(emit, kind, count, turn):
+    """Writes `turn(tile, i)` for the elements from each i on: `count` of an array's, which is a
     multiple of 4, by whole vectors, and by vectors of 4 what is left."""
-    start, word = count.type(0), count.type
+    builder, start, word = emit.builder, count.type(0), count.type
     for bits in (CURRENT.vector_bits, 4 * kind.dtype.bitwidth):
-        emit = CacheTile(context, builder, kind, bits)
-        width, vectors = word(emit.width), builder.udiv(builder.sub(count, start), word(emit.width))
+        tile = CacheTile(emit.context, builder, kind, bits)
+        width, vectors = word(tile.width), builder.udiv(builder.sub(count, start), word(tile.width))
 
-        def strip(i, emit=emit, start=start, width=width):
-            turn(emit, builder.add(start, builder.mul(i, width)))
+        def strip(i, tile=tile, start=start, width=width):
+            turn(tile, builder.add(start, builder.mul(i, width)))
 
-        emit.loop(vectors, strip)
+        tile.loop(vectors, strip)
         start = builder.add(start, builder.mul(vectors, width))
 
 
-@intrinsic
-def scale_row(typing, x, at, factor, out, out_at, count):
-    """out = `count` numbers of x times a factor, both from their places on; rounded where out is
-    of pairs of bfloat16."""
-    signature = types.void(x, at, x.dtype, out, out_at, count)
+@writes()
+def scale_row(emit, x, at, factor, out, out_at, count):
+    """out = `count` elements of x times a factor of its type, both from their places on; rounded
+    where out is of pairs of bfloat16."""
+    builder, kinds = emit.builder, emit.kinds
+    source, factor, target, count = emit.operands(x, at, factor, out, out_at, count)
 
-    def codegen(context, builder, sig, args):
-        source, factor, target, count = Emit(context, builder).operands(sig.args, args)
+    def turn(tile, i):
+        scaled = builder.fmul(tile.load(tile.at(source, i)), tile.splat(factor))
+        if kinds.out.dtype == types.uint32:
+            scaled, i = tile.pairs(scaled), builder.lshr(i, i.type(1))
+        tile.store(scaled, tile.at(target, i))
 
-        def turn(emit, i):
-            scaled = builder.fmul(emit.load(emit.at(source, i)), emit.splat(factor))
-            if out.dtype == types.uint32:
-                scaled, i = emit.pairs(scaled), builder.lshr(i, i.type(1))
-            emit.store(scaled, emit.at(target, i))
-
-        strips(context, builder, x, count, turn)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    strips(emit, kinds.x, count, turn)
 
 
-@intrinsic
-def store_lines(typing, key, value, k_cache, k_at, lanes, v_cache, v_at):
-    """Writes a key, whose numbers lie `lanes` words apart in the cache, and a value, whose numbers
-    follow each other; of pairs, each in the half of its token."""
-    signature = types.void(key, value, k_cache, k_at, lanes, v_cache, v_at)
-    in_pairs = k_cache.dtype == types.uint16
+@writes()
+def store_lines(emit, key, value, k_cache, k_at, lanes, v_cache, v_at):
+    """Writes a key, whose elements lie `lanes` words apart in the cache, and a value, whose
+    elements are contiguous; of pairs, each in the half of its token."""
+    builder, kinds, word = emit.builder, emit.kinds, k_at.type
+    sources = emit.pointer(kinds.key, key, word(0)), emit.pointer(kinds.value, value, word(0))
+    keys = emit.pointer(kinds.k_cache, k_cache, k_at)
+    values = emit.pointer(kinds.v_cache, v_cache, v_at)
+    in_pairs = kinds.k_cache.dtype == types.uint16
+    if in_pairs:
+        keys = builder.bitcast(emit.at(keys, word(-1)), I32.as_pointer())
 
-    def codegen(context, builder, sig, args):
-        plain = Emit(context, builder, key)
-        word, (k_source, v_source, keys, values) = args[3].type, plain.operands(
-            (key, k_at, value, k_at, k_cache, k_at, v_cache, v_at),
-            (args[0], args[3].type(0), args[1], args[3].type(0), *args[2:4], *args[5:7]),
-        )  # fmt: skip
+    def turn(tile, i):
+        numbers, line = (tile.load(tile.at(of, i)) for of in sources)
         if in_pairs:
-            keys = builder.bitcast(plain.at(keys, word(-1)), I32.as_pointer())
+            numbers, line = tile.pairs(numbers), tile.rounded(line)
+            halves = ir.VectorType(I16, 2 * tile.width)
+            to = tile.at(values, builder.mul(i, word(2)))
+            # Why masked: another thread may write the other halves, of the next token.
+            own = ir.Constant(ir.VectorType(ir.IntType(1), halves.count), [1, 0] * tile.width)
+            tile.call(
+                f"llvm.masked.store.v{halves.count}i16.p0", ir.VoidType(),
+                builder.bitcast(line, halves),
+                builder.bitcast(to, halves.as_pointer()), I32(2), own,
+            )  # fmt: skip
+            i = builder.lshr(i, word(1))
+        else:
+            tile.store(line, tile.at(values, i))
+        for j in range(numbers.type.count):
+            to = tile.at(keys, builder.mul(builder.add(i, word(j)), lanes))
+            builder.store(builder.extract_element(numbers, I32(j)), to)
 
-        def turn(emit, i):
-            numbers, line = (emit.load(emit.at(of, i)) for of in (k_source, v_source))
-            if in_pairs:
-                numbers, line = emit.pairs(numbers), emit.rounded(line)
-                halves = ir.VectorType(I16, 2 * emit.width)
-                to = emit.at(values, builder.mul(i, word(2)))
-                # Why masked: another thread may write the other halves, of the next token.
-                own = ir.Constant(ir.VectorType(ir.IntType(1), halves.count), [1, 0] * emit.width)
-                emit.call(
-                    f"llvm.masked.store.v{halves.count}i16.p0", ir.VoidType(),
-                    builder.bitcast(line, halves),
-                    builder.bitcast(to, halves.as_pointer()), I32(2), own,
-                )  # fmt: skip
-                i = builder.lshr(i, word(1))
-            else:
-                emit.store(line, emit.at(values, i))
-            for j in range(numbers.type.count):
-                to = emit.at(keys, builder.mul(builder.add(i, word(j)), args[4]))
-                builder.store(builder.extract_element(numbers, I32(j)), to)
-
-        size = context.make_array(key)(context, builder, args[0]).nitems
-        strips(context, builder, key, size, turn)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    size = emit.context.make_array(kinds.key)(emit.context, builder, key).nitems
+    strips(emit, kinds.key, size, turn)
 
 
 @by_types()
@@ -243,24 +229,20 @@ def numbers_a_word(array):
 
 @by_types()
 def scale_numbers(array):
-    """Numbers of a cache that the scale of a token's head takes, beside its own."""
-    if array.dtype != types.int8:
-        return lambda array: 0
+    """Elements of a cache that the scale of a token's head takes, beside the head's own."""
+    count = 4 if array.dtype == types.int8 else 0
+    return lambda array: count
 
 
-@by_types()
-def scales_of_tile(cache, table, head, first, end, sizes, scales):
-    """Those of a tile's tokens from `first` on, each in its place: as the cache holds them if they
-    are of one run, else in `scales` [KV_TILE]; 0 where there are none."""
-    if cache.dtype != types.int8:
-        return lambda cache, table, head, first, end, sizes, scales: 0
-
-
-@by_types()
-def ask_for_scales(cache, at, sizes):
-    """Asks for the scales of the run that begins at a place, where a cache has any."""
-    if cache.dtype != types.int8:
-        return lambda cache, at, sizes: None
+@compiled(fastmath=FASTMATH, part=True)
+def lines_of(cache, slot, head, lanes, sizes):
+    """Where the key and the value of one head of a token begin in the flat caches."""
+    _, num_kv_heads, head_dim, block_size = sizes
+    offset, per = slot % block_size, numbers_a_word(cache)
+    block = (slot // block_size * num_kv_heads + head) * block_size
+    first = block * (head_dim + scale_numbers(cache)) + per - 1
+    k_at = first + offset // lanes * lanes * head_dim + offset % lanes * per
+    return k_at, first + offset // per * per * head_dim - offset % per
 
 
 @by_types()
@@ -279,16 +261,11 @@ def stored(x, cache):
     return lambda x, cache: np.uint16(bfloat16(x))
 
 
-@intrinsic(prefer_literal=True)
-def ask_for(typing, array, at, to_write):
+@writes(literals=True)
+def ask_for(emit, array, at, to_write):
     """Prefetches the line of a place of a flat array, which will be read (0) or written (1)."""
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder)
-        emit.prefetch(emit.pointer(array, args[0], args[1]), write=to_write.literal_value)
-        return context.get_dummy_value()
-
-    return types.void(array, at, to_write), codegen
+    write = emit.kinds.to_write.literal_value
+    emit.prefetch(emit.pointer(emit.kinds.array, array, at), write=write)
 
 
 @compiled(fastmath=(), part=True)
@@ -306,35 +283,31 @@ def room_of_few(cache, room):
     return lambda cache, room: cache
 
 
-@intrinsic(prefer_literal=True)
-def _widen(typing, cache, at, width, room, place, asked, lanes):
-    """Two lines of `width` numbers from `at` on as floats or pairs at a place, `lanes` at once. It
-    asks for as many from `asked` on."""
-    is_bytes, in_pairs = cache.dtype == types.int8, room.dtype == types.uint32
+@writes(literals=True)
+def _widen(emit, cache, at, width, room, place, asked, lanes):
+    """Two lines of `width` elements from `at` on as floats or pairs at a place, `lanes` at once. It
+    prefetches as many from `asked` on."""
+    builder, kinds = emit.builder, emit.kinds
+    is_bytes, in_pairs = kinds.cache.dtype == types.int8, kinds.room.dtype == types.uint32
+    bits = kinds.room.dtype.bitwidth * kinds.lanes.literal_value
+    tile = CacheTile(emit.context, builder, FLOATS if in_pairs else kinds.room, bits)
+    source, ahead = (tile.pointer(kinds.cache, cache, first) for first in (at, asked))
+    target, word = tile.pointer(kinds.room, room, place), width.type
 
-    def codegen(context, builder, sig, args):
-        bits = room.dtype.bitwidth * lanes.literal_value
-        emit = CacheTile(context, builder, FLOATS if in_pairs else room, bits)
-        source, ahead = (emit.pointer(cache, args[0], first) for first in (args[1], args[5]))
-        target, word = emit.pointer(room, *args[3:5]), args[2].type
+    def part(turn):
+        lane = builder.mul(turn, word(tile.width))
+        tile.prefetch(tile.at(ahead, lane, lane) if is_bytes else tile.at(ahead, lane))
+        numbers = []
+        for line in (word(0), width)[: 1 + is_bytes]:
+            begin = tile.at(source, lane, line)
+            numbers += tile.line(begin, paired=not is_bytes, dots=False, mask=None)
+        if in_pairs:
+            tile.store(tile.joined(*numbers), tile.at(target, lane))
+        else:
+            tile.store(numbers[0], tile.at(target, lane))
+            tile.store(numbers[1], tile.at(target, lane, width))
 
-        def part(turn):
-            lane = builder.mul(turn, word(emit.width))
-            emit.prefetch(emit.at(ahead, lane, lane) if is_bytes else emit.at(ahead, lane))
-            numbers = []
-            for line in (word(0), args[2])[: 1 + is_bytes]:
-                begin = emit.at(source, lane, line)
-                numbers += emit.line(begin, paired=not is_bytes, dots=False, mask=None)
-            if in_pairs:
-                emit.store(emit.joined(*numbers), emit.at(target, lane))
-            else:
-                emit.store(numbers[0], emit.at(target, lane))
-                emit.store(numbers[1], emit.at(target, lane, args[2]))
-
-        emit.loop(builder.udiv(args[2], word(emit.width)), part, unroll=4)
-        return context.get_dummy_value()
-
-    return types.void(cache, at, width, room, place, asked, lanes), codegen
+    tile.loop(builder.udiv(width, word(tile.width)), part, unroll=4)
 
 
 @by_types()
@@ -357,20 +330,10 @@ def run_of(cache, at, count, width, next_at, room):
     return widened
 
 
-@by_types()
-def scales_of(cache, table, head, begin, sizes):
-    """An array and the place in it of the scales of the tokens of a run; 0 where there are none."""
-    if cache.dtype != types.int8:
-        return lambda cache, table, head, begin, sizes: (0, 0)
-
-
-def _scales(context, builder, sig, args, at):
-    """A pointer to the scales that are argument `at` of an intrinsic; their place may be the next.
-    None where there are none."""
-    if not isinstance(sig.args[at], types.Array):
-        return None
-    place = args[at + 1] if at + 1 < len(args) else ir.IntType(64)(0)
-    return Emit(context, builder).pointer(sig.args[at], args[at], place)
+def _scales(emit, scales, place=None):
+    """A pointer to scales from a place on; None where there are none."""
+    kind = emit.kinds.scales
+    return emit.pointer(kind, scales, place or I64(0)) if isinstance(kind, types.Array) else None
 
 
 class Sums:
@@ -416,10 +379,9 @@ class Sums:
                 emit.store(total, emit.at(line, lane))
 
 
-@intrinsic(prefer_literal=True)
-def line_tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-              factors, factors_at, asked, asked_stride, rows, vectors, scales,
-              scales_at):  # fmt: skip
+@writes(literals=True)
+def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride, factors,
+              factors_at, asked, asked_stride, rows, vectors, scales, scales_at):  # fmt: skip
     """c[r, lanes] = c[r, lanes] * factors[r] + sum over i < depth of a[r, i] * b[i, lanes].
 
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
@@ -429,48 +391,41 @@ def line_tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_st
     two lines of int8 become one of pairs.
     With each line of b it prefetches as many from `asked` on, `asked_stride` further each time.
     """
-    num_rows, num_vectors = rows.literal_value, vectors.literal_value
-    signature = types.void(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-                           factors, factors_at, asked, asked_stride, rows, vectors, scales,
-                           scales_at)  # fmt: skip
-    paired, dots = types.uint32 in (a.dtype, b.dtype), a.dtype == types.uint32
-    in_two = dots and b.dtype == types.int8
-    fresh, size = not isinstance(factors, types.Array), b.dtype.bitwidth // 8
+    builder, kinds = emit.builder, emit.kinds
+    num_rows, num_vectors = kinds.rows.literal_value, kinds.vectors.literal_value
+    dots = kinds.a.dtype == types.uint32
+    paired, in_two = dots or kinds.b.dtype == types.uint32, dots and kinds.b.dtype == types.int8
+    fresh, size = not isinstance(kinds.factors, types.Array), kinds.b.dtype.bitwidth // 8
+    bits, word = CURRENT.vector_bits, depth.type
+    tile = CacheTile(emit.context, builder, kinds.c, bits if num_vectors else bits // 2)
+    lanes = [word(i * tile.width) for i in range(num_vectors or 1)]
 
-    def codegen(context, builder, sig, args):
-        bits = CURRENT.vector_bits
-        emit = CacheTile(context, builder, c, bits if num_vectors else bits // 2)
-        word = args[6].type
-        lanes = [word(i * emit.width) for i in range(num_vectors or 1)]
+    a_rows = tile.rows(tile.pointer(kinds.a, a, a_at), a_stride, num_rows)
+    c_rows = tile.rows(tile.pointer(kinds.c, c, c_at), c_stride, num_rows)
+    b_lines, ahead = (tile.pointer(kinds.b, b, at) for at in (b_at, asked))
+    shrink = None if fresh else tile.pointer(kinds.factors, factors, factors_at)
+    below = b_stride if in_two else None
+    sums = Sums(tile, c_rows, lanes, shrink, paired=paired, dots=dots, below=below)
 
-        a_rows = emit.rows(emit.pointer(a, *args[:2]), args[2], num_rows)
-        c_rows = emit.rows(emit.pointer(c, *args[7:9]), args[9], num_rows)
-        b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[12]))
-        shrink = None if fresh else emit.pointer(factors, *args[10:12])
-        below = args[5] if in_two else None
-        sums = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots, below=below)
+    def step(i, mask=None):
+        first = builder.mul(i, i.type(2)) if in_two else i
+        line = tile.at(b_lines, builder.mul(first, b_stride))
+        for number in range(1 + in_two):
+            turn = builder.add(first, i.type(number))
+            asks = tile.at(ahead, builder.mul(turn, asked_stride))
+            for lane in lanes:
+                if lane.constant * size % LINE == 0:
+                    tile.prefetch(tile.at(asks, lane))
+        sums.turn(a_rows, i, line, mask)
 
-        def step(i, mask=None):
-            first = builder.mul(i, i.type(2)) if in_two else i
-            line = emit.at(b_lines, builder.mul(first, args[5]))
-            for number in range(1 + in_two):
-                asks = emit.at(ahead, builder.mul(builder.add(first, i.type(number)), args[13]))
-                for lane in lanes:
-                    if lane.constant * size % LINE == 0:
-                        emit.prefetch(emit.at(asks, lane))
-            sums.turn(a_rows, i, line, mask)
-
-        turns = builder.lshr(args[6], word(1)) if paired else args[6]
-        emit.loop(turns, step)
-        if paired:
-            # Why masked: what lies behind the last number may be anything, and 0 * NaN is not 0.
-            odd = builder.trunc(args[6], ir.IntType(1))
-            with builder.if_then(odd):
-                step(turns, 0xFFFF0000)
-        sums.keep(_scales(context, builder, sig, args, 16))
-        return context.get_dummy_value()
-
-    return signature, codegen
+    turns = builder.lshr(depth, word(1)) if paired else depth
+    tile.loop(turns, step)
+    if paired:
+        # Why masked: what lies behind the last number may be anything, and 0 * NaN is not 0.
+        odd = builder.trunc(depth, ir.IntType(1))
+        with builder.if_then(odd):
+            step(turns, 0xFFFF0000)
+    sums.keep(_scales(emit, scales, scales_at))
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -518,32 +473,27 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
             at += width // 2
 
 
-@intrinsic(prefer_literal=True)
-def _raise_maxima(typing, scores, maximum, factors, row, rows):
+@writes(literals=True)
+def _raise_maxima(emit, scores, maximum, factors, row, rows):
     """maximum[r] grows to the largest of KV_TILE scores of each of `rows` rows from `row` on.
 
     By factors[r] what was summed with the maximum before shrinks. With a NaN among the scores the
     maximum is anything.
     """
-    signature, count = types.void(scores, maximum, factors, row, rows), rows.literal_value
-
-    def codegen(context, builder, sig, args):
-        emit = CacheTile(context, builder, scores)
-        few = CacheTile(context, builder, scores, count * scores.dtype.bitwidth)
-        word = args[3].type
-        at = builder.mul(args[3], word(KV_TILE))
-        highest_at = emit.pointer(maximum, args[1], args[3])
-        peaks = []
-        for line in emit.rows(emit.pointer(scores, args[0], at), word(KV_TILE), count):
-            values = [emit.load(emit.at(line, word(i))) for i in range(0, KV_TILE, emit.width)]
-            peaks.append(emit.halved(values, emit.maximum))
-        old = few.load(highest_at)
-        new = few.maximum(emit.across_rows(peaks, emit.maximum), old)
-        few.store(few.exp2(builder.fsub(old, new)), emit.pointer(factors, args[2], args[3]))
-        few.store(new, highest_at)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    builder, kinds, word = emit.builder, emit.kinds, row.type
+    count = kinds.rows.literal_value
+    tile = CacheTile(emit.context, builder, kinds.scores)
+    few = CacheTile(emit.context, builder, kinds.scores, count * kinds.scores.dtype.bitwidth)
+    first = tile.pointer(kinds.scores, scores, builder.mul(row, word(KV_TILE)))
+    highest_at = tile.pointer(kinds.maximum, maximum, row)
+    peaks = []
+    for line in tile.rows(first, word(KV_TILE), count):
+        values = [tile.load(tile.at(line, word(i))) for i in range(0, KV_TILE, tile.width)]
+        peaks.append(tile.halved(values, tile.maximum))
+    old = few.load(highest_at)
+    new = few.maximum(tile.across_rows(peaks, tile.maximum), old)
+    few.store(few.exp2(builder.fsub(old, new)), tile.pointer(kinds.factors, factors, row))
+    few.store(new, highest_at)
 
 
 class Weights:
@@ -554,21 +504,20 @@ class Weights:
             values; not so their sum.
     """
 
-    def __init__(self, context, builder, kinds, args, scales, rows=ROWS):
-        self.emit = emit = CacheTile(context, builder, kinds[0])
-        self.few = CacheTile(context, builder, kinds[0], rows * kinds[0].dtype.bitwidth)
-        self.row, self.word = args[5], args[5].type
-        self.paired = kinds[1].dtype == types.uint32
-        first = builder.mul(self.row, self.word(KV_TILE))
+    def __init__(self, plain, scores, weights, maximum, total, factors, row, scales, rows=ROWS):
+        builder, kinds = plain.builder, plain.kinds
+        self.emit = emit = CacheTile(plain.context, builder, kinds.scores)
+        bits = rows * kinds.scores.dtype.bitwidth
+        self.few = CacheTile(plain.context, builder, kinds.scores, bits)
+        self.row, self.word = row, row.type
+        self.paired = kinds.weights.dtype == types.uint32
+        first = builder.mul(row, self.word(KV_TILE))
         in_words = builder.lshr(first, self.word(1)) if self.paired else first
-        self.scores, self.weights = (
-            emit.pointer(kinds[0], args[0], first),
-            emit.pointer(kinds[1], args[1], in_words),
-        )
-        self.maximum, self.total, self.factors = (
-            emit.pointer(kind, array, self.row)
-            for kind, array in zip(kinds[2:5], args[2:5], strict=True)
-        )
+        self.scores = emit.pointer(kinds.scores, scores, first)
+        self.weights = emit.pointer(kinds.weights, weights, in_words)
+        self.maximum = emit.pointer(kinds.maximum, maximum, row)
+        self.total = emit.pointer(kinds.total, total, row)
+        self.factors = emit.pointer(kinds.factors, factors, row)
         self.a_row, self.scales = KV_TILE // emit.width, scales
         self.vectors = rows * self.a_row
 
@@ -609,8 +558,8 @@ class Weights:
         few.store(few.fma(few.load(self.total), few.load(self.factors), added), self.total)
 
 
-@intrinsic(prefer_literal=True)
-def _weigh(typing, scores, weights, maximum, total, factors, row, rows, scales):
+@writes(literals=True)
+def _weigh(emit, scores, weights, maximum, total, factors, row, rows, scales):
     """Turns KV_TILE scores of each of `rows` rows from `row` on into weights, once their maxima are
     raised.
 
@@ -618,15 +567,11 @@ def _weigh(typing, scores, weights, maximum, total, factors, row, rows, scales):
     multiplied: as pairs of bfloat16 or not, and times `scales`, where these are an array. total[r]
     becomes total[r] * factors[r] + the sum of the weights; NaN with a NaN among the scores.
     """
-    signature = types.void(scores, weights, maximum, total, factors, row, rows, scales)
-
-    def codegen(context, builder, sig, args):
-        scales = _scales(context, builder, sig, args, 7)
-        made = Weights(context, builder, sig.args, args, scales, rows.literal_value)
-        made.add(lambda i: made.write(made.word(i)))
-        return context.get_dummy_value()
-
-    return signature, codegen
+    made = Weights(
+        emit, scores, weights, maximum, total, factors, row, _scales(emit, scales),
+        emit.kinds.rows.literal_value,
+    )  # fmt: skip
+    made.add(lambda i: made.write(made.word(i)))
 
 
 @compiled(fastmath=FASTMATH)
@@ -643,10 +588,10 @@ def softmax_step(scores, first_row, rows, maximum, total, factors, weights, scal
             _weigh(lines, flat, maximum, total, factors, r, 2, scales)
 
 
-@intrinsic
+@writes()
 def _add_and_weigh(
-    typing, scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales
-):
+    emit, scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales
+):  # fmt: skip
     """Adds values of KV_TILE tokens by the weights of ROWS rows to their `sums` [rows, size], for
     the first VECTORS vectors of lanes; between its turns it does what `_weigh` does for the ROWS
     rows behind them.
@@ -654,40 +599,32 @@ def _add_and_weigh(
     Why beside each other: products keep two units of the CPU busy, and powers mostly need others.
     Why not in `line_tile`: here all tokens are there, so that turns and powers have a fixed ratio.
     """
-    signature = types.void(
-        scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales
+    builder, kinds, word = emit.builder, emit.kinds, row.type
+    paired, dots = kinds.b.dtype == types.uint32, kinds.weights.dtype == types.uint32
+    following = builder.add(row, word(ROWS))
+    after = Weights(
+        emit, scores, weights, maximum, total, factors, following, _scales(emit, scales)
+    )  # fmt: skip
+    tile, stride = after.emit, word(KV_TILE // 2 if dots else KV_TILE)
+    a_rows, c_rows = (
+        tile.rows(tile.pointer(kind, array, builder.mul(row, step)), step, ROWS)
+        for kind, array, step in ((kinds.weights, weights, stride), (kinds.sums, sums, size))
     )
-    paired, dots = b.dtype == types.uint32, weights.dtype == types.uint32
+    lanes = [word(i * tile.width) for i in range(VECTORS)]
+    shrink = tile.pointer(kinds.factors, factors, row)
+    products = Sums(tile, c_rows, lanes, shrink, paired=paired, dots=dots)
+    line = tile.variable(tile.pointer(kinds.b, b, b_at))
+    turns = KV_TILE // (2 if paired else 1) // after.vectors
 
-    def codegen(context, builder, sig, args):
-        row, word = args[5], args[5].type
-        behind = [*args[:5], builder.add(row, word(ROWS))]
-        after = Weights(
-            context, builder, sig.args, behind, _scales(context, builder, sig, args, 10)
-        )
-        emit, stride = after.emit, word(KV_TILE // 2 if dots else KV_TILE)
-        a_rows, c_rows = (
-            emit.rows(emit.pointer(kind, array, builder.mul(row, step)), step, ROWS)
-            for kind, array, step in ((weights, args[1], stride), (sums, args[8], args[9]))
-        )
-        lanes = [word(i * emit.width) for i in range(VECTORS)]
-        shrink = emit.pointer(factors, args[4], row)
-        tile = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots)
-        line = emit.variable(emit.pointer(b, *args[6:8]))
-        turns = KV_TILE // (2 if paired else 1) // after.vectors
+    def step(i):
+        for j in range(turns):
+            turn = builder.add(builder.mul(i, word(turns)), word(j))
+            products.turn(a_rows, turn, tile.moved(line, size))
+        after.keep(i)
 
-        def step(i):
-            for j in range(turns):
-                turn = builder.add(builder.mul(i, word(turns)), word(j))
-                tile.turn(a_rows, turn, emit.moved(line, args[9]))
-            after.keep(i)
-
-        emit.loop(word(after.vectors), step)
-        tile.keep()
-        after.add(after.kept)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    tile.loop(word(after.vectors), step)
+    products.keep()
+    after.add(after.kept)
 
 
 @by_types()

@@ -23,11 +23,9 @@ import functools
 import math
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from nanoengine.kernels.code_tables import GROUP, ROTATED
-from nanoengine.kernels.emit import I32, Emit
+from nanoengine.kernels.emit import I32, Emit, writes
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_call, tile_function
 
@@ -259,46 +257,41 @@ def tile16(builder, isa: ISA, of, rows: int):
 
 
 def _quantizer(size: int, rotated: int):
-    @intrinsic
-    def quantize(typing, x, at, values, values_at, groups, groups_at):
+    @writes()
+    def quantize(plain, x, at, values, values_at, groups, groups_at):
         """Quantizes `size` inputs as `quantize_groups` says, those of a rotation rotated first. Why
         written out: numba's loops over so few numbers take several times as long."""
-
-        def codegen(context, builder, sig, args):
-            emit = Emit(context, builder, bits=32 * size)
-            source, target, group = emit.operands(sig.args, args)
-            inputs, step = emit.load(source), 1
-            while step < rotated:
-                lanes = range(size)
-                signs = ir.Constant(emit.vector, [-1.0 if i & step else 1.0 for i in lanes])
-                inputs = emit.fma(
-                    inputs, signs, emit.shuffle(inputs, inputs, [i ^ step for i in lanes])
-                )
-                step *= 2
-            sizes = builder.and_(builder.bitcast(inputs, emit.words), emit.every(0x7FFFFFFF))
-            # As integers: the bits of floats without a sign are in the order of the floats.
-            most = emit.call(f"llvm.vector.reduce.smax.v{size}i32", I32, sizes)
-            is_finite = builder.icmp_signed("<", most, INFINITY)
-            largest, zero = builder.bitcast(most, FLOAT), FLOAT(0)
-            fits = builder.and_(builder.fcmp_ordered(">=", largest, SMALLEST), is_finite)
-            scale = builder.fdiv(largest, FLOAT(127))
-            factor = builder.select(fits, builder.fdiv(FLOAT(1), scale), zero)
-            scale = builder.select(fits, scale, builder.select(is_finite, zero, FLOAT(math.nan)))
-            finite = builder.select(fits, inputs, emit.constant(0.0))
-            scaled = builder.fmul(finite, emit.splat(factor))
-            rounded = emit.call(f"llvm.rint.{emit.suffix}", emit.vector, scaled)
-            whole = builder.fptosi(rounded, emit.words)
-            emit.store(builder.trunc(whole, ir.VectorType(I8, size)), target)
-            sums = []
-            for first in (0, size // 2):
-                half = emit.shuffle(whole, whole, [*range(first, first + size // 2)])
-                sums.append(emit.call(f"llvm.vector.reduce.add.v{size // 2}i32", I32, half))
-            numbers = [builder.mul(total, I32(-8)) for total in (builder.add(*sums), *sums)]
-            for i, number in enumerate([*numbers, builder.bitcast(scale, I32)]):
-                builder.store(number, emit.at(group, I64(i)))
-            return context.get_dummy_value()
-
-        return types.void(x, at, values, values_at, groups, groups_at), codegen
+        builder, emit = plain.builder, Emit(plain.context, plain.builder, bits=32 * size)
+        source, target, group = plain.operands(x, at, values, values_at, groups, groups_at)
+        inputs, step = emit.load(source), 1
+        while step < rotated:
+            lanes = range(size)
+            signs = ir.Constant(emit.vector, [-1.0 if i & step else 1.0 for i in lanes])
+            inputs = emit.fma(
+                inputs, signs, emit.shuffle(inputs, inputs, [i ^ step for i in lanes])
+            )
+            step *= 2
+        sizes = builder.and_(builder.bitcast(inputs, emit.words), emit.every(0x7FFFFFFF))
+        # As integers: the bits of floats without a sign are in the order of the floats.
+        most = emit.call(f"llvm.vector.reduce.smax.v{size}i32", I32, sizes)
+        is_finite = builder.icmp_signed("<", most, INFINITY)
+        largest, zero = builder.bitcast(most, FLOAT), FLOAT(0)
+        fits = builder.and_(builder.fcmp_ordered(">=", largest, SMALLEST), is_finite)
+        scale = builder.fdiv(largest, FLOAT(127))
+        factor = builder.select(fits, builder.fdiv(FLOAT(1), scale), zero)
+        scale = builder.select(fits, scale, builder.select(is_finite, zero, FLOAT(math.nan)))
+        finite = builder.select(fits, inputs, emit.constant(0.0))
+        scaled = builder.fmul(finite, emit.splat(factor))
+        rounded = emit.call(f"llvm.rint.{emit.suffix}", emit.vector, scaled)
+        whole = builder.fptosi(rounded, emit.words)
+        emit.store(builder.trunc(whole, ir.VectorType(I8, size)), target)
+        sums = []
+        for first in (0, size // 2):
+            half = emit.shuffle(whole, whole, [*range(first, first + size // 2)])
+            sums.append(emit.call(f"llvm.vector.reduce.add.v{size // 2}i32", I32, half))
+        numbers = [builder.mul(total, I32(-8)) for total in (builder.add(*sums), *sums)]
+        for i, number in enumerate([*numbers, builder.bitcast(scale, I32)]):
+            builder.store(number, emit.at(group, I64(i)))
 
     return quantize
 

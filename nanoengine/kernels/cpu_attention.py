@@ -53,16 +53,14 @@ from nanoengine.kernels.attention_tiles import (
     ROWS,
     adds_beside,
     ask_for,
-    ask_for_scales,
     few_rows,
+    lines_of,
     numbers_a_word,
     place_of_weights,
     room_of_few,
     run_of,
     scale_numbers,
     scale_row,
-    scales_of,
-    scales_of_tile,
     softmax_step,
     store_lines,
     weigh_and_add,
@@ -77,6 +75,37 @@ MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not 
 LN2 = math.log(2)
 PAGE = 4096  # bytes
 WIDENED_ROWS = 16  # from which on a run is widened once, not for every four rows; half for pairs
+
+
+@by_types()
+def scales_of(cache, table, head, begin, sizes):
+    """An array and the place in it of the scales of the tokens of a run; 0 where there are none."""
+    if cache.dtype != types.int8:
+        return lambda cache, table, head, begin, sizes: (0, 0)
+    from nanoengine.kernels.int8_cache import place_of_scales
+
+    return place_of_scales
+
+
+@by_types()
+def scales_of_tile(cache, table, head, first, end, sizes, scales):
+    """Those of a tile's tokens from `first` on, each in its place: as the cache holds them if they
+    are of one run, else in `scales` [KV_TILE]; 0 where there are none."""
+    if cache.dtype != types.int8:
+        return lambda cache, table, head, first, end, sizes, scales: 0
+    from nanoengine.kernels.int8_cache import gathered_scales
+
+    return gathered_scales
+
+
+@by_types()
+def ask_for_scales(cache, at, sizes):
+    """Asks for the scales of the run that begins at a place, where a cache has any."""
+    if cache.dtype != types.int8:
+        return lambda cache, at, sizes: None
+    from nanoengine.kernels.int8_cache import ask_for_scales_of_run
+
+    return ask_for_scales_of_run
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -351,6 +380,9 @@ def transform_rows(rows, cache, workers):
     nothing for other caches."""
     if cache.dtype != types.int8:
         return lambda rows, cache, workers: None
+    from nanoengine.kernels.int8_cache import times_hadamard
+
+    return times_hadamard
 
 
 @compiled(fastmath=FASTMATH)
@@ -395,17 +427,6 @@ def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes, workers):
     parallel_for(_store_tokens, len(slots), workers, operands)
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def lines_of(cache, slot, head, lanes, sizes):
-    """Where the key and the value of one head of a token begin in the flat caches."""
-    _, num_kv_heads, head_dim, block_size = sizes
-    offset, per = slot % block_size, numbers_a_word(cache)
-    block = (slot // block_size * num_kv_heads + head) * block_size
-    first = block * (head_dim + scale_numbers(cache)) + per - 1
-    k_at = first + offset // lanes * lanes * head_dim + offset % lanes * per
-    return k_at, first + offset // per * per * head_dim - offset % per
-
-
 @by_types(FASTMATH)
 def store_head(key, value, slot, head, k_cache, v_cache, sizes):
     """Writes the key and value [D] of one head of the token at `slot`."""
@@ -415,7 +436,11 @@ def store_head(key, value, slot, head, k_cache, v_cache, sizes):
         k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
         store_lines(key, value, k_cache, k_at, lanes, v_cache, v_at)
 
-    return None if k_cache.dtype == types.int8 else floats
+    if k_cache.dtype != types.int8:
+        return floats
+    from nanoengine.kernels.int8_cache import store_rows
+
+    return store_rows
 
 
 @compiled(fastmath=FASTMATH, part=True)

@@ -5,12 +5,12 @@
 
 Some families have norms behind o and down too, or only there (`LayerPlan.norms`). Where the MLP is
 a mixture of experts, `cpu_experts.py` computes it; where no kernel does, the call ends before it.
-What stands in attention's place in others, and behind the MLP, has files of its own: `mixed` and
-`leave` say which.
+Other mixers than attention, and what follows the MLP in some families, have files of their own:
+`MIXERS` and `leave` name them.
 
 Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Each
 is the one that the layer's parts call by themselves, so the results are the same bit for bit; the
-readable form is `DecoderLayer.forward`, `tests/layers/test_cpu_decoder.py` compares them.
+readable form is `DecoderLayer.forward`, `tests/layers/test_fused_layers.py` compares them.
 
 What is the same at each step comes from a `Held`. Weights are as in `multiply.py`.
 
@@ -22,6 +22,9 @@ heads, D head dim.
 
 from __future__ import annotations
 
+from collections import namedtuple
+from typing import Any
+
 import numpy as np
 from numba import types
 
@@ -32,7 +35,6 @@ from nanoengine.kernels.cpu_layers import (
     ADDS,
     ALONE,
     FASTMATH,
-    SMALL,
     gate,
     gate_row,
     rms_norm,
@@ -47,8 +49,30 @@ from nanoengine.kernels.cpu_linear import (
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels, starts_panels
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 from nanoengine.kernels.tiles import PANEL, PANELS
+
+RestOfLayer = namedtuple(
+    "RestOfLayer",
+    "o attention_output_norm mlp_norm mlp eps norms_before norms_after scale",
+)
+"""What follows the mixer: the weights of the output projection; norms [N], any array where there is
+none; a `GatedMLP`, an `ExpertMLP` or (); the epsilon of the layer's norms; whether there are norms
+before and after mixer and MLP; the factor on what both add."""
+
+GatedMLP = namedtuple("GatedMLP", "gate_up down output_norm operand inner activation")
+"""Two weights, a norm, an empty array of the type that down multiplies (pairs only where I is a
+multiple of 16), I, and the gate's number in `GATES`."""
+
+ExpertMLP = namedtuple("ExpertMLP", "mixture output_norm")
+"""What `cpu_experts.mixture` has between x and out, and a norm."""
+
+Attention = namedtuple(
+    "Attention",
+    "qkv head_norm operand sinks gates value_norm sizes columns stored_heads window norm_kind"
+    " norm_eps scale softcap",
+)
+"""Operands of `attend_heads`."""
 
 # Panels whose gates are made at once: more would need much memory. Not a power of two: rows would
 # share a few sets of the cache.
@@ -76,12 +100,6 @@ def _leave(x, norm, eps, behind, scale, workers):
         for t in range(len(x)):
             for i in range(x.shape[1]):
                 x[t, i] *= scale
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def some_panels(inputs, first, last, weight, panel, count, out):
-    """out [R, 16 * count] = rows first ... last - 1 times `count` panels of the weight."""
-    multiply_panels(inputs, first, last, weight, panel, out, panel, panel + count)
 
 
 @by_types()
@@ -122,7 +140,8 @@ def _activate_panels(inputs, weight, activation, out, tiles, parts, lo, hi):
                 count = min(GATED, end - panel)
                 both = empty((2, last - first, count * PANEL), np.float32)
                 for i in range(2):
-                    some_panels(inputs, first, last, weight, i * inner + panel, count, both[i])
+                    at = i * inner + panel
+                    multiply_panels(inputs, first, last, weight, at, both[i], at, at + count)
                 _keep_rows(both, activation, row[: count * PANEL], out[first:last], panel * PANEL)
 
 
@@ -171,42 +190,36 @@ def gated_mlp(x, mlp, eps, behind, factor, workers):
     `mlp` is ()."""
     if len(mlp) == 0:
         return lambda x, mlp, eps, behind, factor, workers: None
-    if isinstance(mlp[-1], types.Array):
+    if mlp.instance_class is ExpertMLP:
         from nanoengine.kernels.cpu_experts import mixture
 
         def mixed(x, mlp, eps, behind, factor, workers):
-            router, correction, routing, gate_up, down, sizes, shared, output_norm = mlp
             out = empty(x.shape, x.dtype)
-            mixture(x, router, correction, routing, gate_up, down, sizes, shared, out, workers)
+            mixture(x, *mlp.mixture, out, workers)
             for t in range(len(x)):
                 for i in range(x.shape[1]):
                     x[t, i] = out[t, i]
-            _leave(x, output_norm, eps, behind, factor, workers)
+            _leave(x, mlp.output_norm, eps, behind, factor, workers)
 
         return mixed
 
     def computed(x, mlp, eps, behind, factor, workers):
-        gate_up, down, output_norm, operand, inner, activation = mlp
-        gated = empty((len(x), inner // numbers_a_word(operand)), operand.dtype)
-        activate(x, gate_up, activation, gated, workers)
-        multiply(gated, down, x, workers)
-        _leave(x, output_norm, eps, behind, factor, workers)
+        operand = mlp.operand
+        gated = empty((len(x), mlp.inner // numbers_a_word(operand)), operand.dtype)
+        activate(x, mlp.gate_up, mlp.activation, gated, workers)
+        multiply(gated, mlp.down, x, workers)
+        _leave(x, mlp.output_norm, eps, behind, factor, workers)
 
     return computed
 
 
 @compiled(fastmath=FASTMATH)
-def finish_layer(
-    attended, residual, before, all_rows, rows, x_on, residual_on, second, workers
-):  # fmt: skip
+def finish_layer(attended, residual, all_rows, rows, x_on, residual_on, rest, workers):
     """A layer from its output projection on, see `decoder_layers`.
 
     Args:
         attended: [T, inputs of o].
-        second: three groups: the weights o, norm behind the mixer, norm before the MLP; gate_up,
-            down, norm behind the MLP, an empty array of what down multiplies (pairs only where I
-            is a multiple of 16), I and the gate's number, or nothing; the norms' epsilon, whether
-            they are behind, and the factor on what is added.
+        rest: a `RestOfLayer`.
     """
     if not all_rows:
         kept = empty((len(rows), attended.shape[1]), attended.dtype)
@@ -216,37 +229,37 @@ def finish_layer(
             for d in range(residual.shape[1]):
                 residual_on[i, d] = residual[rows[i], d]
         attended = kept
-    (o, attention_output_norm, mlp_norm), mlp, (mlp_eps, behind, factor) = second
-    multiply(attended, o, x_on, workers)
-    _leave(x_on, attention_output_norm, mlp_eps, behind, factor, workers)
-    enter(x_on, residual_on, mlp_norm, mlp_eps, before, workers)
-    gated_mlp(x_on, mlp, mlp_eps, behind, factor, workers)
+    eps, after, scale = rest.eps, rest.norms_after, rest.scale
+    multiply(attended, rest.o, x_on, workers)
+    _leave(x_on, rest.attention_output_norm, eps, after, scale, workers)
+    enter(x_on, residual_on, rest.mlp_norm, eps, rest.norms_before, workers)
+    gated_mlp(x_on, rest.mlp, eps, after, scale, workers)
 
 
 @by_types()
-def heads_of(projected, own, sizes, workers):
-    """What `rotate_and_store` calls heads, of what was projected [T, columns]; `own` is that of
-    `attend_heads`, sizes: (H, K, D, P)."""
-    if len(own) == 0 or not isinstance(own[0], types.Array):
-        return lambda projected, own, sizes, workers: projected
+def heads_of(projected, value_norm, sizes, workers):
+    """What `rotate_and_store` calls heads, of what was projected [T, columns]; sizes: (H, K, D,
+    P)."""
+    if len(value_norm) == 0:
+        return lambda projected, value_norm, sizes, workers: projected
     from nanoengine.kernels.cpu_varied import norm_values
 
-    def normed(projected, own, sizes, workers):
+    def normed(projected, value_norm, sizes, workers):
         heads = projected.reshape(len(projected), -1, sizes[2])
-        return norm_values(heads, own, *sizes[:2], workers) if sizes[1] else heads
+        return norm_values(heads, value_norm, *sizes[:2], workers) if sizes[1] else heads
 
     return normed
 
 
 @by_types()
-def weigh(attended, projected, own, workers):
+def weigh(attended, projected, gates, workers):
     """In place: attended [T, H * D] times the sigmoids of the gates before the heads, if any."""
-    if len(own) == 0 or isinstance(own[0], types.Array):
-        return lambda attended, projected, own, workers: None
+    if len(gates) == 0:
+        return lambda attended, projected, gates, workers: None
     from nanoengine.kernels.cpu_gates import weigh_rows
 
-    return lambda attended, projected, own, workers: weigh_rows(
-        attended, projected, own[0], workers
+    return lambda attended, projected, gates, workers: weigh_rows(
+        attended, projected, gates[0], workers
     )
 
 
@@ -257,53 +270,46 @@ def attend_heads(x, step, memory, mixer, workers):
     Args:
         step: of `CPUBackend.step_arrays`, first.
         memory: k_cache and v_cache, contiguous, [B, K, P, D].
-        mixer: three groups: qkv, the norm of heads [H + K, D], attention's operand, sinks [H], if
-            any, and what some families have of their own; (H, K, D, P), the outputs of qkv, the KV
-            heads that are stored, K or 0, the window, and how heads are normed; the epsilon of the
-            heads' norms, the scale and softcap of scores. Their own is how many gates of what is
-            attended qkv gives before the heads, H or H * D; or ones [D] and an epsilon: values are
-            normed, and are the keys as projected where qkv gives none.
+        mixer: an `Attention`: the weights qkv and the norm of heads [H + K, D]; attention's
+            operand and its sinks [H], if any; how many gates of what is attended qkv gives before
+            the heads, (H,) or (H * D,), or (); ones [D] and an epsilon where values are normed, or
+            (), values being the keys as projected where qkv gives none; (H, K, D, P); the outputs
+            of qkv; the KV heads that are stored, K or 0; the window; how heads are normed, and
+            the epsilon; the scale and softcap of scores.
     """
-    (qkv, head_norm, operand, sinks, own), kind, (eps, scale, softcap) = mixer
-    heads_and_dims, columns, kept, window, normed = kind
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step[:9]
-    (num_heads, _, head_dim, block_size), (k_cache, v_cache) = heads_and_dims, memory
-    tokens, stored = len(x), (num_heads, kept, head_dim, block_size)
+    (num_heads, _, head_dim, block_size), (k_cache, v_cache) = mixer.sizes, memory
+    tokens, stored = len(x), (num_heads, mixer.stored_heads, head_dim, block_size)
 
-    projected = empty((tokens, columns), x.dtype)
+    projected = empty((tokens, mixer.columns), x.dtype)
     if projected.size <= SMALL:  # This thread will write them, see `rotate_and_store`.
         ask_for_slots(slots, k_cache, v_cache, stored)
-    multiply(x, qkv, projected, workers)
-    heads = heads_of(projected, own, stored, workers)
+    multiply(x, mixer.qkv, projected, workers)
+    heads = heads_of(projected, mixer.value_norm, stored, workers)
     q = empty((tokens, num_heads, head_dim), x.dtype)
     rotate_and_store(
-        heads, table, head_norm, eps, normed, slots, k_cache, v_cache, q, stored, workers
-    )
-    attended = empty((tokens, num_heads * head_dim), x.dtype)
-    of_heads = attended.reshape(q.shape)
-    attend(
-        q, k_cache, v_cache, tables, tasks, bounds, merges, parts, heads_and_dims, scale, softcap,
-        window, operand, sinks, of_heads, partial_out, partial_stats, workers,
+        heads, table, mixer.head_norm, mixer.norm_eps, mixer.norm_kind, slots, k_cache, v_cache, q,
+        stored, workers,
     )  # fmt: skip
-    weigh(attended, projected, own, workers)
+    attended = empty((tokens, num_heads * head_dim), x.dtype)
+    attend(
+        q, k_cache, v_cache, tables, tasks, bounds, merges, parts, mixer.sizes, mixer.scale,
+        mixer.softcap, mixer.window, mixer.operand, mixer.sinks, attended.reshape(q.shape),
+        partial_out, partial_stats, workers,
+    )  # fmt: skip
+    weigh(attended, projected, mixer.gates, workers)
     return attended
+
+
+MIXERS: dict[type, Any] = {Attention: attend_heads}
+"""The operands of a mixer -> its kernel of (normed rows x [T, N], step, memory, operands, workers),
+which returns [T, inputs of o]. The file of each mixer adds its own."""
 
 
 @by_types()
 def mixed(x, step, memory, mixer, workers):
-    """[T, inputs of o]: what a mixer gives normed rows x [T, N]. The number of its parts says what
-    it is: 2, a convolution between two gates; 3, attention; 4, latent attention; 5, the delta rule;
-    6, Mamba-2's."""
-    if len(mixer) == 4:
-        from nanoengine.kernels.cpu_latent_layer import attend_by_latents as kernel
-    elif len(mixer) == 6:
-        from nanoengine.kernels.cpu_mamba import mamba as kernel
-    elif len(mixer) == 5:
-        from nanoengine.kernels.cpu_states import delta as kernel
-    elif len(mixer) == 2:
-        from nanoengine.kernels.cpu_states import convolution as kernel
-    else:
-        kernel = attend_heads
+    """[T, inputs of o]: what a mixer gives normed rows x [T, N]."""
+    kernel = MIXERS[mixer.instance_class]
     return lambda x, step, memory, mixer, workers: kernel(x, step, memory, mixer, workers)
 
 
@@ -333,14 +339,13 @@ def decoder_layers(
         all_rows, rows: whether all go on; if not, which: [L] int64. Then only one layer runs.
         x_on, residual_on: [L, N], the results where not all rows go on; else x and residual.
         step: what mixers of this kind need of it.
-        layers: a `Held` of each layer's memory; its first norm [N], its mixer, the norms' epsilon,
-            and whether norms are before mixer and MLP; what `finish_layer` calls second; and what
-            `leave` calls last, or nothing. Norms that are not there are any array.
+        layers: a `Held` of each layer's memory, its first norm [N], the operands of its mixer, its
+            `RestOfLayer`, and what `leave` calls last, or nothing.
         first, last: the layers from first to last - 1 run.
     """
     for i in range(first, last):
-        memory, (norm, mixer, (eps, before)), second, behind = of_place(layers, i)
-        enter(x, residual, norm, eps, before, workers)
+        memory, norm, mixer, rest, after_mlp = of_place(layers, i)
+        enter(x, residual, norm, rest.eps, rest.norms_before, workers)
         found = mixed(x, step, memory, mixer, workers)
-        finish_layer(found, residual, before, all_rows, rows, x_on, residual_on, second, workers)
-        leave(x_on, residual_on, all_rows, rows, step, behind, workers)
+        finish_layer(found, residual, all_rows, rows, x_on, residual_on, rest, workers)
+        leave(x_on, residual_on, all_rows, rows, step, after_mlp, workers)

@@ -92,16 +92,14 @@ def recall_tile(builder, isa: ISA, of):
 def _of_arrays(tile):
     """Has compiled code call a tile whose pointers are the begins of arrays."""
 
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder)
+    def write(emit, *values):
         operands = [
-            emit.pointer(kind, arg, I64(0)) if isinstance(kind, types.Array) else arg
-            for kind, arg in zip(sig.args, args, strict=True)
+            emit.pointer(kind, value, I64(0)) if isinstance(kind, types.Array) else value
+            for kind, value in zip(vars(emit.kinds).values(), values, strict=True)
         ]
-        builder.call(tile(builder.module, CURRENT), operands)
-        return context.get_dummy_value()
+        emit.builder.call(tile(emit.builder.module, CURRENT), operands)
 
-    return written_by(codegen)
+    return written_by(write)
 
 
 @_of_arrays(delta_tile)

@@ -6,10 +6,10 @@ Legend: T tokens, H query heads, D head dim.
 
 from __future__ import annotations
 
-from nanoengine.kernels.cpu_layers import FASTMATH, SMALL
+from nanoengine.kernels.cpu_layers import FASTMATH
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 
 
 @compiled(fastmath=FASTMATH, part=True)

@@ -11,16 +11,26 @@ Legend: T tokens, L rows behind attention, N hidden size, H query heads, D numbe
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_tiles import stored
+from nanoengine.kernels.cpu_decoder import MIXERS
 from nanoengine.kernels.cpu_latent import attend_latents
-from nanoengine.kernels.cpu_layers import ALONE, FASTMATH, SMALL, norm_row, rms_norm
+from nanoengine.kernels.cpu_layers import ALONE, FASTMATH, norm_row, rms_norm
 from nanoengine.kernels.cpu_linear import FASTMATH as ONE_CHAIN
 from nanoengine.kernels.cpu_linear import linear_panels
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 from nanoengine.kernels.tiles import PANEL
+
+LatentAttention = namedtuple(
+    "LatentAttention",
+    "query_a query kv_a kv_norm key_up value_up no_sinks still value_size padded_key padded_value"
+    " sizes eps scale",
+)
+"""Operands of `attend_by_latents`."""
 
 
 @compiled(fastmath=ONE_CHAIN)
@@ -106,13 +116,13 @@ def attend_by_latents(x, step, memory, mixer, workers):
 
     Args:
         memory: the cache, contiguous, [B, 1, P, D]; twice.
-        mixer: the weights q_a and its norm, or nothing, q, kv_a, its norm, the heads' matrices for
-            keys and for values, no sinks; numbers of a head's query that are not turned and of its
-            value, outputs of the heads' matrices with what fills panels; sizes of `attend_latents`;
-            the epsilon of the norms, and the scale of scores.
+        mixer: a `LatentAttention`: the weights q_a and its norm, or (), q, kv_a, its norm, the
+            heads' matrices for keys and for values, no sinks; the elements of a head's query that
+            are not rotated and of its value; the outputs of the heads' matrices with padding of
+            panels; sizes of `attend_latents`; the epsilon of the norms, and the scale of scores.
     """
-    weights, (still, value_size, padded_key, padded_value), sizes, (eps, scale) = mixer
-    query_a, query, kv_a, kv_norm, key_up, value_up, no_sinks = weights
+    query_a, query, kv_a, kv_norm, key_up, value_up, no_sinks, still, value_size = mixer[:9]
+    padded_key, padded_value, sizes, eps, scale = mixer[9:]
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
     (num_heads, size, rank, _), tokens, cache = sizes, len(x), memory[0]
 
@@ -143,3 +153,6 @@ def attend_by_latents(x, step, memory, mixer, workers):
     kept = empty((tokens, num_heads * value_size), x.dtype)
     swap(values, kept.reshape(tokens, num_heads, value_size), value_size, workers)
     return kept
+
+
+MIXERS[LatentAttention] = attend_by_latents

@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_tiles import strips
 from nanoengine.kernels.cpu_attention import store_head
-from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.emit import writes
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
 FASTMATH = ("reassoc", "contract", "nsz")
-SMALL = 8192  # numbers; about 2 us of work, the price of a parallel region
 NO_NORM, EACH_HEAD, TOGETHER, FACTORS = 0, 1, 2, 3  # how query and key heads are normed
 # Why numpy's: numba compiles a function once more for each literal.
 ADDS, ALONE = np.bool_(True), np.bool_(False)
@@ -133,36 +130,29 @@ def gate(gate_up, kind, out, workers):
     parallel_for(_gate_rows, len(out), workers, (gate_up, kind, out))
 
 
-@intrinsic
-def _turn(typing, x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at):
-    """Norms one head by its scale, if `normed`, and turns its pairs (x[i], x[i + D / 2])."""
-    signature = types.void(
-        x, at, table, table_at, weight, weight_at, x.dtype, normed, half, out, out_at
+@writes()
+def _rotate(emit, x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at):
+    """Norms one head by its scale, if `normed`, and rotates its pairs (x[i], x[i + D / 2])."""
+    builder = emit.builder
+    source, angles, weights, scale, normed, half, target = emit.operands(
+        x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at
     )
 
-    def codegen(context, builder, sig, args):
-        source, angles, weights, scale, normed, half, target = Emit(context, builder).operands(
-            sig.args, args
+    def rotate(tile, i):
+        def both(pointer):
+            return tile.load(tile.at(pointer, i)), tile.load(tile.at(pointer, i, half))
+
+        numbers, factors, (cos, sin) = both(source), both(weights), both(angles)
+        scaled = (builder.fmul(number, tile.splat(scale)) for number in numbers)
+        u, v = (
+            builder.select(builder.trunc(normed, ir.IntType(1)), builder.fmul(of, by), number)
+            for of, by, number in zip(scaled, factors, numbers, strict=True)
         )
+        first = tile.fma(u, cos, builder.fneg(builder.fmul(v, sin)))
+        tile.store(first, tile.at(target, i))
+        tile.store(tile.fma(v, cos, builder.fmul(u, sin)), tile.at(target, i, half))
 
-        def turn(emit, i):
-            def both(pointer):
-                return emit.load(emit.at(pointer, i)), emit.load(emit.at(pointer, i, half))
-
-            numbers, factors, (cos, sin) = both(source), both(weights), both(angles)
-            scaled = (builder.fmul(number, emit.splat(scale)) for number in numbers)
-            u, v = (
-                builder.select(builder.trunc(normed, ir.IntType(1)), builder.fmul(of, by), number)
-                for of, by, number in zip(scaled, factors, numbers, strict=True)
-            )
-            first = emit.fma(u, cos, builder.fneg(builder.fmul(v, sin)))
-            emit.store(first, emit.at(target, i))
-            emit.store(emit.fma(v, cos, builder.fmul(u, sin)), emit.at(target, i, half))
-
-        strips(context, builder, x, half, turn)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    strips(emit, emit.kinds.x, half, rotate)
 
 
 @compiled(fastmath=FASTMATH)
@@ -179,7 +169,7 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
                 count = 1 if normed == EACH_HEAD else num_kv_heads if h else num_heads
                 scale = _scale_of_row(row[at : at + count * head_dim], eps)
             out, place = (queries, (t * num_heads + h) * head_dim) if h < num_heads else (key, 0)
-            _turn(
+            _rotate(
                 row, at, angles, t * head_dim, weights, h * head_dim, scale, normed != NO_NORM,
                 head_dim // 2, out, place,
             )  # fmt: skip

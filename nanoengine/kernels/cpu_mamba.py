@@ -18,20 +18,25 @@ channels, W kernel.
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 
 import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
+from nanoengine.kernels.cpu_decoder import MIXERS
 from nanoengine.kernels.cpu_delta import STRIP, TOKENS, VECTORS, copy
-from nanoengine.kernels.cpu_layers import FASTMATH, SMALL, gate_row, norm_row
+from nanoengine.kernels.cpu_layers import FASTMATH, gate_row, norm_row
 from nanoengine.kernels.cpu_states import convolve_channels
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 from nanoengine.kernels.tiles import I64, tile_call, tile_function
+
+Mamba = namedtuple("Mamba", "projection weights shape kind eps limits")
+"""Operands of `mamba`: the weights of the projection, and what `mamba_rule` calls the others."""
 
 TOGETHER = 4 if CURRENT.registers == 32 else 2  # tokens of a tile, whose sums are in registers
 PLAIN, BEHIND, BEFORE = 0, 1, 2  # where the norm stands: nowhere, behind the gate, before it
@@ -201,7 +206,7 @@ def mamba(x, spans, memory, mixer, workers):
 
     Args:
         memory: the states.
-        mixer: the projection's weights, and what `mamba_rule` has from its weights to its limits.
+        mixer: a `Mamba`.
     """
     projection, weights, shape, kind, eps, limits = mixer
     inner = shape[0] * shape[1] * shape[3]
@@ -212,3 +217,6 @@ def mamba(x, spans, memory, mixer, workers):
         projected, spans, memory[0], weights, shape, kind, eps, limits, mixed, workers
     )  # fmt: skip
     return mixed
+
+
+MIXERS[Mamba] = mamba

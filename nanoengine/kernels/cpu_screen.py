@@ -28,9 +28,7 @@ compute all outputs, which is also the readable form (`runner/sampling/draw.py`)
 Masks bound what counts: bit i % 32 of masks[r, i // 32] says whether output i of row r may be the
 largest. A panel none of whose outputs may is not looked at. No masks: all may.
 
-`largest_of` does the same where all outputs are there. `largest_of_products` computes all, a few
-panels at a time, so that they stay in the cache: for many rows of a head whose products are as fast
-as the screen's.
+`largest_of` does the same where all outputs are there.
 
 Legend: L rows of x, N outputs, K inputs, padded with zeros to a multiple of 4 in the copy.
 """
@@ -40,16 +38,13 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.byte_tiles import most_rows, multiply16
-from nanoengine.kernels.cpu_decoder import some_panels
-from nanoengine.kernels.cpu_linear import FASTMATH, ROW_BLOCK, last_outputs, rows_of_block
-from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.cpu_linear import FASTMATH, last_outputs
+from nanoengine.kernels.emit import writes
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.multiply import as_multiplied
 from nanoengine.kernels.pool import PIECES, parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL, number, place, tile
 
@@ -140,36 +135,26 @@ def _quantize_row(x, values):
     return unit, np.float32(norm * (1 + 1e-6))
 
 
-@intrinsic
-def _bounds(typing, estimates, at, scales, slack, column, unit, norm, allowed):
+@writes(types.UniTuple(types.float32, 2))
+def _bounds(emit, estimates, at, scales, slack, column, unit, norm, allowed):
     """(most, least) of a panel's outputs of which `allowed` has a bit: the largest is at most
     `most`, and not below `least`; -inf if there is none."""
-    signature = types.UniTuple(scales.dtype, 2)(
-        estimates, at, scales, slack, column, unit, norm, allowed
-    )
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, scales)
-        word, lanes = args[1].type, emit.words
-        bits = emit.splat(builder.trunc(args[7], lanes.element), lanes)
-        unit, norm = emit.splat(args[5]), emit.splat(args[6])
-        nothing = emit.constant(-np.inf)
-        lines = emit.operands(
-            (estimates, at, scales, column, slack, column), (*args[:3], args[4], args[3], args[4])
-        )  # fmt: skip
-        most, least = [], []
-        for i in range(0, PANEL, emit.width):
-            estimate, scale, span = (emit.load(emit.at(line, word(i))) for line in lines)
-            own = ir.Constant(lanes, [1 << (i + j) for j in range(emit.width)])
-            banned = builder.icmp_unsigned("==", builder.and_(bits, own), lanes(None))
-            value = builder.fmul(estimate, builder.fmul(scale, unit))
-            reach = builder.fmul(span, norm)
-            most.append(builder.select(banned, nothing, builder.fadd(value, reach)))
-            least.append(builder.select(banned, nothing, builder.fsub(value, reach)))
-        both = emit.across(most, emit.maximum), emit.across(least, emit.maximum)
-        return context.make_tuple(builder, sig.return_type, both)
-
-    return signature, codegen
+    builder, kinds, word, lanes = emit.builder, emit.kinds, at.type, emit.words
+    bits = emit.splat(builder.trunc(allowed, lanes.element), lanes)
+    unit, norm, nothing = emit.splat(unit), emit.splat(norm), emit.constant(-np.inf)
+    lines = [emit.pointer(kinds.estimates, estimates, at)]
+    lines += [emit.pointer(kinds.scales, array, column) for array in (scales, slack)]
+    most, least = [], []
+    for i in range(0, PANEL, emit.width):
+        estimate, scale, span = (emit.load(emit.at(line, word(i))) for line in lines)
+        own = ir.Constant(lanes, [1 << (i + j) for j in range(emit.width)])
+        banned = builder.icmp_unsigned("==", builder.and_(bits, own), lanes(None))
+        value = builder.fmul(estimate, builder.fmul(scale, unit))
+        reach = builder.fmul(span, norm)
+        most.append(builder.select(banned, nothing, builder.fadd(value, reach)))
+        least.append(builder.select(banned, nothing, builder.fsub(value, reach)))
+    both = emit.across(most, emit.maximum), emit.across(least, emit.maximum)
+    return emit.context.make_tuple(builder, types.UniTuple(types.float32, 2), both)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -269,43 +254,6 @@ def _largest_of_shares(outputs, masks, ids, largest, second, first_share, last_s
             ids[share, r], largest[share, r], second[share, r] = index, best, other
 
 
-@compiled(fastmath=FASTMATH)
-def _search_panels(outputs, first_row, panel, masks, ids, largest, second):
-    """Goes on from what was found in rows of which these are the outputs from a panel on."""
-    panels = outputs.shape[1] // PANEL
-    for r in range(len(outputs)):
-        row, to = outputs[r], first_row + r
-        index, best, other = np.int64(-1), largest[to], second[to]
-        if _highest(row, 0, panels * PANEL) <= _ordered(best):
-            continue
-        for p in range(panels):
-            index, best, other = _first_largest(
-                row, p * PANEL, (p + 1) * PANEL, _allowed(masks, to, panel + p),
-                index, best, other,
-            )  # fmt: skip
-        if index >= 0:
-            ids[to] = panel * PANEL + index
-        largest[to], second[to] = best, other
-
-
-@compiled(fastmath=FASTMATH)
-def _largest_of_panels(inputs, weight, masks, ids, largest, second, first_share, last_share):
-    """`_largest_of_shares` of what is computed, SEARCHED panels at a time."""
-    num_rows, num_panels = len(inputs[0]), len(weight[-1]) // PANEL
-    blocks = -(-num_rows // ROW_BLOCK)
-    for share in range(first_share, last_share):
-        start, stop = share_of(num_panels, share, len(ids))
-        ids[share] = 0
-        largest[share] = second[share] = -np.inf
-        for p in range(start, stop, SEARCHED):
-            count = min(SEARCHED, stop - p)
-            for block in range(blocks):
-                first, last = rows_of_block(num_rows, block, blocks)
-                outputs = empty((last - first, count * PANEL), np.float32)
-                some_panels(inputs, first, last, weight, p, count, outputs)
-                _search_panels(outputs, first, p, masks, ids[share], largest[share], second[share])
-
-
 @compiled(fastmath=FASTMATH, part=True)
 def _joined(ids, largest, second, r):
     """Of what was found in row r: the index of the largest, the lowest among equals and -1 if it
@@ -332,20 +280,6 @@ def largest_of(outputs, masks, ids, largest, workers):
     best, second = empty(found.shape, np.float32), empty(found.shape, np.float32)
     parallel_for(_largest_of_shares, len(found), workers, (outputs, masks, found, best, second))
     for r in range(len(outputs)):
-        ids[r], largest[r], _ = _joined(found, best, second, r)
-
-
-@compiled(fastmath=FASTMATH)
-def largest_of_products(x, weight, masks, ids, largest, workers):
-    """`largest_of` x [L, K] times a weight of N outputs, which are whole panels.
-
-    weight: a tuple, as `cpu_decoder.some_panels` reads it, with a bias of N at its end.
-    """
-    found = empty((workers * PIECES, len(x)), np.int64)
-    best, second = empty(found.shape, np.float32), empty(found.shape, np.float32)
-    operands = as_multiplied(x, weight, workers), weight, masks, found, best, second
-    parallel_for(_largest_of_panels, len(found), workers, operands)
-    for r in range(len(x)):
         ids[r], largest[r], _ = _joined(found, best, second, r)
 
 

@@ -2,19 +2,28 @@
 
     norm ─ projections ─ delta rule, or convolution between two gates ─ out_proj
 
-The readable form is `GenericLayer.forward`; `tests/layers/test_cpu_states.py` compares the two.
+The readable form is `GenericLayer.forward`; `tests/layers/test_fused_layers.py` compares the two.
 
 Legend: T tokens, N hidden size, C channels, W kernel.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from nanoengine.kernels.arrays import empty, zeros
+from nanoengine.kernels.cpu_decoder import MIXERS
 from nanoengine.kernels.cpu_delta import convolve, copy, delta_rule, keep_last, silu
-from nanoengine.kernels.cpu_layers import FASTMATH, SMALL
+from nanoengine.kernels.cpu_layers import FASTMATH
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
+
+Delta = namedtuple("Delta", "qkvz ba weights shape eps")
+"""Operands of `delta`: the weights of two projections, and what `delta_rule` calls the others."""
+
+Convolution = namedtuple("Convolution", "projection weight bias")
+"""Operands of `convolution`: the weights of the projection, and the kernel and bias."""
 
 CHANNELS = 64  # of a task: a line of memory holds 16, and neighbours are asked for together
 TOKENS = 64  # at a time, whose inputs stay in the L1 cache
@@ -94,7 +103,7 @@ def delta(x, spans, memory, mixer, workers):
 
     Args:
         memory: the states.
-        mixer: the weights of two projections, and what `delta_rule` calls weights, shape and eps.
+        mixer: a `Delta`.
     """
     qkvz, ba, weights, shape, eps = mixer
     key_heads, heads, keys, values = shape
@@ -113,9 +122,9 @@ def convolution(x, spans, memory, mixer, workers):
 
     Args:
         memory: the states.
-        mixer: the projection's weights, and the convolution's.
+        mixer: a `Convolution`.
     """
-    projection, (weight, bias) = mixer
+    projection, weight, bias = mixer
     wide = empty((len(x), 3 * weight.shape[1]), x.dtype)
     multiply(x, projection, wide, workers)
     out = empty((len(x), weight.shape[1]), x.dtype)
@@ -125,3 +134,6 @@ def convolution(x, spans, memory, mixer, workers):
             wide, first, True, spans, memory[0], 0, weight, bias, out, wave, workers
         )  # fmt: skip
     return out
+
+
+MIXERS |= {Delta: delta, Convolution: convolution}

@@ -13,10 +13,10 @@ Legend: T tokens, L rows behind attention, N hidden size, H / K query / KV heads
 from __future__ import annotations
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.cpu_layers import ALONE, FASTMATH, SMALL, gate_row, norm_row, rms_norm
+from nanoengine.kernels.cpu_layers import ALONE, FASTMATH, gate_row, norm_row, rms_norm
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import multiply
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 
 
 @compiled(fastmath=FASTMATH)
@@ -33,10 +33,10 @@ def _norm_values(projected, heads, ones, eps, of_keys, lo, hi):
 
 
 @compiled(fastmath=FASTMATH)
-def norm_values(projected, own, num_heads, of_keys, workers):
-    """[T, H + 2 K, D] of projected heads, K values less where these are keys; `own`: of
-    `cpu_decoder.attend_heads`."""
-    (ones, eps), (tokens, _, size) = own, projected.shape
+def norm_values(projected, value_norm, num_heads, of_keys, workers):
+    """[T, H + 2 K, D] of projected heads, K values less where these are keys; `value_norm`: of
+    `cpu_decoder.Attention`."""
+    (ones, eps), (tokens, _, size) = value_norm, projected.shape
     heads = empty((tokens, num_heads + 2 * of_keys, size), projected.dtype)
     parallel_for(
         _norm_values, tokens, 1 if heads.size <= SMALL else workers,

@@ -8,6 +8,7 @@ by the CPU kernels of attention and of linear layers.
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 from llvmlite import ir
 from numba import types
@@ -20,38 +21,41 @@ I32 = ir.IntType(32)
 FLOATS = types.Array(types.float32, 1, "C")
 
 
-def written_by(codegen, result=types.void):
-    """Has compiled code call `codegen(context, builder, signature, args)` by the name and with the
-    arguments of the function that is decorated, which does nothing."""
+def writes(result=types.void, *, literals=False):
+    """Has compiled code call the decorated function `write(emit, *values)`, which writes
+    instructions: with an `Emit`, whose `kinds` are the types of the arguments by name, and LLVM's
+    values.
 
-    def decorate(named):
-        return _called(named, ["typing", *inspect.signature(named).parameters], codegen, result)
-
-    return decorate
-
-
-def writes(result=types.void):
-    """Has compiled code call the decorated function of a builder and LLVM's values, which writes
-    instructions; `result`: the type of what it returns."""
+    `result` is the type of what it returns; with `literals` the types of constants hold their
+    values.
+    """
 
     def decorate(write):
-        def codegen(context, builder, signature, args):
-            found = write(builder, *args)
-            return context.get_dummy_value() if found is None else found
-
-        return _called(write, [*inspect.signature(write).parameters], codegen, result)
+        return _called(write, [*inspect.signature(write).parameters][1:], write, result, literals)
 
     return decorate
 
 
-def _called(named, parameters, codegen, result):
+def written_by(write):
+    """As `writes()`, where the decorated function gives the name and the arguments alone."""
+    return lambda named: _called(named, [*inspect.signature(named).parameters], write)
+
+
+def _called(named, parameters, write, result=types.void, literals=False):
+    def codegen(context, builder, signature, args):
+        emit = Emit(context, builder)
+        emit.kinds = SimpleNamespace(**dict(zip(parameters, signature.args, strict=True)))
+        found = write(emit, *args)
+        return context.get_dummy_value() if found is None else found
+
     def call(typing, *given):
         return result(*given), codegen
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    call.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
+    names = ["typing", *parameters]
+    call.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
     call.__name__, call.__doc__ = named.__name__, named.__doc__
-    return intrinsic(call)
+    return intrinsic(prefer_literal=literals)(call)
 
 
 def call_named(builder, name, result, *arguments):
@@ -75,7 +79,13 @@ class BFloat(ir.Type):
 
 
 class Emit:
-    """Writes the vector instructions of one register tile, `bits` a vector."""
+    """Writes the vector instructions of one register tile, `bits` per vector.
+
+    Attributes:
+        kinds: the types of the arguments by name, where `writes` has made it.
+    """
+
+    kinds = SimpleNamespace()
 
     def __init__(self, context, builder, array_type=FLOATS, bits=CURRENT.vector_bits, isa=CURRENT):
         self.context, self.builder, self.isa = context, builder, isa
@@ -90,11 +100,12 @@ class Emit:
         data = self.context.make_array(array_type)(self.context, self.builder, array).data
         return self.builder.gep(data, [offset])
 
-    def operands(self, kinds, arguments):
-        """A pointer for each array and the place behind it; other arguments as they are."""
-        kinds, arguments, made = iter(kinds), iter(arguments), []
-        for kind, argument in zip(kinds, arguments, strict=True):
-            if isinstance(kind, types.Array):
+    def operands(self, *arguments):
+        """A pointer for each array and the place after it; other arguments as they are. They are
+        the first ones of the function."""
+        kinds, arguments, made = iter(vars(self.kinds).values()), iter(arguments), []
+        for argument in arguments:
+            if isinstance(kind := next(kinds), types.Array):
                 next(kinds)
                 argument = self.pointer(kind, argument, next(arguments))
             made.append(argument)

@@ -35,12 +35,10 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from nanoengine.kernels.byte_tiles import OF_GROUP, UNIT, ByteTile, most_rows
 from nanoengine.kernels.code_tables import E2M1, IQ4
-from nanoengine.kernels.emit import I32, Emit, written_by
+from nanoengine.kernels.emit import I32, writes, written_by
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_function
 
@@ -608,26 +606,21 @@ def spread_panel(builder, isa: ISA, of, *numbers: int):
     tile.blocks(of, write)
 
 
-@intrinsic
-def pair_inputs(typing, values, at, out, out_at):
+@writes()
+def pair_inputs(emit, values, at, out, out_at):
     """A unit of inputs for `SpreadTile`: of each four the first and third as words of 16 bits, of
     each four the others, then less the sums of their products: of the unit and of its halves."""
-
-    def codegen(context, builder, sig, args):
-        tile = ByteTile(builder, replace(CURRENT, byte_bits=8 * UNIT))
-        emit = Emit(context, builder)
-        source, target = emit.operands(sig.args, args)
-        odd, even = tile.odd_and_even(tile.get(tile.bytes, source))
-        tile.store(even, target)
-        tile.store(odd, tile.at(target, I64(UNIT)))
-        products = builder.neg(tile.add16(tile.every(0), odd, even))
-        for place, lanes in ((0, range(8)), (1, range(4)), (2, range(4, 8))):
-            part = tile.shuffle(products, products, [*lanes])
-            total = tile.call(f"llvm.vector.reduce.add.v{len(lanes)}i32", I32, part)
-            tile.store(total, tile.at(target, I64(2 * UNIT + 4 * place)))
-        return context.get_dummy_value()
-
-    return types.void(values, at, out, out_at), codegen
+    builder = emit.builder
+    tile = ByteTile(builder, replace(CURRENT, byte_bits=8 * UNIT))
+    source, target = emit.operands(values, at, out, out_at)
+    odd, even = tile.odd_and_even(tile.get(tile.bytes, source))
+    tile.store(even, target)
+    tile.store(odd, tile.at(target, I64(UNIT)))
+    products = builder.neg(tile.add16(tile.every(0), odd, even))
+    for place, lanes in ((0, range(8)), (1, range(4)), (2, range(4, 8))):
+        part = tile.shuffle(products, products, [*lanes])
+        total = tile.call(f"llvm.vector.reduce.add.v{len(lanes)}i32", I32, part)
+        tile.store(total, tile.at(target, I64(2 * UNIT + 4 * place)))
 
 
 def rows_of_spread(isa: ISA) -> range:
@@ -648,33 +641,27 @@ def functions_of(module, isa: ISA, form: Form) -> list[ir.Function]:
     return found + [grouped_tile(module, isa, *form, count, 1) for count in rows_of_spread(isa)]
 
 
-@intrinsic
-def keep_addresses(typing, form, out):
+@writes()
+def keep_addresses(emit, form, out):
     """out[i] = the address of each of `functions_of` a form: a tuple whose parts are as long as the
     form's numbers, so that its type says which."""
-
-    def codegen(context, builder, sig, args):
-        numbers = Form(*(len(part) for part in sig.args[0]))
-        emit = Emit(context, builder)
-        place = emit.pointer(sig.args[1], args[1], I64(0))
-        for i, function in enumerate(functions_of(builder.module, CURRENT, numbers)):
-            builder.store(builder.ptrtoint(function, I64), emit.at(place, I64(i)))
-        return context.get_dummy_value()
-
-    return types.void(form, out), codegen
+    builder, numbers = emit.builder, Form(*(len(part) for part in emit.kinds.form))
+    place = emit.pointer(emit.kinds.out, out, I64(0))
+    for i, function in enumerate(functions_of(builder.module, CURRENT, numbers)):
+        builder.store(builder.ptrtoint(function, I64), emit.at(place, I64(i)))
 
 
 def _at_address(tile):
     """Has compiled code call a function of this tile at an address, the first argument."""
 
-    def codegen(context, builder, sig, args):
-        operands = Emit(context, builder).operands(sig.args[1:], args[1:])
+    def write(emit, address, *values):
+        builder = emit.builder
+        _, *operands = emit.operands(address, *values)
         operands = [builder.bitcast(a, k) for a, k in zip(operands, tile.kinds, strict=True)]
         of = ir.FunctionType(ir.VoidType(), tile.kinds)
-        builder.call(builder.inttoptr(args[0], of.as_pointer()), operands)
-        return context.get_dummy_value()
+        builder.call(builder.inttoptr(address, of.as_pointer()), operands)
 
-    return written_by(codegen)
+    return written_by(write)
 
 
 @_at_address(grouped_tile)

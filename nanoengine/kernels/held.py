@@ -38,7 +38,16 @@ class HeldType(types.Opaque):
 
     def __init__(self, of: types.Type) -> None:
         self.of = of
-        super().__init__(f"HeldType({of!r})")
+        super().__init__(f"HeldType({_text_of(of)})")
+
+
+def _text_of(of: types.Type) -> str:
+    """A type as `ahead.py` reads it; numba's own text of a named tuple is no Python."""
+    if not isinstance(of, types.BaseTuple):
+        return repr(of)
+    parts = "".join(f"{_text_of(part)}, " for part in of)
+    named = isinstance(of, types.BaseNamedTuple)
+    return f"{of.instance_class.__name__}({parts})" if named else f"Tuple(({parts}))"
 
 
 register_model(HeldType)(models.OpaqueModel)

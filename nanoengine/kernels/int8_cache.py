@@ -10,44 +10,24 @@ lines become one of pairs: a whole number of 8 bits is one of bfloat16. Queries 
 the matrix before a step's tasks and outputs after them (`times_hadamard`), so that the tasks, which
 read the cache, need no matrix.
 
-Functions of the plain way that follow from the types of their arguments have one more form for
-int8, once this file is imported: by `CPUBackend`, for a cache of int8. `attention/stored.py` is the
-readable form.
+`cpu_attention` chooses these functions where a cache has the type int8, and imports this file then.
+`attention/stored.py` is the readable form.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic, overload
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.attention_tiles import (
-    FASTMATH,
-    KV_TILE,
-    ask_for,
-    ask_for_scales,
-    scale_numbers,
-    scale_row,
-    scales_of,
-    scales_of_tile,
-)
-from nanoengine.kernels.cpu_attention import lines_of, store_head, transform_rows
-from nanoengine.kernels.cpu_layers import SMALL
-from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.attention_tiles import FASTMATH, KV_TILE, ask_for, lines_of, scale_row
+from nanoengine.kernels.emit import Emit, writes
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.pool import SMALL, parallel_for
 from nanoengine.kernels.tiles import LINE
 
 LEAST = np.float32(2.0**-100)  # see `attention/stored.py`
-OPTIONS = {"fastmath": set(FASTMATH)}
 LANES = 8  # of vectors: `CPUBackend.head_dims` are multiples of it
-
-
-@overload(scale_numbers)
-def _four(array):
-    return (lambda array: 4) if array.dtype == types.int8 else None
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -58,29 +38,25 @@ def _scale_place(block, head, token, sizes):
     return (first * (head_dim + 4) + block_size * head_dim) // 4 + token % block_size
 
 
-@intrinsic
-def _add_and_subtract(typing, row, first, second):
+@writes()
+def _add_and_subtract(emit, row, first, second):
     """LANES elements of a row from `first` on become their sums with those from `second` on, which
     become the differences. Where both are one place, it multiplies them by a Hadamard matrix."""
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, row, LANES * row.dtype.bitwidth)
-        at, behind = (emit.pointer(row, args[0], place) for place in args[1:])
-        a, b = emit.load(at), emit.load(behind)
-        with builder.if_else(builder.icmp_signed("==", *args[1:])) as (alone, apart):
-            with alone:
-                x = a
-                for step in (1, 2, 4):
-                    other = emit.shuffle(x, x, [i ^ step for i in range(LANES)])
-                    signs = [-1.0 if i & step else 1.0 for i in range(LANES)]
-                    x = emit.fma(x, ir.Constant(emit.vector, signs), other)
-                emit.store(x, at)
-            with apart:
-                emit.store(builder.fadd(a, b), at)
-                emit.store(builder.fsub(a, b), behind)
-        return context.get_dummy_value()
-
-    return types.void(row, first, second), codegen
+    builder, kind = emit.builder, emit.kinds.row
+    tile = Emit(emit.context, builder, kind, LANES * kind.dtype.bitwidth)
+    at, beside = (tile.pointer(kind, row, place) for place in (first, second))
+    a, b = tile.load(at), tile.load(beside)
+    with builder.if_else(builder.icmp_signed("==", first, second)) as (alone, apart):
+        with alone:
+            x = a
+            for step in (1, 2, 4):
+                other = tile.shuffle(x, x, [i ^ step for i in range(LANES)])
+                signs = [-1.0 if i & step else 1.0 for i in range(LANES)]
+                x = tile.fma(x, ir.Constant(tile.vector, signs), other)
+            tile.store(x, at)
+        with apart:
+            tile.store(builder.fadd(a, b), at)
+            tile.store(builder.fsub(a, b), beside)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -102,16 +78,11 @@ def _transform_rows(rows, size, lo, hi):
         _times_hadamard(rows[i * size : (i + 1) * size])
 
 
-@overload(transform_rows, jit_options=OPTIONS)
 def times_hadamard(rows, cache, workers):
     """`cpu_attention.transform_rows`."""
-
-    def transform(rows, cache, workers):
-        size = rows.shape[2]
-        workers = 1 if rows.size <= SMALL else workers
-        parallel_for(_transform_rows, rows.size // size, workers, (rows.reshape(-1), size))
-
-    return transform if cache.dtype == types.int8 else None
+    size = rows.shape[2]
+    workers = 1 if rows.size <= SMALL else workers
+    parallel_for(_transform_rows, rows.size // size, workers, (rows.reshape(-1), size))
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -133,60 +104,40 @@ def _store_row(source, row, cache, at, step, scale_at):
         cache[at + d * step] = np.int8(np.rint(np.float32(row[d]) * factor))
 
 
-@overload(store_head, jit_options=OPTIONS)
 def store_rows(key, value, slot, head, k_cache, v_cache, sizes):
     """`cpu_attention.store_head`."""
-
-    def rows(key, value, slot, head, k_cache, v_cache, sizes):
-        lanes = min(sizes[3], KV_TILE)
-        k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
-        scale_at = _scale_place(slot // sizes[3], head, slot, sizes)
-        row = empty((len(key),), key.dtype)
-        _store_row(key, row, k_cache, k_at, lanes, scale_at)
-        _store_row(value, row, v_cache, v_at, 1, scale_at)
-
-    return rows if k_cache.dtype == types.int8 else None
+    lanes = min(sizes[3], KV_TILE)
+    k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
+    scale_at = _scale_place(slot // sizes[3], head, slot, sizes)
+    row = empty((len(key),), key.dtype)
+    _store_row(key, row, k_cache, k_at, lanes, scale_at)
+    _store_row(value, row, v_cache, v_at, 1, scale_at)
 
 
-@overload(scales_of, jit_options=OPTIONS)
-def places_of_scales(cache, table, head, begin, sizes):
-    """`attention_tiles.scales_of`."""
-
-    def scales(cache, table, head, begin, sizes):
-        at = _scale_place(table[begin // sizes[3]], head, begin, sizes)
-        return cache.view(np.float32), at
-
-    return scales if cache.dtype == types.int8 else None
+def place_of_scales(cache, table, head, begin, sizes):
+    """`cpu_attention.scales_of`."""
+    at = _scale_place(table[begin // sizes[3]], head, begin, sizes)
+    return cache.view(np.float32), at
 
 
-@overload(ask_for_scales, jit_options=OPTIONS)
-def asked_scales(cache, at, sizes):
-    """`attention_tiles.ask_for_scales`."""
-
-    def asked(cache, at, sizes):
-        of_head = sizes[3] * (sizes[2] + 4)
-        first = at // of_head * of_head
-        begin = first + sizes[3] * sizes[2] + (at - first) // sizes[2] * 4
-        for line in range(begin, begin + 4 * min(sizes[3], KV_TILE), LINE):
-            ask_for(cache, line, 0)
-
-    return asked if cache.dtype == types.int8 else None
+def ask_for_scales_of_run(cache, at, sizes):
+    """`cpu_attention.ask_for_scales`."""
+    of_head = sizes[3] * (sizes[2] + 4)
+    first = at // of_head * of_head
+    begin = first + sizes[3] * sizes[2] + (at - first) // sizes[2] * 4
+    for line in range(begin, begin + 4 * min(sizes[3], KV_TILE), LINE):
+        ask_for(cache, line, 0)
 
 
-@overload(scales_of_tile, jit_options=OPTIONS)
 def gathered_scales(cache, table, head, first, end, sizes, scales):
-    """`attention_tiles.scales_of_tile`."""
-
-    def gathered(cache, table, head, first, end, sizes, scales):
-        lanes = min(sizes[3], KV_TILE)
-        of_run, at = scales_of(cache, table, head, first, sizes)
-        if lanes == KV_TILE:
-            return of_run[at : at + KV_TILE]
-        for begin in range(first, end, lanes):
-            of_run, at = scales_of(cache, table, head, begin, sizes)
-            run, of_tokens = of_run[at : at + lanes], scales[begin % KV_TILE :]
-            for t in range(len(run)):
-                of_tokens[t] = run[t]
-        return scales
-
-    return gathered if cache.dtype == types.int8 else None
+    """`cpu_attention.scales_of_tile`."""
+    lanes = min(sizes[3], KV_TILE)
+    of_run, at = cache.view(np.float32), _scale_place(table[first // sizes[3]], head, first, sizes)
+    if lanes == KV_TILE:
+        return of_run[at : at + KV_TILE]
+    for begin in range(first, end, lanes):
+        at = _scale_place(table[begin // sizes[3]], head, begin, sizes)
+        run, of_tokens = of_run[at : at + lanes], scales[begin % KV_TILE :]
+        for t in range(len(run)):
+            of_tokens[t] = run[t]
+    return scales

@@ -43,10 +43,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanoengine.kernels.emit import call_named, writes
+from nanoengine.kernels.emit import writes
 from nanoengine.kernels.jit import compiled
 
 MOST = 4095  # pieces of a job, and workers: 12 bits
+SMALL = 8192  # elements; about 2 us of work, the price of a parallel region
 PIECES = 4  # a worker: what one who comes late leaves to others
 
 # Words of the memory that all threads share; each has a cache line of its own.
@@ -113,63 +114,66 @@ def _word(builder: Any, place: Any) -> Any:
 
 
 @writes(types.int64)
-def _load(builder, place):
-    return builder.load_atomic(_word(builder, place), "acquire", 8)
+def _load(emit, place):
+    return emit.builder.load_atomic(_word(emit.builder, place), "acquire", 8)
 
 
 @writes()
-def _store(builder, place, value):
-    builder.store_atomic(value, _word(builder, place), "release", 8)
+def _store(emit, place, value):
+    emit.builder.store_atomic(value, _word(emit.builder, place), "release", 8)
 
 
 @writes(types.boolean)
-def _replace(builder, place, expected, value):
+def _replace(emit, place, expected, value):
     """Whether the word was what is expected, and so has got the value."""
-    found = builder.cmpxchg(_word(builder, place), expected, value, "acq_rel", "acquire")
-    return builder.extract_value(found, 1)
+    word = _word(emit.builder, place)
+    found = emit.builder.cmpxchg(word, expected, value, "acq_rel", "acquire")
+    return emit.builder.extract_value(found, 1)
 
 
 @writes()
-def _subtract(builder, place, value):
-    builder.atomic_rmw("sub", _word(builder, place), value, "acq_rel")
+def _subtract(emit, place, value):
+    emit.builder.atomic_rmw("sub", _word(emit.builder, place), value, "acq_rel")
 
 
 @writes()
-def _rest(builder):
+def _rest(emit):
     """Tells the core that a loop waits."""
     if platform.machine().lower() in ("aarch64", "arm64"):
-        call_named(builder, "llvm.aarch64.hint", ir.VoidType(), INT(1))  # the one called YIELD
+        emit.call("llvm.aarch64.hint", ir.VoidType(), INT(1))  # the one called YIELD
     else:
-        call_named(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        emit.call("llvm.x86.sse2.pause", ir.VoidType())
 
 
 @writes()
-def _nap(builder):
-    call_named(builder, "nanoengine_sleep", INT, INT(_SLEEPS))
+def _nap(emit):
+    emit.call("nanoengine_sleep", INT, INT(_SLEEPS))
 
 
 @writes(types.int64)
-def _time(builder, of_thread):
+def _time(emit, of_thread):
     """By the clock on the wall, or that of this thread's time on a core [ns]."""
     if not FOLLOWS:
         return WORD(0)
+    builder = emit.builder
     clocks = INT(time.CLOCK_THREAD_CPUTIME_ID), INT(time.CLOCK_MONOTONIC)
     memory = cgutils.alloca_once(builder, ir.ArrayType(WORD, 2))
-    call_named(builder, "nanoengine_clock_gettime", INT, builder.select(of_thread, *clocks), memory)
+    emit.call("nanoengine_clock_gettime", INT, builder.select(of_thread, *clocks), memory)
     s, ns = (builder.load(cgutils.gep_inbounds(builder, memory, 0, i)) for i in range(2))
     return builder.add(builder.mul(s, WORD(10**9)), ns)
 
 
 @writes(types.int64)
-def _core(builder):
+def _core(emit):
     """The number of the core that this runs on."""
     if not FOLLOWS:
         return WORD(0)
-    return builder.sext(call_named(builder, "nanoengine_sched_getcpu", INT), WORD)
+    return emit.builder.sext(emit.call("nanoengine_sched_getcpu", INT), WORD)
 
 
 @writes()
-def _do(builder, function, arguments, piece):
+def _do(emit, function, arguments, piece):
+    builder = emit.builder
     function = builder.inttoptr(function, DOES_A_PIECE.as_pointer())
     builder.call(function, [builder.inttoptr(arguments, POINTER), piece])
 

@@ -26,9 +26,8 @@ from types import SimpleNamespace
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from nanoengine.kernels.emit import I32, Emit, written_by
+from nanoengine.kernels.emit import I32, Emit, writes, written_by
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import by_types
 
@@ -148,21 +147,20 @@ def tile_function(arguments: str):
 
 def tile_call(shapes, make):
     """Has compiled code call the tile of so many rows and panels, the last two arguments: one of
-    `shapes(isa)`, made by `make(module, types, rows, panels)`. The arguments before are the tile's,
+    `shapes(isa)`, made by `make(module, kinds, rows, panels)`. The arguments before are the tile's,
     but that a pointer is an array and a place in it."""
 
-    def codegen(context, builder, sig, args):
-        operands = Emit(context, builder).operands(sig.args[:-2], args[:-2])
+    def write(emit, *values):
+        builder, operands = emit.builder, emit.operands(*values[:-2])
 
-        def write(rows, panels):
-            function = make(builder.module, sig.args, rows, panels)
+        def call(rows, panels):
+            function = make(builder.module, emit.kinds, rows, panels)
             kinds = [of.type for of in function.args]
             builder.call(function, [*map(builder.bitcast, operands, kinds)])
 
-        switched(builder, *args[-2:], shapes(CURRENT), write)
-        return context.get_dummy_value()
+        switched(builder, *values[-2:], shapes(CURRENT), call)
 
-    return written_by(codegen)
+    return written_by(write)
 
 
 def switched(builder, rows, panels, shapes, write):
@@ -246,34 +244,26 @@ def unrolled(isa: ISA, kind: str, rows: int, panels: int) -> int:
 
 @tile_call(
     tile_shapes,
-    lambda module, kinds, rows, panels: float_tile(
-        module, CURRENT, kind_of(kinds[3]), rows, panels
-    ),
+    lambda module, kinds, rows, panels: float_tile(module, CURRENT, kind_of(kinds.w), rows, panels),
 )
 def tile(x, x_at, x_stride, w, w_at, w_stride, turns, start, start_at, start_stride,
          out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
     """`float_tile` for `rows` x `panels` * 16 results. `start` is the bias (stride 0), or `out`."""
 
 
-@intrinsic
-def number(typing, array, at):
+@writes(types.float32)
+def number(emit, array, at):
     """The number at a place, as float32: of weights in any form, and of inputs in pairs."""
-    kind = kind_of(array)
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder)
-        data = emit.pointer(array, args[0], I64(0))
-        if kind == "float32":
-            return builder.load(emit.at(data, args[1]))
-        half = I16
-        bits = builder.load(emit.at(builder.bitcast(data, half.as_pointer()), args[1]))
-        if kind == "float16":
-            one = emit.widen_halves(builder.insert_element(
-                ir.Constant(ir.VectorType(half, emit.width), None), bits, I32(0)))  # fmt: skip
-            return builder.extract_element(one, I32(0))
-        return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), FLOAT)
-
-    return types.float32(array, at), codegen
+    builder, kind = emit.builder, kind_of(emit.kinds.array)
+    data = emit.pointer(emit.kinds.array, array, I64(0))
+    if kind == "float32":
+        return builder.load(emit.at(data, at))
+    bits = builder.load(emit.at(builder.bitcast(data, I16.as_pointer()), at))
+    if kind == "float16":
+        none = ir.Constant(ir.VectorType(I16, emit.width), None)
+        one = emit.widen_halves(builder.insert_element(none, bits, I32(0)))
+        return builder.extract_element(one, I32(0))
+    return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), FLOAT)
 
 
 @by_types()

@@ -2,7 +2,7 @@
 
 Why: one token through a small model is hundreds of calls from Python, and they take a third of its
 time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits
-(`tests/layers/test_cpu_decoder.py`). Made by `models/cpu.py` once the weights are loaded. A layer
+(`tests/layers/test_fused_layers.py`). Made by `models/cpu.py` once the weights are loaded. A layer
 whose MLP has no kernel is the last of its call, which ends before that.
 """
 
@@ -19,7 +19,13 @@ import torch
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights, Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
-from nanoengine.kernels.cpu_decoder import decoder_layers
+from nanoengine.kernels.cpu_decoder import (
+    Attention,
+    ExpertMLP,
+    GatedMLP,
+    RestOfLayer,
+    decoder_layers,
+)
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.cpu_linear import DOTS
 from nanoengine.kernels.held import Held, type_of
@@ -81,52 +87,60 @@ class LayerParts:
         return self.backend.step_arrays(rotation, batch, spec, *rows)
 
     def operands(self) -> tuple[Any, ...]:
-        """What `decoder_layers` has of a layer behind its memory."""
-        projections, second = self.ends()
-        numbers = np.float32(self.norms[0].eps), self.before[0] is not None
-        first = self.weight_of(self.before[0]), self.mixer_operands(projections), numbers
-        return first, second, ()
+        """What `decoder_layers` has of a layer after its memory."""
+        projections, rest = self.ends()
+        return self.weight_of(self.before[0]), self.mixer_operands(projections), rest, ()
 
-    def mixer_operands(self, projections: list[Any]) -> tuple[Any, ...]:
-        """What `decoder_layers` calls the mixer, of the weights of its first projections."""
+    def mixer_operands(self, projections: list[Any]) -> Any:
+        """The operands of the mixer's kernel, of the weights of its first projections."""
         (qkv,), spec, real = projections, self.attention.spec, np.float32
         head_norm, kind = self.head_norm, norm_kind(self.head_norm)
         if head_norm is None:
             head_norm = HeadNormWeights(
                 weight=torch.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim), eps=0.0
             )
-        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-        heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, self.backend.block_size
-        columns, (kept, own) = sum(self.mixer.qkv_proj.parts.values()), self.own_of_heads()
-        of_heads, sinks = head_norm.weight.detach().numpy(), self.backend.sinks(spec)
-        return (
-            (qkv, of_heads, self.backend.operand, sinks, own),
-            (heads_and_dims, columns, kept, window, kind),
-            (real(head_norm.eps or 0), real(spec.scale), real(spec.softcap or 0)),
+        gates = getattr(self.mixer, "num_gates", 0)
+        return Attention(
+            qkv=qkv,
+            head_norm=head_norm.weight.detach().numpy(),
+            operand=self.backend.operand,
+            sinks=self.backend.sinks(spec),
+            gates=(gates,) if gates else (),
+            value_norm=(),
+            sizes=(spec.num_heads, spec.num_kv_heads, spec.head_dim, self.backend.block_size),
+            columns=sum(self.mixer.qkv_proj.parts.values()),
+            stored_heads=spec.num_kv_heads,
+            window=NO_WINDOW if spec.sliding_window is None else spec.sliding_window,
+            norm_kind=kind,
+            norm_eps=real(head_norm.eps or 0),
+            scale=real(spec.scale),
+            softcap=real(spec.softcap or 0),
         )
 
-    def own_of_heads(self) -> tuple[int, tuple[Any, ...]]:
-        """KV heads that `attend_heads` stores, and what it calls a family's own."""
-        gates = getattr(self.mixer, "num_gates", 0)
-        return self.attention.spec.num_kv_heads, (gates,) if gates else ()
-
-    def ends(self) -> tuple[list[Any], tuple[Any, ...]]:
-        """The weights of the mixer's first projections, and what `finish_layer` calls second."""
+    def ends(self) -> tuple[list[Any], RestOfLayer]:
+        """The weights of the mixer's first projections, and the rest of the layer."""
         operands = [linear.method.operands(linear.bias) for linear in self.linears]
         of_mlp = [operands.pop() for _ in range(2 * (self.gated is not None))][::-1]
-        o = operands.pop()
-        (_, mlp_norm), (output_norm, mlp_output_norm) = self.before, self.behind
-        mlp: tuple[Any, ...] = ()
+        o, output_norm = operands.pop(), self.weight_of(self.behind[1])
+        mlp: Any = ()
         if self.gated is not None:
             inner = sum(self.gated.gate_up_proj.parts.values()) // 2
             gate, in_pairs = GATES[self.gated.activation], DOTS and inner % PANEL == 0
             in_pairs &= all(weight[0].dtype == np.uint32 for weight in of_mlp)
             operand = np.empty(0, np.uint32 if in_pairs else np.float32)
-            mlp = *of_mlp, self.weight_of(mlp_output_norm), operand, inner, gate
+            mlp = GatedMLP(*of_mlp, output_norm, operand, inner, gate)
         elif self.experts:
-            mlp = *self.experts, self.weight_of(mlp_output_norm)
-        numbers = np.float32(self.norms[0].eps), output_norm is not None, np.float32(self.scale)
-        return operands, ((o, self.weight_of(output_norm), self.weight_of(mlp_norm)), mlp, numbers)
+            mlp = ExpertMLP(self.experts, output_norm)
+        return operands, RestOfLayer(
+            o=o,
+            attention_output_norm=self.weight_of(self.behind[0]),
+            mlp_norm=self.weight_of(self.before[1]),
+            mlp=mlp,
+            eps=np.float32(self.norms[0].eps),
+            norms_before=self.before[0] is not None,
+            norms_after=self.behind[0] is not None,
+            scale=np.float32(self.scale),
+        )
 
     def weight_of(self, norm: RMSNorm | None) -> np.ndarray:
         """A norm's, or of one that is not there any array."""

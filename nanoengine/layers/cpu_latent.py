@@ -1,6 +1,6 @@
 """LatentParts: decoder layers with latent attention as one compiled call on the CPU.
 
-`models/latent.py` says what is computed, `tests/layers/test_cpu_latent.py` compares the two. Made
+`models/latent.py` says what is computed, `tests/layers/test_fused_layers.py` compares the two. Made
 by `models/cpu.py` once the weights are loaded.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoengine.kernels.cpu_latent_layer import heads_times_matrices
+from nanoengine.kernels.cpu_latent_layer import LatentAttention, heads_times_matrices
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.cpu_decoder import LayerParts
 from nanoengine.layers.kernels import LinearMethod
@@ -31,22 +31,28 @@ class LatentParts(LayerParts):
         first = [] if mixer.q_a is None else [mixer.q_a]
         return [*first, mixer.q, mixer.kv_a, mixer.o_proj]
 
-    def mixer_operands(self, projections: list[Any]) -> tuple[Any, ...]:
+    def mixer_operands(self, projections: list[Any]) -> LatentAttention:
         *query_a, query, kv_a = projections
         mixer, latent, spec, real = self.mixer, self.mixer.latent, self.attention.spec, np.float32
         inner_norm, up = mixer.kv_a_layernorm, mixer.kv_b_proj
         if query_a:
             query_a.append(self.weight_of(mixer.q_a_layernorm))
-        return (
-            (
-                tuple(query_a), query, kv_a, self.weight_of(inner_norm),
-                up.key_up.method.operands(None), up.value_up.method.operands(None),
-                self.backend.sinks(spec),
-            ),
-            (latent.qk_nope_head_dim, latent.v_head_dim, up.key_up.padded, up.value_up.padded),
-            (spec.num_heads, spec.head_dim, spec.value_dim, self.backend.block_size),
-            (real(inner_norm.eps), real(spec.scale)),
-        )  # fmt: skip
+        return LatentAttention(
+            query_a=tuple(query_a),
+            query=query,
+            kv_a=kv_a,
+            kv_norm=self.weight_of(inner_norm),
+            key_up=up.key_up.method.operands(None),
+            value_up=up.value_up.method.operands(None),
+            no_sinks=self.backend.sinks(spec),
+            still=latent.qk_nope_head_dim,
+            value_size=latent.v_head_dim,
+            padded_key=up.key_up.padded,
+            padded_value=up.value_up.padded,
+            sizes=(spec.num_heads, spec.head_dim, spec.value_dim, self.backend.block_size),
+            eps=real(inner_norm.eps),
+            scale=real(spec.scale),
+        )
 
 
 def heads_product(x: torch.Tensor, method: LinearMethod, outputs: int) -> torch.Tensor:

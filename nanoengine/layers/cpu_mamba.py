@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoengine.kernels.cpu_mamba import BEFORE, BEHIND, PLAIN, mamba_rule
+from nanoengine.kernels.cpu_mamba import BEFORE, BEHIND, PLAIN, Mamba, mamba_rule
 from nanoengine.layers.cpu_states import CPURule
 
 NORMS = {None: PLAIN, "behind": BEHIND, "before": BEFORE}
@@ -18,7 +18,7 @@ NORMS = {None: PLAIN, "behind": BEHIND, "before": BEFORE}
 class CPUMamba(CPURule):
     """`MambaMixer.mix`."""
 
-    rule = staticmethod(mamba_rule)
+    rule, mixer = staticmethod(mamba_rule), Mamba
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)

@@ -27,7 +27,7 @@ from nanoengine.kernels.widen import E2M1, E4M3
 from nanoengine.layers.gguf_blocks import read_scales, stored_codes
 from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
 from nanoengine.layers.kernels import Masks
-from nanoengine.layers.packed import NO_MASKS, largest_of_all
+from nanoengine.layers.packed import NO_MASKS, largest_of
 from nanoengine.layers.placement import room_for
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import GGUF
@@ -60,7 +60,7 @@ def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) ->
 
 
 class PanelLinear(QuantizedLinear):
-    """A quantized weight in panels; its largest output is found among all that are computed."""
+    """A quantized weight in panels, with the operands of its kernel."""
 
     is_packed = True
     _operands: tuple[Any, ...] | None = None  # made at first use, in their last place
@@ -90,14 +90,9 @@ class PanelLinear(QuantizedLinear):
     def argmax(
         self, x: torch.Tensor, softcap: float | None = None, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        bits = NO_MASKS if masks is None else masks()
-        if softcap is not None or bits is None:
+        if softcap is not None:
             return None
-        return largest_of_all(self, x, bits, self.searched())
-
-    def searched(self) -> tuple[Any, ...] | None:
-        """What `largest_of_products` reads of this weight; None: it can't."""
-        return None
+        return largest_of(self.apply(x, None), NO_MASKS if masks is None else masks())
 
 
 class CPUQuantizedLinear(PanelLinear):
@@ -201,10 +196,6 @@ class CPUQuantizedLinear(PanelLinear):
             return self.values.numpy(), self.scales.numpy()
         # Why the sign: it tells those who choose a kernel by types what activations are.
         return (self.values.numpy().view(np.uint8 if self.activations == "int8" else np.int8),)
-
-    def searched(self) -> tuple[Any, ...] | None:
-        whole_rows = self.form == "rows" and self.out_features % PANEL == 0
-        return self.operands(None) if whole_rows and self.has_kernel else None
 
     @property
     def is_whole(self) -> bool:

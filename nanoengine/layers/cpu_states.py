@@ -11,7 +11,9 @@ import torch
 
 from nanoengine.attention.base import AttentionBackend, Rotation
 from nanoengine.attention.batch import Batch, StateWave
+from nanoengine.attention.cpu import CPUStep
 from nanoengine.kernels.cpu_delta import delta_rule
+from nanoengine.kernels.cpu_states import Convolution, Delta
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.cpu_decoder import LayerParts
 from nanoengine.layers.linear import Linear
@@ -50,10 +52,13 @@ class CPURule:
 
     Attributes:
         rule: that call.
-        operands: what it has behind the states.
+        mixer: the operands of the kernel of the whole layer, which are those of the projections and
+            these.
+        operands: what the call has after the states.
     """
 
     rule: Any
+    mixer: Any
     operands: tuple[Any, ...]
 
     def __init__(self, layer: Any) -> None:
@@ -75,7 +80,7 @@ class CPURule:
 class CPUDelta(CPURule):
     """`GatedDeltaNet.mix`."""
 
-    rule = staticmethod(delta_rule)
+    rule, mixer = staticmethod(delta_rule), Delta
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
@@ -115,15 +120,15 @@ class StateParts(LayerParts):
         return None, (self.memory.numpy(),)
 
     def step(self, rotation: Rotation, batch: Batch, spec: Any, *rows: Any) -> tuple[Any, ...]:
-        kept: Any = batch.attention
-        if () not in kept.arrays:  # once for all layers
-            kept.arrays[()] = spans_of(batch.state_waves)
-        spans: Spans = kept.arrays[()]
-        return spans
+        kept: CPUStep = batch.attention
+        if kept.spans is None:  # once for all layers
+            kept.spans = spans_of(batch.state_waves)
+        return kept.spans
 
-    def mixer_operands(self, projections: list[Any]) -> tuple[Any, ...]:
+    def mixer_operands(self, projections: list[Any]) -> Any:
         if self.mixer.plan.kind != "conv":
-            return *projections, *self.mixer.mix_of.operands
+            rule = self.mixer.mix_of
+            return rule.mixer(*projections, *rule.operands)
         conv = self.mixer.conv
         bias = np.empty(0, np.float32) if conv.bias is None else conv.bias.detach().numpy()
-        return *projections, (conv.weight.detach().numpy(), bias)
+        return Convolution(*projections, conv.weight.detach().numpy(), bias)

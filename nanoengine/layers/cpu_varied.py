@@ -1,6 +1,6 @@
 """VariedLayers: neighbouring layers of Gemma 4 as one compiled call on the CPU.
 
-`models/gemma4.py` says what is computed, `tests/layers/test_cpu_varied.py` compares the two. Made
+`models/gemma4.py` says what is computed, `tests/layers/test_fused_layers.py` compares the two. Made
 by `models/cpu.py` once the weights are loaded.
 """
 
@@ -43,24 +43,21 @@ class VariedParts(LayerParts):
         return [*self.of_input, mixer.qkv_proj, mixer.o_proj]
 
     def step(self, rotation: Rotation, batch: Batch, spec: Any, *rows: Any) -> tuple[Any, ...]:
-        step: Any = batch.attention
-        return *super().step(rotation, batch, spec, *rows), *step.arrays[()]
+        return *super().step(rotation, batch, spec, *rows), batch.attention.layer_inputs
 
     def operands(self) -> tuple[Any, ...]:
-        first, second, _ = super().operands()
+        norm, mixer, rest, _ = super().operands()
         layer, own = self.layer, [linear.method.operands(linear.bias) for linear in self.of_input]
         if own:
             own += self.weight_of(self.norms[-1]), layer.index, GATES[layer.mlp.activation]
         factor = layer.layer_scalar.detach().numpy()
-        return first, second, (tuple(own), factor, np.float32(self.norms[0].eps))
+        return norm, mixer, rest, (tuple(own), factor, rest.eps)
 
-    def mixer_operands(self, projections: list[Any]) -> tuple[Any, ...]:
-        return super().mixer_operands(projections[-1:])
-
-    def own_of_heads(self) -> tuple[int, tuple[Any, ...]]:
-        spec, eps = self.attention.spec, np.float32(self.norms[0].eps)
-        kept = 0 if self.mixer.is_shared else spec.num_kv_heads
-        return kept, (np.ones(spec.head_dim, np.float32), eps)
+    def mixer_operands(self, projections: list[Any]) -> Any:
+        attention, size = super().mixer_operands(projections[-1:]), self.attention.spec.head_dim
+        norm = np.ones(size, np.float32), np.float32(self.norms[0].eps)
+        stored = 0 if self.mixer.is_shared else attention.stored_heads
+        return attention._replace(value_norm=norm, stored_heads=stored)
 
 
 class VariedLayers(FusedLayers):
@@ -78,6 +75,5 @@ class VariedLayers(FusedLayers):
         rows: torch.Tensor | None,
         inputs: torch.Tensor | None,
     ) -> torch.Tensor:
-        step: Any = batch.attention
-        step.arrays[()] = (NO_INPUTS if inputs is None else inputs.numpy(),)
+        batch.attention.layer_inputs = NO_INPUTS if inputs is None else inputs.numpy()
         return super().__call__(x, None, rotations, batch, rows)[1]

@@ -31,7 +31,7 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.collectives import Shard
 
-Masks = Callable[[], np.ndarray | None]
+Masks = Callable[[], np.ndarray]
 
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".router", ".key_up", ".value_up")
 """Ends of the names of small layers that are never rounded. Why: they choose among experts, and
@@ -173,8 +173,8 @@ class LinearMethod(nn.Module, ABC):
         Args:
             softcap: bends outputs afterwards, which may make two of them equal by rounding; where
                 it may have, all are to be computed.
-            masks: gives the outputs that count, a bit each (`kernels/cpu_screen.py`), or None if
-                they are not bits; asked only where they can be used.
+            masks: gives the outputs that count, a bit each (`kernels/cpu_screen.py`); called only
+                where they can be used.
         """
         return None
 

@@ -14,34 +14,26 @@ from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.tiles import PANEL
-from nanoengine.layers.kernels import LinearMethod, Masks, UnquantizedLinear
+from nanoengine.layers.kernels import Masks, UnquantizedLinear
 
 SCREENED_BYTES = 2**24
 """A weight from this size on has an int8 copy, which takes another quarter of its bytes. Why: a
 smaller one stays in the cache, where reading it costs little."""
 
 NO_MASKS = np.empty((0, 0), np.int32)
-MOST_ROWS, FEW_ROWS = 256, 8
-"""Rows up to which the screen is the shorter way: any usual number, but few where a CPU multiplies
-pairs of bfloat16 as fast as the screen's whole numbers. Where all are computed, more than FEW_ROWS
-have their outputs searched a few panels at a time.
+MOST_ROWS, MOST_ROWS_OF_PAIRS = 256, 8
+"""Rows up to which the screen is faster than all outputs: any usual number, but few where a CPU
+multiplies pairs of bfloat16 as fast as the integers of the screen.
 
 Perf: one row of 1,024 times 151,936 outputs, 22 against 7 ms (two Zen 3 cores). 640 times 32,000 on
 two Zen 5 cores: 256 rows, 32 against 18 ms; 8, 16 and 32 rows of pairs, 0.9, 1.5 and 3.0 against
-1.0, 1.9 and 3.9. torch's own maximum of these would take another 0.3, 0.4 and 1.0."""
+1.0, 1.9 and 3.9."""
 
 
-def largest_of_all(
-    method: LinearMethod, x: torch.Tensor, bits: np.ndarray, weight: tuple[np.ndarray, ...] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`LinearMethod.argmax` by way of all outputs; `weight`: the method's operands, where they are
-    whole panels that `largest_of_products` reads."""
-    ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)
-    where = bits, ids, largest, num_workers()
-    if weight is not None and len(x) > FEW_ROWS:
-        cpu_screen.largest_of_products(x.contiguous().numpy(), weight, *where)
-    else:
-        cpu_screen.largest_of(method.apply(x, None).numpy(), *where)
+def largest_of(outputs: torch.Tensor, masks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `LinearMethod.argmax` gives, of all outputs [L, N] float32."""
+    ids, largest = np.empty(len(outputs), np.int64), np.empty(len(outputs), np.float32)
+    cpu_screen.largest_of(outputs.numpy(), masks, ids, largest, num_workers())
     return torch.from_numpy(ids), torch.from_numpy(largest)
 
 
@@ -161,12 +153,11 @@ class ScreenedHead(PackedLinear):
     def argmax(
         self, x: torch.Tensor, softcap: float | None = None, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        bits = NO_MASKS if masks is None else masks()
-        if self.values is None or bits is None:
+        if self.values is None:
             return None
-        if len(x) > (FEW_ROWS if self.rounds_inputs and kernels.DOTS else MOST_ROWS):
-            weight = None if self.shape[0] % PANEL else self.operands(None)
-            return largest_of_all(self, x, bits, weight) if softcap is None else None
+        bits = NO_MASKS if masks is None else masks()
+        if len(x) > (MOST_ROWS_OF_PAIRS if self.rounds_inputs and kernels.DOTS else MOST_ROWS):
+            return largest_of(self.apply(x, None), bits) if softcap is None else None
         if self.rounds_inputs:
             x = x.bfloat16().float()
         ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)

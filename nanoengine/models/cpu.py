@@ -2,7 +2,7 @@
 
 Norms and gates are one pass each, weights lie in panels on huge pages, and once they are loaded,
 neighbouring decoder layers become one compiled call. `layers.kernels.Kernels` is the readable form;
-tests/kernels/test_cpu_kernels.py and tests/layers/test_cpu_decoder.py compare the two.
+tests/kernels/test_cpu_kernels.py and tests/layers/test_fused_layers.py compare the two.
 
 Special: `layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_states.py`, which are
 loaded for a model that has such layers.

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.kernels.cpu_decoder import activate, multiply
+from nanoengine.kernels.cpu_decoder import GATED, activate, multiply
 from nanoengine.kernels.cpu_layers import GATES, gate
-from nanoengine.kernels.cpu_linear import DOTS, rounded_rows, row_parts
+from nanoengine.kernels.cpu_linear import DOTS, ROW_BLOCK, rounded_rows, row_parts
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.pool import PIECES
+from nanoengine.kernels.tiles import PANEL
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.packed import PackedLinear
 
 INPUTS = 96
+MANY = ROW_BLOCK * PIECES * 2 + 13  # rows, which two workers cut by rows, not by panels
 
 
 @compiled(fastmath=())
@@ -42,22 +45,27 @@ def operands(kind: str, weight: torch.Tensor) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "rounded", "int8"])
-@pytest.mark.parametrize(("inner", "activation"), [(16, 0), (144, 0), (336, 1), (40, 2)])
+@pytest.mark.parametrize(
+    ("inner", "activation"), [(16, 0), (144, 0), (336, 1), (40, 2), ((GATED + 5) * PANEL, 0)]
+)
 def test_a_gate_beside_its_products_gives_the_same_bits(kind, inner, activation):
-    """And so do parts of the rows, which workers share where tiles are too few for them."""
+    """And so do parts of the rows, which workers share where tiles are too few for them, or where
+    rows are many; the last case has gates in two turns."""
     assert activation in GATES.values()
     draw = torch.Generator().manual_seed(inner)
     weight = operands(kind, torch.randn(2 * inner, INPUTS, generator=draw))
-    for rows in (1, 2, 7, 96, 131, 300):
+    for rows in (1, 2, 7, 96, 131, 300, MANY):
         x = torch.randn(rows, INPUTS, generator=draw).numpy()
         both, wanted, *found = (
-            np.full((rows, size), np.nan, np.float32) for size in (2 * inner, *[inner] * 4)
+            np.full((rows, size), np.nan, np.float32) for size in (2 * inner, *[inner] * 5)
         )
-        apart(x, weight, activation, both, wanted, 1)
+        for few in (slice(first, first + ROW_BLOCK) for first in range(0, rows, ROW_BLOCK)):
+            apart(x[few], weight, activation, both[few], wanted[few], 1)
         assert np.isfinite(wanted).all()
         apart(x, weight, activation, both, found[0], 64)
-        together(x, weight, activation, found[1], 64)
-        together(x, weight, activation, found[2], 3)
+        apart(x, weight, activation, both, found[1], 2)
+        together(x, weight, activation, found[2], 64)
+        together(x, weight, activation, found[3], 2)
         assert all(np.array_equal(out, wanted) for out in found)
 
 

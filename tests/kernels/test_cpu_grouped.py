@@ -60,11 +60,11 @@ def test_each_form_gives_what_the_plain_layer_gives(name):
     inputs = 288 if name == "groups of 96" else 512
     weight = make_weight(name, 50, inputs)
     plain, fast = (loaded(kind, [weight]) for kind in (QuantizedLinear, CPUQuantizedLinear))
-    x, bias = inputs_of(40, inputs), torch.randn(50)
+    x, bias = inputs_of(140, inputs), torch.randn(50)
     whole = fast.apply(x, bias)
     assert parts_of(fast) == 1
     assert_close(whole, plain.apply(x, bias))
-    for rows in (0, 1, 2, 3, 5, 8, 9, 33):
+    for rows in (0, 1, 2, 3, 5, 8, 9, 33, 130):
         assert torch.equal(fast.apply(x[:rows], bias), whole[:rows]), "other bits in a batch"
     exact = loaded(CPUQuantizedLinear, [weight], "float")
     ids = torch.tensor([49, 0, 16, 0])
@@ -191,12 +191,3 @@ def test_what_has_no_form_is_computed_in_plain_torch():
     assert not fast.has_kernel
     x = inputs_of(4, 64)
     assert torch.equal(fast.apply(x, None), plain.apply(x, None))
-
-
-def test_the_largest_output_is_found():
-    fast = loaded(CPUQuantizedLinear, [make_weight("Q6_K", 50, 256)])
-    x = inputs_of(5, 256)
-    ids, largest = fast.argmax(x)
-    out = fast.apply(x, None)
-    assert torch.equal(largest, out.amax(1))
-    assert torch.equal(ids, out.argmax(1))

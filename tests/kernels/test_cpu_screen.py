@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from nanoengine.kernels.cpu_linear import DOTS, PANEL
 from nanoengine.kernels.cpu_screen import LEAST_SLACK, MOST_SUM, SMALLEST, largest_of
 from nanoengine.layers import packed
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
-from nanoengine.layers.packed import FEW_ROWS, MOST_ROWS, PackedLinear, ScreenedHead
+from nanoengine.layers.packed import MOST_ROWS, MOST_ROWS_OF_PAIRS, PackedLinear, ScreenedHead
 from nanoengine.layers.placement import place_buffers
 from nanoengine.runner.sampling.draw import argmax
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -47,6 +48,12 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def masks_of(allowed: np.ndarray) -> np.ndarray:
+    """Booleans [L, N] as a bit each, [L, ceil(N / 32)] int32."""
+    whole = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
+    return np.packbits(whole, axis=1, bitorder="little").view(np.int32)
+
+
 def check(method: ScreenedHead, x: torch.Tensor) -> bool:
     """Whether the screen found the tokens; if so they must be those of all logits."""
     found = method.argmax(x)
@@ -74,19 +81,9 @@ def test_more_rows_are_searched_among_all_outputs(rounds: bool, monkeypatch) -> 
     method.load(normal(4096, 64).bfloat16())
     screened = []
     monkeypatch.setattr(packed.cpu_screen, "largest_outputs", lambda *given: screened.append(given))
-    most = FEW_ROWS if rounds and DOTS else MOST_ROWS
+    most = MOST_ROWS_OF_PAIRS if rounds and DOTS else MOST_ROWS
     assert method.argmax(normal(most, 64)) is None and len(screened) == 1
-    x = normal(most + 99, 64)  # of several blocks
-    x[7, 7] = torch.nan
-    x[8] = 0  # all outputs are equal
-    assert check(method, x) and check(method, x[: most + 1]) and len(screened) == 1
-    allowed = np.random.default_rng(1).random((len(x), 4096)) < 0.1
-    allowed[0] = False
-    bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-    ids, largest = method.argmax(x[:300], masks=lambda: bits[:300])
-    wanted = method.apply(x, None).masked_fill(torch.from_numpy(~allowed), -torch.inf)[:300]
-    assert torch.equal(largest.nan_to_num(), argmax(wanted)[1].nan_to_num())
-    assert torch.equal(ids[1:], argmax(wanted)[0][1:])
+    assert check(method, normal(most + 1, 64)) and len(screened) == 1
     assert method.argmax(normal(most + 1, 64), 30.0) is None, "which may make two outputs equal"
 
 
@@ -150,10 +147,7 @@ def test_masks_leave_the_largest_of_what_they_allow(outputs: int) -> None:
         allowed[0] = True
         allowed[1] = False
         allowed[2, outputs // 3 :] = False
-        bits = np.packbits(allowed, axis=1, bitorder="little")
-        masks = np.zeros((6, -(-outputs // 32) * 4), np.uint8)
-        masks[:, : bits.shape[1]] = bits
-        got = method.argmax(x, masks=lambda masks=masks: masks.view(np.int32))
+        got = method.argmax(x, masks=partial(masks_of, allowed))
         if got is None:
             continue
         banned = torch.from_numpy(~allowed)
@@ -164,7 +158,6 @@ def test_masks_leave_the_largest_of_what_they_allow(outputs: int) -> None:
         assert torch.equal(got[0][there], ids[there])
         found.append(share)
     assert len(found) > 2, "too many panels were left"
-    assert method.argmax(x, masks=lambda: None) is None
 
 
 def quantized_head(outputs: int, inputs: int, bits: int = 8) -> CPUQuantizedLinear:
@@ -175,12 +168,9 @@ def quantized_head(outputs: int, inputs: int, bits: int = 8) -> CPUQuantizedLine
     return method
 
 
-@pytest.mark.parametrize("rows", [5, 105])
 @pytest.mark.parametrize(("outputs", "bits"), [(4096, 8), (1003, 4), (15, 8)])
-def test_a_quantized_head_gives_the_largest_of_all_its_outputs(
-    outputs: int, bits: int, rows: int
-) -> None:
-    method, x = quantized_head(outputs, 64, bits), normal(rows, 64, seed=1)
+def test_a_quantized_head_gives_the_largest_of_all_its_outputs(outputs: int, bits: int) -> None:
+    method, x = quantized_head(outputs, 64, bits), normal(5, 64, seed=1)
     x[3, 7] = torch.nan
     x[4] = 0  # all outputs are equal
     everything = method.apply(x, None)
@@ -189,17 +179,13 @@ def test_a_quantized_head_gives_the_largest_of_all_its_outputs(
     assert torch.equal(found[0], ids)
     assert torch.equal(found[1].nan_to_num(), largest.nan_to_num())
     assert found[1].isnan().nonzero().tolist() == [[3]]
-    allowed = np.random.default_rng(outputs).random((rows, outputs)) < 0.1
+    allowed = np.random.default_rng(outputs).random((5, outputs)) < 0.1
     allowed[0] = False
-    bits_of = np.zeros((rows, -(-outputs // 32) * 4), np.uint8)
-    packed_bits = np.packbits(allowed, axis=1, bitorder="little")
-    bits_of[:, : packed_bits.shape[1]] = packed_bits
-    kept = [0, 1, 2, *range(5, rows)]
-    found = method.argmax(x[kept], masks=lambda: bits_of[kept].view(np.int32))
+    kept = [0, 1, 2]
+    found = method.argmax(x[kept], masks=partial(masks_of, allowed[kept]))
     ids, largest = argmax(everything.masked_fill(torch.from_numpy(~allowed), -torch.inf)[kept])
     assert torch.equal(found[1], largest)
     assert torch.equal(found[0][1:], ids[1:])
-    assert method.argmax(x, masks=lambda: None) is None
     assert method.argmax(x, softcap=30.0) is None, "which may make two outputs equal"
 
 

@@ -1,5 +1,4 @@
-"""Layers with latent attention as one compiled call beside their parts, and attention over latents
-beside the naive backend."""
+"""Attention over latents (MLA) on the CPU, beside the naive backend."""
 
 from __future__ import annotations
 
@@ -9,13 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nanoengine import LLM
 from nanoengine.attention.base import LayerCache
-from nanoengine.layers.cpu_decoder import FusedLayers
 from tests.attention.test_attention_cpu import LENGTHS, TOLERANCE
-from tests.layers.test_cpu_decoder import outputs
 from tests.support.attention_cases import Paged
-from tests.support.engines import checkpoint
 
 
 class Latents(Paged):
@@ -69,32 +64,3 @@ def test_a_sequence_has_the_same_bits_alone_and_a_nan_stays_in_its_own(kv_dtype)
     assert out[1].isnan().all()
     assert torch.equal(out[0], clean[0])
     assert torch.equal(out[2:], clean[2:])
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("deepseek_v2", {}),
-        ("deepseek_v3", {"kv_cache_dtype": "bfloat16"}),
-        ("deepseek_v3", {"dtype": "bfloat16"}),
-        ("glm4_moe_lite", {"quantization": "int8_weight_only"}),
-        ("minicpm3", {}),
-    ],
-)
-def test_a_fused_layer_gives_what_its_parts_give(family, options):
-    """Only rotations differ, by the last bit of a number."""
-    sizes = {"max_num_batched_tokens": 128, "max_num_seqs": 8, "max_model_len": 512}
-    options = {"dtype": "float32", "num_kv_blocks": 64} | sizes | options
-    fields = {"kv_lora_rank": 40, "q_lora_rank": 48, "v_head_dim": 16, "qk_nope_head_dim": 16}
-    with LLM(
-        checkpoint(family, **fields), device="cpu", skip_tokenizer_init=True, **options
-    ) as llm:
-        decoder = llm.engine.executor.model.model
-        assert all(isinstance(layers, FusedLayers) for layers in decoder.stack)
-        fused = outputs(llm)
-        decoder.stack = list(decoder.layers)
-        for mine, its in zip(fused, outputs(llm), strict=True):
-            assert mine[0] == its[0]
-            for ours, theirs in zip(mine[1], its[1], strict=True):
-                found = [ours[token].logprob - theirs[token].logprob for token in ours]
-                assert max(map(abs, found)) < (0.05 if "bfloat16" in options.values() else 1e-4)

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoengine import LLM
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.kernels.cpu_grouped import PARTS
 from nanoengine.layers.cpu_experts import CPUExperts
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.embedding import Embedding, OutputHead
 from nanoengine.layers.quantized import QuantizedLinear
-from tests.layers.test_cpu_decoder import outputs
 from tests.layers.test_cpu_experts import check
+from tests.layers.test_fused_layers import load, outputs, outputs_of_parts
 from tests.support.checkpoints import make_checkpoint
 from tests.support.grouped_weights import make_weight
 from tests.support.model_helpers import build, cpu_kernels, make_context
@@ -54,19 +53,14 @@ def load_of_forms(
 def test_fused_layers_of_several_forms_are_one_call(tmp_path: Path, monkeypatch) -> None:
     make_checkpoint(tmp_path, "qwen2", **SIZES)
     monkeypatch.setattr(CPUQuantizedLinear, "load", load_of_forms)
-    options = {"max_num_batched_tokens": 128, "max_num_seqs": 8, "max_model_len": 512}
-    with LLM(
-        tmp_path, dtype="float32", device="cpu", skip_tokenizer_init=True, quantization="int4",
-        num_kv_blocks=64, **options,
-    ) as llm:  # fmt: skip
+    with load(tmp_path, quantization="int4") as llm:
         decoder = llm.engine.executor.model.model
         (layers,) = decoder.stack
         qkv = decoder.layers[1].self_attn.qkv_proj.method
         assert int(qkv.values.view(torch.int64)[PARTS]) == 2
         fused = outputs(llm)
         assert [len(call.operands) for call in layers._calls] == [2]
-        decoder.stack = list(decoder.layers)
-        assert fused == outputs(llm)
+        assert fused == outputs_of_parts(llm)
 
 
 @pytest.mark.parametrize("activations", ["int8", "float"])

@@ -103,7 +103,7 @@ def test_a_bfloat16_checkpoint_in_float32_has_the_bits_of_a_float32_one(checkpoi
     assert info.weight_bytes < 0.52 * whole, "norms alone stay float32"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
 def test_bfloat16_is_close_to_float32_and_needs_half_of_the_cache(family, tmp_path):
     make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     _, exact, wide = outputs(tmp_path, dtype="float32")

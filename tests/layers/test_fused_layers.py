@@ -1,0 +1,252 @@
+"""Decoder layers as one compiled call: what their parts give one by one, in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.attention.batch import Batch
+from nanoengine.kernels import cpu_decoder
+from nanoengine.layers.cpu_decoder import FusedLayers
+from nanoengine.models.decoder import DecoderLayer
+from nanoengine.outputs import Logprob
+from tests.support.engines import checkpoint, random_prompts
+from tests.support.quantized_checkpoints import SYMMETRIC, int_config, write_quantized
+
+SIZES = {"max_num_batched_tokens": 128, "max_num_seqs": 8, "max_model_len": 512}
+
+
+def load(family: str | Path, fields: dict[str, Any] | None = None, **options: Any) -> LLM:
+    """An engine on the CPU with a model of a family, or of a directory."""
+    directory = family if isinstance(family, Path) else checkpoint(family, **(fields or {}))
+    options = {"dtype": "float32", "num_kv_blocks": 96} | SIZES | options
+    return LLM(directory, device="cpu", skip_tokenizer_init=True, **options)
+
+
+def outputs(llm: LLM) -> list[tuple[object, ...]]:
+    """Tokens and log-probabilities: prompts of one tile and of many, chunks, decodes; then a prompt
+    alone, whose first chunks need no logits, and one that is scored."""
+    found: list[tuple[object, ...]] = []
+    for lengths, scored in (((1, 5, 40, 90, 300, 2), None), ((270,), None), ((150,), 0)):
+        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(len(lengths), lengths)]
+        params = SamplingParams(
+            temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=scored
+        )
+        llm.reset_prefix_cache()
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            (result,) = output.outputs
+            assert result.finish_reason == "length", result.error
+            found.append((result.token_ids, result.logprobs, output.prompt_logprobs))
+    # More rows leave the last layer than have come in: all six sample from the prompt's last token.
+    llm.reset_prefix_cache()
+    drawn = SamplingParams(n=6, seed=3, max_tokens=4, ignore_eos=True, logprobs=1)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 7]}], drawn, use_tqdm=False)
+    return found + [(result.token_ids, result.logprobs) for result in output.outputs]
+
+
+def outputs_of_parts(llm: LLM) -> list[tuple[object, ...]]:
+    """The same of each layer by itself, part by part."""
+    decoder = llm.engine.executor.model.model
+    decoder.stack = list(decoder.layers)
+    return outputs(llm)
+
+
+def numbers(found: object) -> list[float]:
+    """All log-probabilities."""
+    if isinstance(found, Logprob):
+        return [found.logprob]
+    parts = found.values() if isinstance(found, dict) else found
+    return [x for part in parts or () if not isinstance(part, int) for x in numbers(part)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how far its log-probabilities may be from those of the parts, by default all bits
+    are equal; how many calls its layers are, and of how many layers each is, where that is asked.
+    """
+
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 0
+    depths: tuple[int, ...] = ()
+    calls: int = 0
+
+
+LATENT = {"kv_lora_rank": 40, "q_lora_rank": 48, "v_head_dim": 16, "qk_nope_head_dim": 16}
+BFLOAT16, INT8 = {"dtype": "bfloat16"}, {"quantization": "int8"}
+SHARED = {"num_kv_shared_layers": 2}
+CASES = {
+    "plain": Case("llama"),
+    "biases": Case("qwen2"),
+    "norms of heads": Case("qwen3"),
+    "norms on both sides, softcaps": Case("gemma2", depths=(2,)),
+    "windows": Case("gemma3", depths=(2, 1)),
+    "factors": Case("granite"),
+    "norms after only": Case("exaone4"),
+    "neighbours rotated": Case("glm4"),
+    "merged tensors": Case("phi3"),
+    "biases of the MLP": Case("seed_oss"),
+    "layers without rotation": Case("smollm3"),
+    "no gate": Case("arcee"),
+    "sinks, biased experts": Case("gpt_oss"),
+    "groups of experts, a shared one": Case("glm4_moe"),
+    "factors on what experts add": Case("granitemoe"),
+    "a norm over all heads": Case("olmo2"),
+    "int8": Case("qwen2", INT8),
+    "int4": Case("qwen2", {"quantization": "int4"}),
+    "int8 alone": Case("qwen2", {"quantization": "int8_weight_only"}),
+    "int4 alone": Case("qwen2", {"quantization": "int4_weight_only"}),
+    "int8 experts": Case("qwen3_moe", INT8),
+    "bfloat16": Case("qwen2", BFLOAT16),
+    "bfloat16 experts": Case("qwen3_moe", BFLOAT16),
+    "a bfloat16 cache": Case("qwen3", {"kv_cache_dtype": "bfloat16"}),
+    "an int8 cache": Case("qwen3", {"kv_cache_dtype": "int8"}),
+    "convolutions": Case("lfm2", calls=1),
+    "convolutions, experts": Case("lfm2_moe", calls=1),
+    "convolutions, two rotations": Case("lfm3", tolerance=1e-5, calls=2),
+    # torch's sigmoid of the gates of attention has other last bits.
+    "delta rule": Case("qwen3_5", tolerance=1e-5, calls=1),
+    "delta rule, int8": Case("qwen3_5", INT8, tolerance=0.02),
+    "delta rule, experts": Case("qwen3_next", tolerance=1e-5, calls=1),
+    "Mamba-2, int8": Case("bamba", INT8, calls=1),
+    "Mamba-2, experts": Case("granite_hybrid", calls=1),
+    # MLA: rotations have other last bits.
+    "MLA": Case("deepseek_v2", fields=LATENT, tolerance=1e-4),
+    "MLA, bfloat16": Case("deepseek_v3", BFLOAT16, LATENT, tolerance=0.05),
+    "MLA, a bfloat16 cache": Case(
+        "deepseek_v3", {"kv_cache_dtype": "bfloat16"}, LATENT, tolerance=0.05
+    ),
+    "MLA, int8 alone": Case(
+        "glm4_moe_lite", {"quantization": "int8_weight_only"}, LATENT, tolerance=1e-4
+    ),
+    "MLA, factors": Case("minicpm3", fields=LATENT, tolerance=1e-4),
+    # Gemma 4: torch's norms of values and of queries, and its gate of inputs, have other last bits.
+    "shared keys, an input": Case("gemma4", {}, SHARED, 5e-5, (3, 1, 1, 1, 1)),
+    "values that are keys": Case(
+        "gemma4", {}, {"attention_k_eq_v": True, "num_kv_shared_layers": 0}, 5e-5, (3, 1, 2, 1)
+    ),
+    "no input": Case(
+        "gemma4", {}, {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}, 5e-5,
+        (3, 1, 2, 1),
+    ),
+    "shared keys, int8": Case("gemma4", INT8, SHARED, 0.2, (3, 1, 1, 1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_fused_layers_give_what_their_parts_give(case: Case) -> None:
+    with load(case.family, case.fields, **case.options) as llm:
+        stack = llm.engine.executor.model.model.stack
+        assert all(isinstance(layers, FusedLayers) for layers in stack)
+        if case.depths:
+            assert [layers.depth for layers in stack] == [*case.depths]
+        if case.calls:
+            assert len(stack) == case.calls
+        fused = outputs(llm)
+        expected = outputs_of_parts(llm)
+    if not case.tolerance:
+        assert fused == expected
+        return
+    if case.tolerance < 0.1:
+        assert [tokens for tokens, *_ in fused] == [tokens for tokens, *_ in expected]
+    else:  # Tokens differ at a tie, so that the scores of a prompt alone can be compared.
+        fused, expected = fused[7][2], expected[7][2]
+    assert len(numbers(expected)) > 100
+    assert numbers(fused) == pytest.approx(numbers(expected), abs=case.tolerance, rel=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_rows_of_logits_may_be_taken_in_the_last_layer(family: str, monkeypatch: Any) -> None:
+    def all_rows(forward: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Tensor:
+        hidden = forward(replace(batch, logits_indices=None))
+        return hidden if batch.logits_indices is None else hidden[batch.logits_indices]
+
+    with load(family) as llm:
+        decoder = llm.engine.executor.model.model
+        expected = outputs(llm)
+        monkeypatch.setattr(decoder, "forward", partial(all_rows, decoder.forward))
+        assert outputs(llm) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("hunyuan", {}),  # norms after the rotation
+        ("cohere2", {}),  # LayerNorm; attention and MLP side by side
+        ("gemma4_moe", {}),  # experts beside an MLP
+        ("llama", {"dtype": "float64"}),  # kernels of linear layers are for float32
+        ("llama", {"attention_backend": "naive"}),
+    ],
+)
+def test_a_layer_that_no_kernel_fits_runs_part_by_part(family: str, options: Any) -> None:
+    with load(family, **options) as llm:
+        stack = llm.engine.executor.model.model.stack
+        assert all(isinstance(layer, DecoderLayer) for layer in stack)
+
+
+def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits() -> None:
+    """Qwen3-MoE with experts in some layers only, all of which are in one call of their own."""
+    with load("qwen3_moe") as llm:
+        stack = llm.engine.executor.model.model.stack
+        assert [len(layers.layers) for layers in stack] == [3]
+        assert stack[0].rest is None
+
+
+@pytest.mark.parametrize(("family", "calls"), [("qwen3", [[2]]), ("gemma3", [[1, 1], [1]])])
+def test_neighbours_with_the_same_rotation_are_one_call(
+    family: str, calls: list[list[int]], monkeypatch: Any
+) -> None:
+    """Gemma 3's first two have a window each, and a KV group each."""
+    ran: list[int] = []
+
+    def run(*arguments: object) -> None:
+        *_, first, last, _ = arguments
+        ran.append(last - first)
+        cpu_decoder.decoder_layers(*arguments)
+
+    monkeypatch.setattr("nanoengine.layers.cpu_decoder.decoder_layers", run)
+    with load(family) as llm:
+        outputs(llm)
+        stack = llm.engine.executor.model.model.stack
+        assert [[len(call.operands) for call in layers._calls] for layers in stack] == calls
+    assert min(ran) > 0  # where not all rows go on, the last layer runs apart
+
+
+def test_neighbours_with_other_kinds_of_weights_have_calls_of_their_own(tmp_path: Path) -> None:
+    """A checkpoint of which one layer is int4 and the next is not quantized."""
+    ignored = {**int_config(), "ignore": ["lm_head", "re:.*layers[.]1[.]"]}
+    floats = write_quantized(tmp_path, "llama", ignored, SYMMETRIC)
+    path = tmp_path / "quantized" / "model.safetensors"
+    mixed, plain = load_file(path), load_file(floats / "model.safetensors")
+    second = "model.layers.1."
+    mixed = {name: value for name, value in mixed.items() if not name.startswith(second)}
+    mixed |= {name: value for name, value in plain.items() if name.startswith(second)}
+    save_file(mixed, path)
+    with load(path.parent) as llm:
+        (layers,) = llm.engine.executor.model.model.stack
+        fused = outputs(llm)
+        assert [len(call.operands) for call in layers._calls] == [1, 1]
+        assert fused == outputs_of_parts(llm)
+
+
+def test_layers_that_are_bound_again_read_and_write_the_new_cache() -> None:
+    with load("qwen3") as llm:
+        before = outputs(llm)[:8]  # Forks copy blocks of the cache that the runner has made.
+        attentions = llm.engine.executor.model.attention_layers
+        old = [attention.cache for attention in attentions]
+        with torch.inference_mode():
+            for attention, (k_cache, v_cache, spec) in zip(attentions, old, strict=True):
+                attention.bind(torch.zeros_like(k_cache), torch.zeros_like(v_cache), spec.group)
+                k_cache.fill_(torch.nan)
+                v_cache.fill_(torch.nan)
+        assert outputs(llm)[:8] == before
+        assert all(cache.k_cache.isnan().all() for cache in old)
