@@ -337,16 +337,19 @@ def sample_lines(
         lines: [L] int64, the lines to sample; None: all. Why not taken out before: on a CPU a copy
             of a few lines at a time stays inside the cache.
     """
-    if lines is None and (params is None or drawer is None):
+    if params is None or drawer is None:
+        if lines is not None and 2 * len(lines) < len(logits):
+            logits, lines = logits[lines], None
+        # Perf: 47 of 48 lines of 151,936 float32 take 2.2 ms, with a copy of them 6.6 (CPU time,
+        # one busy Zen 4 core).
         ids, largest = argmax(logits)
+        if lines is not None:
+            ids, largest = ids[lines], largest[lines]
     else:
         chunks = []
         for part in line_chunks(logits, None if lines is None else len(lines)):
             some = logits[part if lines is None else lines[part]]
-            if params is None or drawer is None:
-                chunks.append(argmax(some))
-            else:
-                chunks.append(_draw_chunk(some, params[part], drawer))
+            chunks.append(_draw_chunk(some, params[part], drawer))
         ids, largest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     valid = largest.isfinite()
     return torch.where(valid, ids, 0), valid
