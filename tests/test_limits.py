@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
 
-PACKAGE_LINES = 37_676
+PACKAGE_LINES = 37_307
 """Code lines of the whole package (`make loc`). This number only goes down: a feature
 is paid for with lines removed elsewhere."""
 
