@@ -97,7 +97,7 @@ def drop_screen(llm: LLM) -> str:
     head = llm.engine.executor.model.lm_head.method  # type: ignore[attr-defined]
     if getattr(head, "values", None) is None:
         return "this head has no screen: it is smaller than 16 MiB, or not in float32 on a CPU"
-    head.values = None
+    vars(head)["values"] = None  # Why vars: `pin` has copied the buffers of modules there
     return ""
 
 

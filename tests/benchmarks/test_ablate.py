@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.suite import ablate, main
 from benchmarks.suite.ablate import PhasesApart, Switch
@@ -18,6 +19,7 @@ from nanoengine.core.checks import check
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepResult
 from nanoengine.core.sequence import Request
+from nanoengine.layers.layer import pin_attributes
 
 SCALE = ["--num-requests", "4", "--input-len", "20", "60", "--output-len", "3", "9"]
 CHOSEN = ("prefix cache", "mixed steps", "fused layer", "screened head")
@@ -75,6 +77,16 @@ def test_what_the_issue_of_a_run_may_depend_on_can_be_switched() -> None:
     assert (by_name["graphs"], by_name["overlap"]) == ({"enforce_eager": True}, {"overlap": False})
     assert "fused layer" not in by_name
     assert by_name["block size"] == {"block_size": 64}, "its bytes are given elsewhere"
+
+
+def test_a_dropped_screen_is_gone_though_buffers_are_pinned() -> None:
+    head = torch.nn.Module()
+    head.register_buffer("values", torch.zeros(1))
+    pin_attributes(head)
+    model = SimpleNamespace(lm_head=SimpleNamespace(method=head))
+    llm = SimpleNamespace(engine=SimpleNamespace(executor=SimpleNamespace(model=model)))
+    assert ablate.drop_screen(llm) == ""
+    assert head.values is None
 
 
 def make_apart(num_blocks: int) -> PhasesApart:
