@@ -47,8 +47,8 @@ def _panels_of_heads(x, weight, bias, out, lo, hi):
 
 @compiled(fastmath=ONE_CHAIN)
 def heads_times_matrices(x, weight, out, workers):
-    """out[H, T, outputs] = x[H, T, inputs] times each head's matrix; weight: panels of all heads, a
-    whole number of them per head, and zeros for a bias."""
+    """out[H, T, outputs] = x[H, T, inputs] times each head's matrix; weight: panels of all heads,
+    padded to whole panels per head, and zeros for a bias."""
     panels, bias = weight
     operands = x, panels, bias, out
     parallel_for(_panels_of_heads, x.shape[0] * (out.shape[2] // PANEL), workers, operands)

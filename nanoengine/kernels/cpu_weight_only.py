@@ -39,7 +39,7 @@ def _dequantize(w, p, form, scales, zeros, group_size, size, first, last, panel)
 
 @compiled(fastmath=FASTMATH, part=True)
 def _few_rows(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
-    """`dequantized_panels` for few rows, each of which dequantizes in registers."""
+    """`dequantized_panels` for few rows: each row dequantizes in registers."""
     (num_rows, size), num_outputs, p = x.shape, out.shape[1], lo
     step, bytes = size // group_size * PANEL, (size if form in (8, E4M3) else size // 2) * PANEL
     inputs, outputs, kind = x.reshape(-1), out.reshape(-1), form + ZEROS if len(zeros) else form

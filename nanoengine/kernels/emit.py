@@ -23,8 +23,7 @@ FLOATS = types.Array(types.float32, 1, "C")
 
 def writes(result=types.void, *, literals=False):
     """A decorator: compiled code calls the decorated function `write(emit, *values)`, which writes
-    instructions. It gets an `Emit`, whose `kinds` are the types of the arguments by name, and LLVM
-    values.
+    instructions. It gets an `Emit`, whose `kinds` maps argument names to types, and LLVM values.
 
     `result` is the type of its return value; with `literals` the types of constants contain their
     values.
@@ -82,7 +81,7 @@ class Emit:
     """Writes the vector instructions of one register tile, `bits` per vector.
 
     Attributes:
-        kinds: the types of the arguments by name, if `writes` has made it.
+        kinds: maps argument names to types, if `writes` has made it.
     """
 
     kinds = SimpleNamespace()

@@ -209,8 +209,8 @@ def float_tile(builder, isa: ISA, of, kind: str, rows: int, panels: int):
     def weights_of_inputs(lines):
         for k in range(tile.inputs):
             if k and pairs and rows > 1:
-                # Why: so LLVM can't know that these are the same words. It would keep those of the
-                # first inputs in a register that is not available.
+                # Why: so LLVM can't know that these are the same words. It would keep the words of
+                # the first inputs in a register that is not available.
                 same = ir.FunctionType(lines[0].type, [lines[0].type])
                 lines = [builder.asm(same, "", "=r,0", [line], False) for line in lines]
             yield [vector for line in lines for vector in tile.weights(line, k)]
