@@ -340,8 +340,7 @@ class Sums:
     """The sums of a register tile: c[r, lanes], by rows and vectors of lanes.
 
     Args:
-        factors: a pointer to factors by which rows of c are multiplied first; None: c starts from
-            0.
+        factors: a pointer to factors by which rows of c are multiplied first; None: c is 0 before.
         paired: whether lines of the cache hold pairs of bfloat16; dots: whether rows do too.
         below: distance of two lines that are combined into one of pairs.
     """

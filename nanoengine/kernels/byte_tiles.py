@@ -155,12 +155,12 @@ class ByteTile(Emit):
     " ahead, ahead_stride"
 )
 def tile8(builder, isa: ISA, of, rows: int, panels: int):
-    """A tile of int8 weights: out[r, j] = bias[j] + the sum over all groups g, in order, of x[r, g]
-    . w[j, g] * w_scales[j, g] * the scale of x[r, g].
+    """A tile of int8 weights: out[r, j] = bias[j] + the sum over all groups g, in order, of
+    x[r, g] . w[j, g] * w_scales[j, g] * the scale of x[r, g].
 
     Each group has GROUP inputs, and its numbers in `x_groups` come from `quantize_groups`. Scales
-    of weights are bfloat16. `out_stride` is in floats; iteration i prefetches the byte `ahead` + i
-    * `ahead_stride` after a panel's start.
+    of weights are bfloat16. `out_stride` is in floats. Iteration i prefetches the byte
+    `ahead` + i * `ahead_stride` after a panel's start.
     """
     tile = ByteTile(builder, isa)
     row_bytes, panel_bytes = (builder.mul(of.groups, I64(n)) for n in (GROUP, GROUP * PANEL))

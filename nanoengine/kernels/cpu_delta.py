@@ -168,7 +168,7 @@ def _scale_to(x, length):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _gates(beta, a, a_log, dt_bias):
-    """The learning rate of a head at a token, and the decay factor of its state."""
+    """The learning rate (beta) of a head at a token, and the decay factor of its state."""
     one, x = np.float32(1), a + dt_bias
     e = exp(-abs(beta))
     learned = (one if beta >= 0 else e) / (one + e)

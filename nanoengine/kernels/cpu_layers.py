@@ -132,8 +132,7 @@ def gate(gate_up, kind, out, workers):
 
 @writes()
 def _rotate(emit, x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at):
-    """Norms one head with its scale, if `normed`, and applies RoPE to its pairs (x[i], x[i + D /
-    2])."""
+    """Norms one head by its scale, if `normed`, and applies RoPE to pairs (x[i], x[i + D / 2])."""
     builder = emit.builder
     source, angles, weights, scale, normed, half, target = emit.operands(
         x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at

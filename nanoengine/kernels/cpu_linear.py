@@ -54,8 +54,7 @@ def rows_of_panels(
     rows, panels, x, x_at, x_step, w, w_at, w_step, size, start, start_at, s_step,
     out, out_at, o_step, to_next,
 ):  # fmt: skip
-    """Some panels for any number of rows, in tiles as equal as possible: 8 rows are 4 + 4, not 6 +
-    2.
+    """Some panels for any number of rows, in tiles of equal size if possible: 8 rows are 4 + 4.
 
     Why equal: a tile of two rows waits for its own sums and leaves FMA units idle. Each tile
     prefetches its share of the panels `to_next` bytes later. Why: if only the first tile
@@ -148,8 +147,8 @@ def cut(rows, tiles, workers):
 
 @compiled(fastmath=FASTMATH, part=True)
 def share_of_cut(i, count, rows, tiles, parts):
-    """(first row, end, first tile, end) of items i ... i + count - 1. With several parts count is
-    1."""
+    """(first row, end, first tile, end) of items i ... i + count - 1; count is 1 with several
+    parts."""
     if parts == 0:
         return i * ROWS, min((i + count) * ROWS, rows), 0, tiles
     first, last = share_of(rows, i % parts, parts)

@@ -1,7 +1,7 @@
 """Mamba-2 on the CPU, from the projection to normed and gated heads.
 
-The recurrent state of a sequence is one row of elements: a matrix [E, V] per head, then the last W
-- 1 inputs of the convolution, [W - 1, C]. The tokens of a prompt are processed one by one, like
+The recurrent state of a sequence is one row of elements: a matrix [E, V] per head, followed by the
+last inputs of the convolution, [W - 1, C]. The tokens of a prompt are processed one by one, like
 those in a decode, so **a token has the same bits however a prompt was cut, and in any batch**.
 
 Why not products over chunks of tokens, as in `mamba2.scan`: a token costs 3 operations per element
@@ -48,8 +48,8 @@ PLAIN, BEHIND, BEFORE = 0, 1, 2  # the norm: none, after the gate, before the ga
     " float* change, float* read, size"
 )
 def mamba_tile(builder, isa: ISA, of, tokens: int):
-    """Updates a strip [E, STRIP] of a state with some tokens: target = source, then per token t
-    times kept[t], plus b[t] ⊗ change[t]; read[t] = c[t] times the strip after token t.
+    """Updates a strip [E, STRIP] of a state with some tokens, from source to target. Token t:
+    strip = kept[t] * strip + b[t] ⊗ change[t]; read[t] = c[t] times the strip.
 
     Rows of a strip are `step` elements apart; neighbouring tokens are `wide` elements apart in b
     and c, and `size` in change and read. Each sum is one chain over the rows.

@@ -3,8 +3,8 @@
 `CacheTile.exp2`, for register tiles, is 2 ** x: its argument needs no reduction by a rounded ln 2.
 
 Source: range reduction and coefficients of Cephes' expf (Moshier); the coefficients of 2 ** x by
-Lawson's iteration for the least relative error in [-1/2, 1/2], 9.2e-8 before rounding, with 2 ** 0
-= 1.
+Lawson's iteration for the least relative error in [-1/2, 1/2], 9.2e-8 before rounding, and exact at
+0.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@
     2            16 inputs: 4 at bits 0 and 1, 4 at bits 2 and 3, ...
     1            32 inputs
 
-A 6-bit code is split into planes of 4 bits and, above them, 2 bits; 5 bits are 4 and 1, 3 are 2 and
-1. The last block of a panel has the remaining units.
+A 6-bit code is split into planes of 4 bits and, above them, 2 bits; 5-bit codes into 4 and 1; 3-bit
+codes into 2 and 1. The last block of a panel has the remaining units.
 
     levels    header: lines of 16 values, one per output
     1         per group: scale (float16), zero point or minimum (float16), if there are any

@@ -1,8 +1,7 @@
 """Held: constant arguments, kept in memory in the form that compiled code uses.
 
 numba converts each array argument of a call from its Python object, 0.1 us per array. The layers of
-a model have hundreds, the same ones in each step. They are converted here once, and a kernel reads
-them
+a model have hundreds, the same ones in each step. They are converted here once:
 
     Held([arguments of layer 0, of layer 1, ...])  ─ a kernel's argument ─►  of_place(held, i)
 
@@ -95,7 +94,7 @@ def _kind(of: types.Type) -> Any:
 
 
 def _native(of: types.Type, value: Any) -> Any:
-    """The value as a `_kind`. References to its arrays are not counted."""
+    """The value in its representation `_kind`. References to its arrays are not counted."""
     kind = _kind(of)
     if isinstance(of, types.Array):
         shape, strides = (dict(kind._fields_)[part] for part in ("part5", "part6"))

@@ -225,7 +225,7 @@ class Burst:
     """Logs a series of compiled kernels in two lines, because seconds of silence look like a
     hang."""
 
-    QUIET = 1.0  # s without a compilation that end the series
+    QUIET = 1.0  # s without a compilation, after which the series ends
 
     def __init__(self) -> None:
         self._depth, self._kernels, self._seconds, self._began = 0, 0, 0.0, 0.0

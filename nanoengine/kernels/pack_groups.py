@@ -98,7 +98,7 @@ def pack_codes(rows, size, places, widths, data, first, step, header, bits, flip
             their bits; the same for their upper bits.
         widths: bits of a code there, and upper bits: 0, or negative if the upper bits of four codes
             are adjacent in one byte.
-        bits, flip: bits of a code in the panels, and a mask of inverted bits, per byte.
+        bits, flip: bits per code in the panels, and the mask of bits to invert in each byte.
     """
     operands = rows, size, places, widths, data, first, step, header, bits, np.uint32(flip)
     parallel_for(_pack_codes, -(-len(rows) // PANEL), num_workers, operands)

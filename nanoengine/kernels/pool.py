@@ -20,7 +20,7 @@ Results never depend on which thread did a piece: pieces write to separate memor
 same bits anywhere.
 
 Why not numba's `prange`: it uses OpenMP threads, which spin until all have arrived, so that a busy
-core took two thirds of the rate; and it compiles each loop as one more function. Perf:
+core cost two thirds of the throughput; and it compiles each loop as one more function. Perf:
 docs/benchmarks.md.
 
 One job runs at a time. A thread that finds another thread's job running does its pieces alone.

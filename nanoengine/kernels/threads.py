@@ -74,8 +74,8 @@ def _work(worker: int) -> None:
 
 @atexit.register
 def _stop() -> None:
-    """Stops the threads. Why: a thread that returns from compiled code after Python has ended
-    crashes."""
+    """Stops the threads. Why: a thread that returns from compiled code needs a running
+    interpreter."""
     pool.WORDS[pool.STOP] = 1
     _awake.set()
     for thread in _threads:

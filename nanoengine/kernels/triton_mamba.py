@@ -49,11 +49,11 @@ def mamba_step_kernel(
     STATE_ROW: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [D, H, V] = each head's output from its state, plus d times its input. Grid: [D, H, V /
-    WIDTH rounded up].
+    """out [D, H, V] = each head's output from its state, plus d times its input.
+    Grid: [D, H, V / WIDTH rounded up].
 
-    mixed [D, H V + 2 G E]: x, b and c from the convolution, before their activation. dt, decay [D,
-    H]; d [H]. states: rows of STATE_ROW elements; the first [H, E, V] are the matrices. KEYS: E
+    mixed [D, H V + 2 G E]: x, b and c from the convolution, before their activation. dt and decay
+    [D, H]; d [H]. states: rows of STATE_ROW elements; the first [H, E, V] are the matrices. KEYS: E
     rounded up to a power of two.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -76,8 +76,9 @@ def route_kernel(
     block's tokens chose each expert. Grid: [blocks] of steps * ROWS tokens.
 
     correction [E] float32, if CORRECTED. NEAR, if not None: a weight is the share among the experts
-    that were not taken before and whose logits are within NEAR, as in `SparseMixer`. WIDTH,
-    CHOICES, GROUP_WIDTH: E, k and the number of groups rounded up to powers of two.
+    that were not taken before and whose logits are within a relative distance NEAR, as in
+    `SparseMixer`. WIDTH, CHOICES, GROUP_WIDTH: E, k and the number of groups rounded up to powers
+    of two.
     """
     experts, choices = tl.arange(0, WIDTH), tl.arange(0, CHOICES)
     real = (experts < EXPERTS)[None, :]

@@ -187,8 +187,8 @@ def conv_keep_kernel(
     X_ROW: tl.constexpr, STATE_ROW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     BIAS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Stores in each state that the sequences write the last inputs before its end. Grid: [N, C /
-    WIDTH rounded up]. Piece `firsts[n]` is the first of sequence n.
+    """Stores in each state that the sequences write the last inputs before its end.
+    Grid: [N, C / WIDTH rounded up]. Piece `firsts[n]` is the first of sequence n.
 
     Why from the last piece on: the state from which a sequence starts may be the first that it
     writes, and pieces shorter than the taps read it.

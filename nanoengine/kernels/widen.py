@@ -18,7 +18,7 @@ from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import I8, I16, I64, PANEL, tile_call, tile_function
 
 AHEAD = 4096  # bytes of a panel, prefetched before they are needed
-LOOKS_UP = CURRENT.vector_bits == 512 and CURRENT.byte_dots != "generic"  # in a table of 16
+LOOKS_UP = CURRENT.vector_bits == 512 and CURRENT.byte_dots != "generic"  # codes in a table of 16
 AT_ONCE = 4 if CURRENT.vector_bits == 512 else 2  # panels of one row, which waits for its own sums
 E2M1, E4M3 = 2, 3  # small float formats; integer formats are their bits, 4 or 8
 ZEROS = 16  # added to a form that has zero points

@@ -5,7 +5,7 @@
 Each tensor is stored through the slot with which `models/loader.py` has filled the model. Fused,
 packed and quantized weights are therefore the same as after a fresh load. The weights keep their
 addresses, so CUDA graphs and compiled calls remain valid. Called by `features/new_weights.py` and
-by the ranks of a model. Knows no requests, and not the prefix cache, whose keys and values belong
+by the ranks of a model. It does not know requests or the prefix cache, whose keys and values belong
 to the old weights.
 """
 
@@ -174,7 +174,7 @@ def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) 
 def _parts(source: Source, slots: Mapping[str, WeightSlot]) -> Iterator[tuple[str, torch.Tensor]]:
     """The part of each tensor that belongs to this rank."""
     if not isinstance(source, Path):
-        for name in slots:  # Why whole: several ranks are given a folder.
+        for name in slots:  # Why whole: several ranks get a folder.
             yield name, source[name].detach()
         return
     by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 class RowState(Protocol):
     """State of one processor for one row.
 
-    Optional members: `forced_tokens() -> list[int]` returns the tokens that must come next; `error:
-    Exception | None` ends only this row if it is set after the processor has run.
+    Optional members: `forced_tokens() -> list[int]` returns the tokens that must come next;
+    `error: Exception | None` ends only this row if it is set after the processor has run.
     """
 
     def accept(self, token_id: int) -> None:
@@ -50,9 +50,9 @@ class LogitsProcessor(Protocol):
     """The part of a processor that all rows share.
 
     If the attribute `one_by_one` is True, the processor is called with a single line at a time, so
-    that an exception ends one row. A processor that only bans tokens may also have `masks(states)
-    -> [L, ceil(V / 32)] int32`, one bit per token, set for allowed tokens. Greedy rows then don't
-    need all of their logits.
+    that an exception ends one row. A processor that only bans tokens may also have
+    `masks(states) -> [L, ceil(V / 32)] int32`, one bit per token, set for allowed tokens. Greedy
+    rows then don't need all of their logits.
     """
 
     def admit(self, sequence: AdmittedSequence) -> RowState | None:
@@ -233,8 +233,8 @@ class Bans:
 
 
 class BadWords(Bans):
-    """bad_words: -inf for the last token of a banned sequence if its other tokens were just
-    sampled."""
+    """bad_words: -inf for the last token of a banned sequence if its other tokens come just
+    before."""
 
     def admit(self, sequence: AdmittedSequence) -> BadWordsState | None:
         words = sequence.bad_word_ids

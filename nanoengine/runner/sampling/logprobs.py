@@ -115,8 +115,7 @@ class PromptScorer:
             hidden: states of those positions, entry by entry, [sum of their counts, hidden_size].
 
         Returns:
-            The entry of each tensor, and tensors as returned by `token_logprobs`, some for each
-            entry.
+            The entry of each tensor, and the tensors from `token_logprobs`, one or more per entry.
         """
         owners: list[int] = []
         tensors: list[torch.Tensor] = []
