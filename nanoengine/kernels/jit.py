@@ -74,7 +74,7 @@ def compiled(*, fastmath: Collection[str], part: bool = False) -> Callable[..., 
     Args:
         fastmath: LLVM's flags. None of ours has "nnan" or "ninf": a row with NaN or infinity must
             come out as NaN, there and only there.
-        part: inlined into each kernel that calls it, and compiled with it. For functions that are
+        part: linked into each kernel that calls it, and compiled with it. For functions that are
             called in loops.
     """
 

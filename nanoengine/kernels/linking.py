@@ -1,9 +1,9 @@
 """Kernel and Part: compiled functions, and what is linked into the functions that call them.
 
-A kernel is machine code with a name. There is one copy on disk and one per process, and callers
-refer to it by name. A part is inlined into each kernel that calls it. numba itself does both with
-every function: it writes and optimizes machine code for it, and puts a copy into each caller. The
-copy is optimized again with the caller, and with the caller's callers.
+A kernel is machine code with a name. There is one copy on disk and one per process, and callers use
+the name. A part is linked into each kernel that calls it, and optimized with it. numba itself does
+both with every function: it writes and optimizes machine code for it, and puts a copy into each
+caller. The copy is optimized again with the caller, and with the caller's callers.
 
 Both borrow their arrays: callers keep them alive until the function returns. So no references to
 arrays or their slices are counted. Counting is an instruction that locks a cache line, and took a

@@ -82,7 +82,7 @@ def kind_of(array_type) -> str:
 
 
 class FloatTile(Emit):
-    """Writes the loop body of a tile: how a line of weights and an input are read."""
+    """Writes the loop body of a tile: reads a line of weights, and an input."""
 
     def __init__(self, builder, isa: ISA, kind: str):
         super().__init__(None, builder, bits=isa.vector_bits, isa=isa)
@@ -117,9 +117,9 @@ POINTERS = {f"{name}*": kind.as_pointer() for name, kind in {
 
 
 def tile_function(arguments: str):
-    """A decorator for the writer of a tile. It returns `make(module, isa, *shape)`, which gives the
-    tile's function in the module and writes it if it is not there. Arguments with a type are
-    pointers, the others 64-bit integers.
+    """Makes a decorator for the writer of a tile. The writer becomes `make(module, isa, *shape)`,
+    which returns the tile's function in the module and writes it if it is not there. Arguments with
+    a type are pointers, the others 64-bit integers.
 
     Why functions: kernels that are compiled together share one, and its loop has all registers.
     """
