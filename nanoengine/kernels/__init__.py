@@ -1,1 +1,1 @@
-"""Compiled kernels that layers and attention call: flat arrays and ints, nothing of the package."""
+"""Compiled kernels that layers and attention call. They know only flat arrays and ints."""

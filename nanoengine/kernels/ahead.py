@@ -1,10 +1,12 @@
-"""python -m nanoengine.kernels.ahead forwards|backwards [ISA]: compiles what models usually need.
+"""python -m nanoengine.kernels.ahead forwards|backwards [ISA]: compiles the kernels that models
+usually need.
 
 `setup.py` runs it while the package is installed, in an environment without torch; the code goes to
-`NANOENGINE_CACHE`. What is compiled is in `ahead.txt`, a line for each signature with which Python
-calls a kernel; the kernels that those call come along. `tools/ahead.py` writes that file.
+`NANOENGINE_CACHE`. `ahead.txt` lists what is compiled, one line for each signature with which
+Python calls a kernel; kernels that are called by these are compiled as well. `tools/ahead.py`
+writes that file.
 
-Two that run at once, one from each end of the table, share the work: each finds what the other has
+Two processes can run at once, one from each end of the table: each finds what the other has
 compiled.
 """
 
@@ -27,12 +29,12 @@ TABLE = Path(__file__).with_suffix(".txt")
 def main(order: str, name: str | None = None) -> None:
     """Compiles all of the table, for this CPU's instruction set or for another one."""
     for named in isa.ISAS:
-        if named.name == name:  # Why: `use` refuses what this CPU lacks, and nothing runs here.
+        if named.name == name:  # Why: nothing runs here, and `use` rejects what this CPU lacks.
             config.CPU_FEATURES = isa.target_features(named)
     isa.use(name)
     from nanoengine.kernels import cpu_decoder, held, jit
 
-    jit.BUILT = jit.places()[0]  # Why: what was built before may be gone after this.
+    jit.BUILT = jit.places()[0]  # Why: previously built code may be deleted after this.
     operands = cpu_decoder.Attention, cpu_decoder.GatedMLP, cpu_decoder.RestOfLayer
     names: dict[str, Any] = {**vars(types), "HeldType": held.HeldType}
     names |= {kind.__name__: partial(_named_tuple, kind) for kind in operands}

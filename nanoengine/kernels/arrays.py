@@ -1,6 +1,7 @@
-"""empty, zeros: new arrays in kernels, without a function of numba's for each shape and type.
+"""empty, zeros: new arrays in kernels, without a numba function for each shape and type.
 
-Perf: each of numba's own takes some 50 ms to compile, and a model's first token needs 24 of them.
+Perf: each of numba's functions takes some 50 ms to compile, and a model's first token needs 24 of
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from numba.np.arrayobj import _empty_nd_impl
 
 
 def _array(context, builder, of, shape, sizes):
-    """A new array of type `of`; shape: the type of the tuple that `sizes` is."""
+    """A new array of type `of`; shape: the type of the tuple `sizes`."""
     numbers = [
         context.cast(builder, size, types.unliteral(kind), types.intp)
         for size, kind in zip(cgutils.unpack_tuple(builder, sizes), shape, strict=True)

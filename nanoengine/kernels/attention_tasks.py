@@ -1,10 +1,10 @@
-"""plan_tasks: a step of `cpu_attention` cut into tasks, shared out to workers by cost.
+"""plan_tasks: cuts a step of `cpu_attention` into tasks, and distributes them to workers by cost.
 
 A *task* is one KV head of one sequence, a tile of its queries and a range of its context. Its query
 heads and queries together are the *rows* of the tile, so each key and value is loaded once for all
-of them. What is cut depends on a sequence's own lengths alone, so its bits do.
+of them. The cuts depend only on the sequence's own lengths, and so do its bits.
 
-Legend: T tokens, S sequences, R query heads of a KV head.
+Legend: T tokens, S sequences, R query heads per KV head.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from nanoengine.kernels.attention_tiles import FASTMATH
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import PIECES
 
-ROW_TILE = 32  # rows a task of few queries may hold: queries times query heads of one KV head
-CHUNK_ROWS = 128  # the same of a prompt's chunk: each key and value comes from memory once for all
-TASKS_A_WORKER = 16  # of a chunk, where its rows allow: what is uneven is one task at most
-SPLIT = 256  # tokens of context a task of a lone query tile covers; fixed, so results are too
+ROW_TILE = 32  # rows of a task with few queries: queries times query heads of one KV head
+CHUNK_ROWS = 128  # the same for a chunk of a prompt: keys and values are read once for all of them
+TASKS_A_WORKER = 16  # for a chunk, if its rows allow: the imbalance is at most one task
+SPLIT = 256  # context tokens per task of a lone query tile; fixed, so results are too
 
 # Columns of a task.
 SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
-# Columns of a merge: its parts, and the tile that they are parts of.
+# Columns of a merge: its parts, and the tile to which they belong.
 FIRST, COUNT, OF_HEAD, OF_QUERY, OF_QUERIES = range(5)
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def _shared_splits(query_start, seq_lens, tables, block_size, window):
-    """For each sequence the splits, from its first, whose blocks are those of the sequence before.
+    """For each sequence the number of first splits whose blocks equal the previous sequence's.
 
-    Both decode, so that their queries lie side by side, and see all of these splits.
+    Both sequences decode, so that their queries are adjacent, and see all of these splits.
     """
     shared = zeros((len(seq_lens) + 1,), np.int64)  # the last is a sentinel
     for s in range(1, len(seq_lens)):
@@ -49,7 +49,7 @@ def _shared_splits(query_start, seq_lens, tables, block_size, window):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _chunk_rows(query_start, wanted, queries_per_tile, num_heads, num_workers):
-    """Rows of a chunk's tasks: as many as pay, and few enough to share out evenly."""
+    """Rows of a chunk's tasks: as many as are useful, and few enough for an even distribution."""
     total = 0
     for s in range(len(wanted)):
         if query_start[s + 1] - query_start[s] > queries_per_tile:
@@ -62,7 +62,7 @@ def _chunk_rows(query_start, wanted, queries_per_tile, num_heads, num_workers):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _most_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
-    """How many tasks a step has at most, and splits one of its sequences."""
+    """Upper bounds of the tasks of a step, and of the splits of one of its sequences."""
     tasks, splits = 0, 1
     for s in range(len(seq_lens)):
         tiles = -(-(query_start[s + 1] - query_start[s]) // queries_per_tile)
@@ -74,7 +74,7 @@ def _most_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _share_out(tasks, group_size, shares):
-    """Bounds [shares + 1] between shares of the tasks, which cost about the same."""
+    """Bounds [shares + 1] between shares of the tasks with about the same cost."""
     costs = zeros((len(tasks) + 1,), np.int64)
     for i in range(len(tasks)):
         # Reading a key costs about as much as computing with it for 8 rows.
@@ -95,17 +95,17 @@ def _share_out(tasks, group_size, shares):
 def plan_tasks(
     query_start, seq_lens, wanted, tables, group_size, num_kv_heads, block_size, window, num_workers
 ):
-    """Cuts a step into tasks of equal kind and shares them out by cost.
+    """Cuts a step into tasks of equal kind and distributes them by cost.
 
-    Neighbouring decodes with the same first blocks attend those splits in one task, their queries
-    as its rows: keys and values are read once for all of them. A split is the same tokens with and
-    without company and rows don't touch each other, so this changes no bit.
+    Neighbouring decodes with the same first blocks attend those splits in one task, with their
+    queries as its rows: keys and values are read once for all of them. A split has the same tokens
+    whether it is shared or not, and rows are independent, so this changes no bits.
 
     Source: Juravsky et al., Hydragen (arXiv 2402.05099), for attending a shared prefix at once.
 
     Args:
-        wanted: [S, 2]: of a chunk's queries, the first that somebody wants and the one behind the
-            last; the others get no result.
+        wanted: [S, 2]: the range (first, end) of a chunk's queries whose results are needed; the
+            others get no result.
 
     Returns:
         tasks [N, 8], bounds [shares + 1], merges [M, 5], parts [Q], number of partial results. Each
@@ -122,7 +122,7 @@ def plan_tasks(
     tasks = empty((count, 8), np.int64)
     merges = empty((count, 5), np.int64)
     parts = empty((count,), np.int64)
-    leader = zeros((most_splits,), np.int64)  # who began the task that is shared now
+    leader = zeros((most_splits,), np.int64)  # the sequence that began the shared task
     begun = zeros((num_kv_heads, most_splits), np.int64)  # where its rows begin
     num_tasks, num_merges, num_parts, num_partials = 0, 0, 0, 0
     for s in range(len(seq_lens)):
@@ -166,7 +166,7 @@ def plan_tasks(
                             together = 1
                             while together < queries_per_tile and shared[s + together] > i:
                                 together += 1
-                            if together > 1:  # all of the split is before each of the queries
+                            if together > 1:  # the whole split precedes each of the queries
                                 task[NUM_QUERIES], task[POSITION] = together, task[KV_STOP]
                         num_partials += 1
         for i in range(most_splits):  # after all heads, which share one leader

@@ -1,17 +1,17 @@
-"""The register tiles of `cpu_attention`: both products, the softmax between them, and the forms of
-a cache.
+"""The register tiles of `cpu_attention`: both products, the softmax between them, and the layouts
+of the cache.
 
-Both products are the same tile (`line_tile`): numbers of a row, each broadcast, times lines of the
-cache. So the cache holds keys and values as these lines, and nothing is packed or transposed when
+Both products are the same tile (`line_tile`): elements of a row, each broadcast, times lines of the
+cache. So the cache stores keys and values as these lines, and nothing is packed or transposed when
 it is read (`cpu_attention.store_head`):
 
     one head of a block    keys    tiles of L = min(P, KV_TILE) tokens, in each tile [D, L]
                            values  [P, D]
-    in bfloat16            words of two numbers that follow each other in a sum, the first in the
+    in bfloat16            words of two numbers that are adjacent in a sum, the first in the
                            high half: keys [D / 2, L] words, values [P / 2, D] words
-    in int8                the lines of floats, and behind all of them scales: `int8_cache.py`
+    in int8                the same lines as floats, followed by scales: `int8_cache.py`
 
-Each sum is one chain in a fixed order, however wide vectors are and whatever rows are beside it.
+Each sum is one chain in a fixed order, whatever the width of vectors and the other rows.
 
 Legend: D head dim, P block size.
 """
@@ -32,7 +32,7 @@ from nanoengine.kernels.tiles import I8, I16, I64, LINE
 
 KV_TILE = 64  # tokens between two updates of the running maximum
 
-# Rows and vectors of the largest register tile: sums, the cache's line and a number of a row.
+# Rows and vectors of the largest register tile: sums, the cache's line and an element of a row.
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
 HALF = VECTORS // 2
 OF_TWO = 4  # vectors of a tile of two rows: fewer sums would wait for each other
@@ -41,19 +41,19 @@ VECTOR_BYTES = CURRENT.vector_bits // 8
 
 # Why: no "nnan" and "ninf": a NaN in one sequence must come out as NaN, there and only there. No
 # "arcp": it lets LLVM divide in one variant of a loop and multiply by the reciprocal in another,
-# and with it equal inputs gave unequal last bits in some of 100 runs. No "reassoc": with it sums
-# had another order, and results other bits, for vectors of another width.
+# and equal inputs then gave unequal last bits in some of 100 runs. No "reassoc": with it the order
+# of sums, and so the bits of results, depended on the vector width.
 FASTMATH = ("contract", "nsz")
 
 
 class CacheTile(Emit):
-    """Writes what tiles do with lines of the cache: floats, int8, or words of two bfloat16
-    numbers."""
+    """Writes how tiles read lines of the cache: floats, int8, or words of two bfloat16 numbers."""
 
     def line(self, pointer, *, paired, dots, mask, below=None):
-        """The vectors that a row's numbers are multiplied with, one after the other.
+        """The vectors by which a row's elements are multiplied, one after the other.
 
-        Where rows hold pairs and lines are int8, a line is two, the second `below` further on.
+        If rows hold pairs and lines are int8, two lines are read, the second `below` after the
+        first.
         """
         if below is not None:
             pairs = self.joined(self.codes(pointer), self.codes(self.at(pointer, below)))
@@ -68,7 +68,7 @@ class CacheTile(Emit):
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
 
     def codes(self, pointer):
-        """A vector of the tile's numbers from int8."""
+        """Converts a vector of int8 to the tile's floats."""
         return self.builder.sitofp(self.get(ir.VectorType(I8, self.width), pointer), self.vector)
 
     def joined(self, high, low):
@@ -77,12 +77,12 @@ class CacheTile(Emit):
         return self.builder.or_(high, self.builder.lshr(low, self.every(16)))
 
     def floats(self, pointer):
-        """A vector of the tile's numbers from float32."""
+        """Converts a vector of float32 to the tile's floats."""
         found = self.get(ir.VectorType(ir.FloatType(), self.width), pointer)
         return found if found.type == self.vector else self.builder.fpext(found, self.vector)
 
     def numbers(self, pointer, turn, *, paired, dots, mask, below=None):
-        """A row's numbers of a turn, each in all lanes."""
+        """A row's elements for an iteration, each in all lanes."""
         if dots:
             word = self.builder.load(self.at(pointer, turn))
             if mask is not None:
@@ -94,14 +94,14 @@ class CacheTile(Emit):
         return [self.broadcast(self.at(pointer, first, turn.type(j))) for j in range(count)]
 
     def exp2(self, x):
-        """2 ** x for x <= 0, exactly 0 where it is far below normal numbers; NaN stays NaN."""
+        """2 ** x for x <= 0, exactly 0 far below normal numbers; NaN stays NaN."""
         build, kind = self.builder, self.vector
         if self.scalar == ir.DoubleType():
             name = f"llvm.exp2.{self.suffix}"
             return self.call(name, kind, x)
         lowest, shift = self.constant(LOWEST_2), self.constant(SHIFT_2)
         x = build.select(build.fcmp_ordered("<", x, lowest), lowest, x)
-        # A sum as large as this has no room for fractions, and its last bits are an exponent.
+        # The shift rounds fractions away, and the last bits of the sum are an exponent.
         shifted = build.fadd(x, shift)
         fraction = build.fsub(x, build.fsub(shifted, shift))
         value = self.constant(COEFFICIENTS_2[0])
@@ -111,8 +111,8 @@ class CacheTile(Emit):
         return build.fmul(value, build.bitcast(power, kind))
 
     def across_rows(self, rows, combine):
-        """A vector of a number a row: of each row's lanes the first half with the second, until one
-        is left. Two rows share the work from the first step on."""
+        """A vector with one number per row: combines the first half of each row's lanes with the
+        second until one is left. Two rows share the work from the first step on."""
         lanes = self.width
         while len(rows) > 1 or lanes > 1:
             half, joined = lanes // 2, []
@@ -128,7 +128,7 @@ class CacheTile(Emit):
         return rows[0]
 
     def rounded(self, floats):
-        """The bits of a vector's numbers rounded to bfloat16, a word each; a NaN stays one."""
+        """The bits of a vector's numbers rounded to bfloat16, one word each; a NaN stays NaN."""
         build = self.builder
         if HAS_DOTS:
             bits = build.fptrunc(floats, ir.VectorType(BFloat(), self.width))
@@ -140,7 +140,7 @@ class CacheTile(Emit):
         return build.select(is_nan, self.every(0x7FC0), bits)
 
     def pairs(self, floats):
-        """Words of a vector's numbers two by two, rounded to bfloat16."""
+        """Words with pairs of a vector's numbers, rounded to bfloat16."""
         build = self.builder
         half = ir.VectorType(I32, self.width // 2)
         by = ir.Constant(half, [16] * half.count)
@@ -154,8 +154,8 @@ class CacheTile(Emit):
 
 
 def strips(emit, kind, count, turn):
-    """Writes `turn(tile, i)` for the elements from each i on: `count` of an array's, which is a
-    multiple of 4, by whole vectors, and by vectors of 4 what is left."""
+    """Writes `turn(tile, i)` for each vector of `count` elements of an array, from index i on;
+    count is a multiple of 4. Whole vectors first, then vectors of 4 for the rest."""
     builder, start, word = emit.builder, count.type(0), count.type
     for bits in (CURRENT.vector_bits, 4 * kind.dtype.bitwidth):
         tile = CacheTile(emit.context, builder, kind, bits)
@@ -170,8 +170,8 @@ def strips(emit, kind, count, turn):
 
 @writes()
 def scale_row(emit, x, at, factor, out, out_at, count):
-    """out = `count` elements of x times a factor of its type, both from their places on; rounded
-    where out is of pairs of bfloat16."""
+    """out = `count` elements of x times a factor of the same type, both from these indices on;
+    rounded if out holds pairs of bfloat16."""
     builder, kinds = emit.builder, emit.kinds
     source, factor, target, count = emit.operands(x, at, factor, out, out_at, count)
 
@@ -186,8 +186,8 @@ def scale_row(emit, x, at, factor, out, out_at, count):
 
 @writes()
 def store_lines(emit, key, value, k_cache, k_at, lanes, v_cache, v_at):
-    """Writes a key, whose elements lie `lanes` words apart in the cache, and a value, whose
-    elements are contiguous; of pairs, each in the half of its token."""
+    """Writes a key, whose elements are `lanes` words apart in the cache, and a value, whose
+    elements are contiguous; for pairs, each in the half of its token."""
     builder, kinds, word = emit.builder, emit.kinds, k_at.type
     sources = emit.pointer(kinds.key, key, word(0)), emit.pointer(kinds.value, value, word(0))
     keys = emit.pointer(kinds.k_cache, k_cache, k_at)
@@ -222,21 +222,21 @@ def store_lines(emit, key, value, k_cache, k_at, lanes, v_cache, v_at):
 
 @by_types()
 def numbers_a_word(array):
-    """2 of an array of pairs of bfloat16 numbers, 1 of floats."""
+    """2 for an array of pairs of bfloat16 numbers, 1 for floats."""
     count = 2 if array.dtype in (types.uint16, types.uint32) else 1
     return lambda array: count
 
 
 @by_types()
 def scale_numbers(array):
-    """Elements of a cache that the scale of a token's head takes, beside the head's own."""
+    """Elements of a cache that hold the scale of a token's head, in addition to the head's own."""
     count = 4 if array.dtype == types.int8 else 0
     return lambda array: count
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def lines_of(cache, slot, head, lanes, sizes):
-    """Where the key and the value of one head of a token begin in the flat caches."""
+    """Indices of the key and the value of one head of a token in the flat caches."""
     _, num_kv_heads, head_dim, block_size = sizes
     offset, per = slot % block_size, numbers_a_word(cache)
     block = (slot // block_size * num_kv_heads + head) * block_size
@@ -247,7 +247,7 @@ def lines_of(cache, slot, head, lanes, sizes):
 
 @by_types()
 def words_of(cache):
-    """A flat cache as `line_tile` reads it: bfloat16 numbers two by two, floats as they are."""
+    """A flat cache as `line_tile` reads it: bfloat16 in pairs, floats unchanged."""
     if cache.dtype == types.uint16:
         return lambda cache: cache.view(np.uint32)
     return lambda cache: cache
@@ -255,7 +255,7 @@ def words_of(cache):
 
 @by_types()
 def stored(x, cache):
-    """A number as a cache holds it: rounded to bfloat16, half to even, or as it is."""
+    """A number as stored in a cache: rounded to bfloat16, half to even, or unchanged."""
     if cache.dtype != types.uint16:
         return lambda x, cache: x
     return lambda x, cache: np.uint16(bfloat16(x))
@@ -263,7 +263,7 @@ def stored(x, cache):
 
 @writes(literals=True)
 def ask_for(emit, array, at, to_write):
-    """Prefetches the line of a place of a flat array, which will be read (0) or written (1)."""
+    """Prefetches the cache line of an element of a flat array, for a read (0) or a write (1)."""
     write = emit.kinds.to_write.literal_value
     emit.prefetch(emit.pointer(emit.kinds.array, array, at), write=write)
 
@@ -276,8 +276,8 @@ def bfloat16(x):
 
 @by_types()
 def room_of_few(cache, room):
-    """What `run_of` gets as its room where rows are few: one that widens nothing, unless rows are
-    pairs that must be taken apart."""
+    """The argument `room` of `run_of` for few rows: one that converts nothing, unless rows are
+    pairs that must be split."""
     if room.dtype == types.uint32 and not HAS_DOTS:
         return lambda cache, room: room
     return lambda cache, room: cache
@@ -285,8 +285,8 @@ def room_of_few(cache, room):
 
 @writes(literals=True)
 def _widen(emit, cache, at, width, room, place, asked, lanes):
-    """Two lines of `width` elements from `at` on as floats or pairs at a place, `lanes` at once. It
-    prefetches as many from `asked` on."""
+    """Converts two lines of `width` elements from `at` on to floats or pairs, `lanes` at once.
+    Prefetches as many from `asked` on."""
     builder, kinds = emit.builder, emit.kinds
     is_bytes, in_pairs = kinds.cache.dtype == types.int8, kinds.room.dtype == types.uint32
     bits = kinds.room.dtype.bitwidth * kinds.lanes.literal_value
@@ -312,8 +312,8 @@ def _widen(emit, cache, at, width, room, place, asked, lanes):
 
 @by_types()
 def run_of(cache, at, count, width, next_at, room):
-    """A run's `count` lines of `width`, as `few_rows` reads them, where they are, and what it asks
-    for: those of the cache, or widened to the numbers of `room`, if these are others."""
+    """A run's `count` lines of `width` as `few_rows` reads them, their index, and the index to
+    prefetch: the cache itself, or a copy in `room` if that has another dtype."""
     if cache.dtype == room.dtype:
         return lambda cache, at, count, width, next_at, room: (cache, at, next_at)
     of_two, to_two = (1 if array.dtype == types.uint32 else 2 for array in (cache, room))
@@ -331,7 +331,7 @@ def run_of(cache, at, count, width, next_at, room):
 
 
 def _scales(emit, scales, place=None):
-    """A pointer to scales from a place on; None where there are none."""
+    """A pointer to scales from an index on; None if there are none."""
     kind = emit.kinds.scales
     return emit.pointer(kind, scales, place or I64(0)) if isinstance(kind, types.Array) else None
 
@@ -340,9 +340,9 @@ class Sums:
     """The sums of a register tile: c[r, lanes], by rows and vectors of lanes.
 
     Args:
-        factors: a pointer to what each row of c is multiplied with before; None: c starts from 0.
-        paired: whether lines of the cache hold pairs of bfloat16; dots: and rows as well.
-        below: how far apart two lines are that become one of pairs.
+        factors: a pointer to factors by which rows of c are multiplied first; None: c is 0 before.
+        paired: whether lines of the cache hold pairs of bfloat16; dots: whether rows do too.
+        below: distance of two lines that are combined into one of pairs.
     """
 
     def __init__(self, emit, c_rows, lanes, factors, *, paired, dots, below=None):
@@ -359,7 +359,7 @@ class Sums:
             self.cells.append([emit.variable(start) for start in starts])
 
     def turn(self, a_rows, i, line, mask=None):
-        """Adds number i of each row, or pair i, times a line of the cache."""
+        """Adds element i of each row, or pair i, times a line of the cache."""
         emit, kind = self.emit, self.kind | {"mask": mask}
         of_lanes = [emit.line(emit.at(line, lane), **kind) for lane in self.lanes]
         for row, cells in zip(a_rows, self.cells, strict=True):
@@ -369,7 +369,7 @@ class Sums:
                     emit.builder.store(total, cell)
 
     def keep(self, scales=None):
-        """Writes the sums to c, times a scale a lane, if there are any."""
+        """Writes the sums to c, times one scale per lane, if there are any."""
         emit = self.emit
         of_lanes = [scales and emit.floats(emit.at(scales, lane)) for lane in self.lanes]
         for line, cells in zip(self.c_rows, self.cells, strict=True):
@@ -384,12 +384,12 @@ def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stri
               factors_at, asked, asked_stride, rows, vectors, scales, scales_at):  # fmt: skip
     """c[r, lanes] = c[r, lanes] * factors[r] + sum over i < depth of a[r, i] * b[i, lanes].
 
-    For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
-    With 0 as factors c is not read; where `scales` are an array, c[r, lanes] is multiplied with
-    them at the end. b may hold pairs of bfloat16 numbers i and i + 1, which become float32 in
-    registers; if a holds such pairs as well, one instruction adds both products. Beside such an a,
-    two lines of int8 become one of pairs.
-    With each line of b it prefetches as many from `asked` on, `asked_stride` further each time.
+    For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers. If
+    factors is 0, c is not read; if `scales` is an array, c[r, lanes] is multiplied by it at the
+    end. b may hold pairs of bfloat16 numbers i and i + 1, which become float32 in registers; if a
+    holds such pairs as well, one instruction adds both products. With such an a, two lines of int8
+    are combined into one of pairs. With each line of b it prefetches as many elements from `asked`
+    on, `asked_stride` later each time.
     """
     builder, kinds = emit.builder, emit.kinds
     num_rows, num_vectors = kinds.rows.literal_value, kinds.vectors.literal_value
@@ -421,7 +421,7 @@ def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stri
     turns = builder.lshr(depth, word(1)) if paired else depth
     tile.loop(turns, step)
     if paired:
-        # Why masked: what lies behind the last number may be anything, and 0 * NaN is not 0.
+        # Why masked: the data after the last number may be anything, and 0 * NaN is not 0.
         odd = builder.trunc(depth, ir.IntType(1))
         with builder.if_then(odd):
             step(turns, 0xFFFF0000)
@@ -431,10 +431,11 @@ def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stri
 @compiled(fastmath=FASTMATH, part=True)
 def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
               factors, factors_at, asked, asks, rows, lanes, room, scales, scales_at):  # fmt: skip
-    """`line_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.
+    """`line_tile` for up to ROWS rows and all `lanes`, in whole vectors of the `room` lanes that
+    exist.
 
-    Rows are taken by twos or fours: a, c and factors go on behind the last. If it `asks` (1, not
-    0), it does so for what lies from `asked` on as what it reads of b lies from `b_at` on.
+    Rows are processed in twos or fours: a, c and factors have rows after the last. If `asks` is 1,
+    it prefetches from `asked` on the same lines that it reads of b from `b_at` on.
     """
     width = VECTOR_BYTES // c.itemsize
     wide = (VECTORS if rows > 2 else OF_TWO) * width
@@ -475,10 +476,10 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
 
 @writes(literals=True)
 def _raise_maxima(emit, scores, maximum, factors, row, rows):
-    """maximum[r] grows to the largest of KV_TILE scores of each of `rows` rows from `row` on.
+    """maximum[r] = the maximum of itself and KV_TILE scores, for each of `rows` rows from `row` on.
 
-    By factors[r] what was summed with the maximum before shrinks. With a NaN among the scores the
-    maximum is anything.
+    factors[r] rescales sums that were made with the previous maximum. If a score is NaN, the
+    maximum is undefined.
     """
     builder, kinds, word = emit.builder, emit.kinds, row.type
     count = kinds.rows.literal_value
@@ -497,11 +498,11 @@ def _raise_maxima(emit, scores, maximum, factors, row, rows):
 
 
 class Weights:
-    """Writes how scores of `rows` rows become weights; see `_weigh`, whose arguments these are.
+    """Writes the conversion of scores of `rows` rows to weights; see `_weigh` for the arguments.
 
     Args:
-        scales: a pointer to what weights are multiplied with before they are multiplied with
-            values; not so their sum.
+        scales: a pointer to factors on weights that are multiplied by values; the sum of the
+            weights does not include them.
     """
 
     def __init__(self, plain, scores, weights, maximum, total, factors, row, scales, rows=ROWS):
@@ -522,7 +523,7 @@ class Weights:
         self.vectors = rows * self.a_row
 
     def write(self, i):
-        """Makes vector i of the scores weights; returns these, before any scales."""
+        """Converts vector i of the scores to weights; returns these without scales."""
         emit, build, word = self.emit, self.emit.builder, self.word
         highest = emit.broadcast(emit.at(self.maximum, build.udiv(i, word(self.a_row))))
         line = emit.at(self.scores, build.mul(i, word(emit.width)))
@@ -538,7 +539,7 @@ class Weights:
         return power
 
     def keep(self, i):
-        """`write`, where `kept` finds what is summed."""
+        """`write`; stores the weights to be summed where `kept` finds them."""
         power = self.write(i)
         if self.paired or self.scales is not None:
             to = self.emit.builder.mul(i, self.word(self.emit.width))
@@ -560,12 +561,13 @@ class Weights:
 
 @writes(literals=True)
 def _weigh(emit, scores, weights, maximum, total, factors, row, rows, scales):
-    """Turns KV_TILE scores of each of `rows` rows from `row` on into weights, once their maxima are
-    raised.
+    """Converts KV_TILE scores of each of `rows` rows from `row` on to weights, after
+    `_raise_maxima`.
 
-    Weights are 2 ** (score - maximum[r]). `weights`, which may be the scores, gets them as they are
-    multiplied: as pairs of bfloat16 or not, and times `scales`, where these are an array. total[r]
-    becomes total[r] * factors[r] + the sum of the weights; NaN with a NaN among the scores.
+    Weights are 2 ** (score - maximum[r]). They are written to `weights`, which may be the scores,
+    in the form in which they are multiplied: as pairs of bfloat16 or not, and times `scales` if
+    that is an array. total[r] becomes total[r] * factors[r] + the sum of the weights; NaN if a
+    score is NaN.
     """
     made = Weights(
         emit, scores, weights, maximum, total, factors, row, _scales(emit, scales),
@@ -576,8 +578,8 @@ def _weigh(emit, scores, weights, maximum, total, factors, row, rows, scales):
 
 @compiled(fastmath=FASTMATH)
 def softmax_step(scores, first_row, rows, maximum, total, factors, weights, scales):
-    """Turns the scores of each row into `weights`, of which `place_of_weights` says where they are;
-    by factors[r] the row's sums so far shrink."""
+    """Converts the scores of each row to `weights`, an array made by `place_of_weights`; factors[r]
+    rescales the row's previous sums."""
     lines, flat = scores.reshape(-1), weights.reshape(-1)
     for r in range(first_row, rows, ROWS):
         if rows - r > 2:
@@ -592,12 +594,11 @@ def softmax_step(scores, first_row, rows, maximum, total, factors, weights, scal
 def _add_and_weigh(
     emit, scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales
 ):  # fmt: skip
-    """Adds values of KV_TILE tokens by the weights of ROWS rows to their `sums` [rows, size], for
-    the first VECTORS vectors of lanes; between its turns it does what `_weigh` does for the ROWS
-    rows behind them.
+    """Adds values of KV_TILE tokens, weighted for ROWS rows, to their `sums` [rows, size], for the
+    first VECTORS vectors of lanes. Interleaved, it does `_weigh` for the next ROWS rows.
 
-    Why beside each other: products keep two units of the CPU busy, and powers mostly need others.
-    Why not in `line_tile`: here all tokens are there, so that turns and powers have a fixed ratio.
+    Why interleaved: products keep two units of the CPU busy, and powers mostly use others. Why not
+    in `line_tile`: here all tokens exist, so the ratio of products to powers is fixed.
     """
     builder, kinds, word = emit.builder, emit.kinds, row.type
     paired, dots = kinds.b.dtype == types.uint32, kinds.weights.dtype == types.uint32
@@ -629,8 +630,8 @@ def _add_and_weigh(
 
 @by_types()
 def adds_beside(scores, weights, cache, room):
-    """Whether `_add_and_weigh` is for these arrays: where the registers hold what its two halves
-    need, and a power is a few steps. `room`: of `run_of`."""
+    """Whether `_add_and_weigh` supports these arrays: the registers must hold the operands of both
+    its halves, and a power must take few steps. `room`: as for `run_of`."""
     in_halves = room.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
     is_few = room.dtype == cache.dtype == types.int8
     fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32
@@ -661,8 +662,8 @@ def weigh_and_add(scores, rows, maximum, total, factors, weights, scales, b, b_a
 
 @by_types()
 def place_of_weights(scores, operand, cache):
-    """Where the weights lie that are multiplied: `operand` is an array of their type. With scales
-    they are others than those that are summed."""
+    """An array for the weights that are multiplied, with the dtype of the array `operand`. With
+    scales they differ from the weights that are summed."""
     if operand.dtype == types.uint32:
         return lambda scores, operand, cache: zeros((len(scores), KV_TILE // 2), np.uint32)
     if cache.dtype == types.int8:

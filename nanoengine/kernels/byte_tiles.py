@@ -1,16 +1,16 @@
-"""Tiles of whole numbers: rows of int8 inputs times panels of int8 weights, exactly.
+"""Integer tiles: rows of int8 inputs times panels of int8 weights, exactly.
 
     a line of 64 bytes    16 outputs, for each
     int8                  4 inputs
     int16                 4 inputs in two pairs, one after the other, for inputs of 16 bits
 
-What multiplies bytes and adds neighbours differs from CPU to CPU (`isa.py`):
+The instruction that multiplies bytes and adds adjacent products depends on the CPU (`isa.py`):
 
     vpdpbusd     four unsigned by signed bytes, added to 32 bits. int8 weights + 128 are unsigned;
-                 128 times the row's sum is taken off before
+                 128 times the row's sum is subtracted before
     vpmaddubsw   two, added in 16 bits: |w| times x with w's sign, at most 2 * 128 * 127, which
-                 fits. Several such sums fit where codes have fewer bits (`grouped_tiles.py`)
-    generic      the even and the odd bytes of words of 16 bits, each multiplied as such
+                 fits. Several such sums fit if codes have fewer bits (`grouped_tiles.py`)
+    generic      the even and the odd bytes of 16-bit words, each multiplied as such
 
 All sums are exact, so **results have the same bits under each of them**.
 
@@ -29,21 +29,21 @@ from nanoengine.kernels.emit import I32, Emit, writes
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_call, tile_function
 
-UNIT = 32  # inputs: K of grouped weights is padded to a multiple, and a group holds a multiple
-INFINITY = I32(0x7F800000)  # its bits; those of a NaN are larger
+UNIT = 32  # inputs: K of group-wise weights and the size of a group are multiples of it
+INFINITY = I32(0x7F800000)  # its bits; the bits of a NaN are larger
 SMALLEST = FLOAT(2e-36)  # below it 127 / largest could overflow
 OF_GROUP = 4  # numbers per group of `quantize_groups`
 
 
 def most_rows(isa: ISA) -> int:
     """Rows of the largest tile of one panel: its sums fill half of the registers, or all of them
-    with the results of groups."""
+    together with the results of groups."""
     return min(8, isa.registers * isa.byte_bits // 1024)
 
 
 def shapes8(isa: ISA) -> list[tuple[int, int]]:
-    """(rows, panels) of the tiles of int8 weights: two panels where a register holds a line, so
-    that an input that is loaded is multiplied twice."""
+    """(rows, panels) of the tiles of int8 weights: two panels if a register holds a line, so that
+    each loaded input is multiplied twice."""
     panels = 2 if isa.byte_bits == 8 * LINE else 1
     rows = 6 if isa.byte_dots == "vpdpbusd" and panels == 1 else most_rows(isa)
     return [(r, p) for r in range(1, rows + 1) for p in sorted({1, panels})]
@@ -55,21 +55,21 @@ def shapes16(isa: ISA) -> list[tuple[int, int]]:
 
 
 class ByteTile(Emit):
-    """Writes dot products of bytes, in whatever way the CPU has."""
+    """Writes dot products of bytes, with the instructions of the CPU."""
 
     def __init__(self, builder, isa: ISA):
         super().__init__(None, builder, bits=isa.byte_bits, isa=isa)
         self.pairs = ir.VectorType(I16, 2 * self.width)
         self.bytes = ir.VectorType(I8, 4 * self.width)
-        self.vectors = PANEL // self.width  # of a panel
+        self.vectors = PANEL // self.width  # per panel
 
     def four(self, pointer, offset=0):
-        """Four neighbouring bytes, for all lanes."""
+        """Four adjacent bytes, in all lanes."""
         word = self.get(I32, pointer, offset)
         return self.builder.bitcast(self.splat(word, self.words), self.bytes)
 
     def prepared(self, weight):
-        """An int8 weight as `add8` takes it."""
+        """An int8 weight in the form that `add8` takes."""
         if self.isa.byte_dots == "vpdpbusd":
             return self.builder.xor(weight, self.every(-128, self.bytes))
         if self.isa.byte_dots == "vpmaddubsw":
@@ -78,7 +78,7 @@ class ByteTile(Emit):
         return weight
 
     def add8(self, total, weight, value):
-        """total + the dot products of fours; of w + 128 with `vpdpbusd`."""
+        """total + the dot products of fours; with w + 128 for `vpdpbusd`."""
         if self.isa.byte_dots == "vpdpbusd":
             return self.dot(total, weight, value)
         if self.isa.byte_dots == "vpmaddubsw":
@@ -92,8 +92,8 @@ class ByteTile(Emit):
         return self.call(name, self.words, total, unsigned, signed)
 
     def pairs_of(self, first, second):
-        """Neighbouring products added in 16 bits, which they fit; `first` is not below 0 unless the
-        dot products are generic."""
+        """Adjacent products added in 16 bits, which must suffice; `first` is not negative unless
+        the dot products are generic."""
         if self.isa.byte_dots == "vpmaddubsw":
             return self.call("llvm.x86.avx2.pmadd.ub.sw", self.pairs, first, second)
         build, eight = self.builder, self.every(8, self.pairs)
@@ -103,13 +103,13 @@ class ByteTile(Emit):
         return build.add(build.mul(first, second), odd)
 
     def odd_and_even(self, numbers):
-        """Every second of signed bytes, as words of 16 bits, and the others."""
+        """The odd and the even signed bytes, each as 16-bit words."""
         eight, pairs = self.every(8, self.pairs), self.builder.bitcast(numbers, self.pairs)
         even = self.builder.ashr(self.builder.shl(pairs, eight), eight)
         return self.builder.ashr(pairs, eight), even
 
     def widen(self, pairs):
-        """Neighbouring numbers of 16 bits added in 32."""
+        """Adjacent 16-bit numbers added in 32 bits."""
         if self.isa.byte_dots == "vpmaddubsw":
             ones = self.every(1, self.pairs)
             return self.call("llvm.x86.avx2.pmadd.wd", self.words, pairs, ones)
@@ -118,17 +118,17 @@ class ByteTile(Emit):
         return build.add(build.ashr(build.shl(pairs, half), half), build.ashr(pairs, half))
 
     def of_group(self, numbers):
-        """The float16 numbers that a panel's outputs have of a group, as vectors of float32."""
+        """The float16 numbers of a group, one per output of a panel, as vectors of float32."""
         halves = ir.VectorType(I16, self.width)
         vectors = [self.get(halves, numbers, i) for i in range(0, PANEL, self.width)]
         return [self.widen_halves(vector) for vector in vectors]
 
     def start(self, offset):
-        """What the sums of a row and a unit start from."""
+        """The initial value of the sums of a row and a unit, in all lanes."""
         return self.splat(self.builder.load(offset), self.words)
 
     def add16(self, total, weight, value):
-        """total + neighbouring products of 16-bit numbers."""
+        """total + adjacent products of 16-bit numbers."""
         if self.isa.byte_dots == "vpdpbusd":
             name = f"llvm.x86.avx512.vpdpwssd.{self.isa.byte_bits}"
             return self.call(name, self.words, total, weight, value)
@@ -158,9 +158,9 @@ def tile8(builder, isa: ISA, of, rows: int, panels: int):
     """A tile of int8 weights: out[r, j] = bias[j] + the sum over all groups g, in order, of
     x[r, g] . w[j, g] * w_scales[j, g] * the scale of x[r, g].
 
-    Each group has GROUP inputs, and its numbers in `x_groups` are those of `quantize_groups`.
-    Scales of weights are bfloat16. `out_stride` is in floats; each turn prefetches the byte `ahead`
-    + turn * `ahead_stride` after a panel's first.
+    Each group has GROUP inputs, and its numbers in `x_groups` come from `quantize_groups`. Scales
+    of weights are bfloat16. `out_stride` is in floats. Iteration i prefetches the byte
+    `ahead` + i * `ahead_stride` after a panel's start.
     """
     tile = ByteTile(builder, isa)
     row_bytes, panel_bytes = (builder.mul(of.groups, I64(n)) for n in (GROUP, GROUP * PANEL))
@@ -183,7 +183,7 @@ def tile8(builder, isa: ISA, of, rows: int, panels: int):
         cells = []
         for numbers in of_rows:
             start = zero
-            if isa.byte_dots == "vpdpbusd":  # Weights count 128 more, and the sum is that times -8.
+            if isa.byte_dots == "vpdpbusd":  # Weights are stored plus 128, the sum times -8.
                 start = builder.shl(tile.start(numbers), tile.every(4))
             firsts = [start] + [zero] * (chains - 1)
             cells.append([[tile.variable(first) for first in firsts] for _ in places])
@@ -259,8 +259,8 @@ def tile16(builder, isa: ISA, of, rows: int):
 def _quantizer(size: int, rotated: int):
     @writes()
     def quantize(plain, x, at, values, values_at, groups, groups_at):
-        """Quantizes `size` inputs as `quantize_groups` says, those of a rotation rotated first. Why
-        written out: numba's loops over so few numbers take several times as long."""
+        """Quantizes `size` inputs as in `quantize_groups`, after the rotation if there is one. Why
+        explicit instructions: numba's loops over so few numbers take several times as long."""
         builder, emit = plain.builder, Emit(plain.context, plain.builder, bits=32 * size)
         source, target, group = plain.operands(x, at, values, values_at, groups, groups_at)
         inputs, step = emit.load(source), 1
@@ -302,7 +302,7 @@ quantize_unit, quantize_rotated_group = _quantizer(UNIT, 1), _quantizer(GROUP, R
 @tile_call(shapes8, lambda module, kinds, rows, panels: tile8(module, CURRENT, rows, panels))
 def multiply8(x, x_at, x_groups, groups_at, w, w_at, w_scales, scales_at, groups, bias, column,
               out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
-    """`tile8` for rows and outputs from these places on."""
+    """`tile8` for rows and outputs from these indices on."""
 
 
 @tile_call(shapes16, lambda module, kinds, rows, _: tile16(module, CURRENT, rows))

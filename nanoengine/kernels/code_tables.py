@@ -1,13 +1,13 @@
-"""What codes of 4 bits stand for, where these are no even steps. Nothing is loaded with it.
+"""Values of 4-bit codes that are not evenly spaced. Nothing is loaded with it.
 
 Source: kvalues_iq4nl of ggml-common.h; OCP Microscaling Formats (MX) v1.0, section 5.3.3.
 """
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Those of IQ4_NL and IQ4_XS."""
+"""The values of IQ4_NL and IQ4_XS."""
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the number that each code stands for: a sign, two bits of exponent and one of fraction."""
+"""Twice the value of each code: a sign, two bits of exponent and one of fraction."""
 ROTATED, GROUP = 16, 64
-"""Of int8 weights that int8 activations multiply: inputs that are rotated together, and rotated
-inputs that share a scale. A group holds whole rotations."""
+"""For int8 weights with int8 activations: the number of inputs that are rotated together, and of
+rotated inputs that share a scale. A group holds whole rotations."""

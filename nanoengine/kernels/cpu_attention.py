@@ -1,7 +1,7 @@
 """The compiled kernels of `CPUBackend`: paged attention for float32 and float64, by numba.
 
 Called by `attention/cpu.py` and, in fused layers, `cpu_decoder.py`. Kernels see flat arrays,
-offsets and ints, never torch. The readable form is `attention/naive.py`.
+offsets and ints, never torch. The reference implementation is `attention/naive.py`.
 
 `attention_tasks.py` cuts a step into tasks: one KV head of one sequence, a tile of its queries,
 whose query heads and queries are rows, and a range of its context. A task walks the block table in
@@ -11,8 +11,8 @@ steps of `KV_TILE` tokens with an online softmax:
     softmax of the scores against the running maximum of each row
     scores [rows, KV_TILE] x values of a run [n, D]  -> added to output [rows, D]
 
-`attention_tiles.py` has the products, the softmax, and how the cache holds keys and values. Each
-sum is one chain in a fixed order, however wide vectors are and whatever rows are beside it: a
+`attention_tiles.py` has the products, the softmax, and the layout of keys and values in the cache.
+Each sum is one chain in a fixed order, whatever the width of vectors and the other rows: a
 sequence's result has the same bits in any batch.
 
 Source: online softmax and tiling from FlashAttention (Dao et al. 2022, section 3); splitting the
@@ -71,15 +71,15 @@ from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import LINE
 
-MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
+MASKED = -1e30  # a score with weight 0; finite, so that max - max is not NaN
 LN2 = math.log(2)
 PAGE = 4096  # bytes
-WIDENED_ROWS = 16  # from which on a run is widened once, not for every four rows; half for pairs
+WIDENED_ROWS = 16  # from which on a run is converted once, not for every four rows; half for pairs
 
 
 @by_types()
 def scales_of(cache, table, head, begin, sizes):
-    """An array and the place in it of the scales of the tokens of a run; 0 where there are none."""
+    """An array with the scales of a run's tokens, and their index in it; 0 if there are none."""
     if cache.dtype != types.int8:
         return lambda cache, table, head, begin, sizes: (0, 0)
     from nanoengine.kernels.int8_cache import place_of_scales
@@ -89,8 +89,8 @@ def scales_of(cache, table, head, begin, sizes):
 
 @by_types()
 def scales_of_tile(cache, table, head, first, end, sizes, scales):
-    """Those of a tile's tokens from `first` on, each in its place: as the cache holds them if they
-    are of one run, else in `scales` [KV_TILE]; 0 where there are none."""
+    """The scales of a tile's tokens from `first` on, one per token: in the cache itself if they
+    belong to one run, else in `scales` [KV_TILE]; 0 if there are none."""
     if cache.dtype != types.int8:
         return lambda cache, table, head, first, end, sizes, scales: 0
     from nanoengine.kernels.int8_cache import gathered_scales
@@ -100,7 +100,7 @@ def scales_of_tile(cache, table, head, first, end, sizes, scales):
 
 @by_types()
 def ask_for_scales(cache, at, sizes):
-    """Asks for the scales of the run that begins at a place, where a cache has any."""
+    """Prefetches the scales of the run that begins at this index, if the cache has any."""
     if cache.dtype != types.int8:
         return lambda cache, at, sizes: None
     from nanoengine.kernels.int8_cache import ask_for_scales_of_run
@@ -121,7 +121,8 @@ def _mask(scores, first_row, rows, group_size, tile_start, position, window):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _softcap(scores, first_row, rows, softcap):
-    """scores = softcap * tanh(scores / softcap) / ln 2, by way of exp of what is not positive."""
+    """scores = softcap * tanh(scores / softcap) / ln 2, computed with exp of values that are not
+    positive."""
     one, two = scores.dtype.type(1), scores.dtype.type(2)
     cap = softcap / scores.dtype.type(LN2)
     for r in range(first_row, rows):
@@ -134,7 +135,7 @@ def _softcap(scores, first_row, rows, softcap):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _place(cache, table, head, token, sizes):
-    """Where the run that a token is the first of lies in the flat cache."""
+    """Index of the run that begins with a token in the flat cache."""
     _, num_kv_heads, head_dim, block_size = sizes
     first = (table[token // block_size] * num_kv_heads + head) * block_size
     at = first * (head_dim + scale_numbers(cache)) + token % block_size * head_dim
@@ -143,10 +144,10 @@ def _place(cache, table, head, token, sizes):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
-    """The place of the run that is asked for while this token's is read: the one behind it, maybe
-    the first of the `following` task. Of tasks that end with a part of a run, a last run asks for
-    the last and one before it for the first. Why: a part would ask for a part of a whole run, and
-    a whole one for more than the part that is read."""
+    """The index that is prefetched while this token's run is read: the next run, or the first run
+    of the `following` task. If a task ends within a run, its last run prefetches the last run of
+    the following task, and the run before it prefetches the first. Why: a partial run would
+    prefetch only a part of a whole run, and a whole run more than the partial run that is read."""
     last = (task[KV_STOP] - 1) // lanes * lanes
     in_part = task[PARTIAL] < 0 and task[KV_STOP] % lanes > 0
     if token + lanes <= last - (lanes if in_part else 0):
@@ -159,10 +160,10 @@ def _next_place(cache, token, lanes, task, table, following, next_table, sizes):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _ask_for_pages(k, v, task, table, sizes):
-    """Asks for one line of each page of memory that a task will read.
+    """Prefetches one line of each memory page that a task will read.
 
-    Why: what asks for lines waits itself while their page is looked up, in tables that products
-    have driven out of the cache.
+    Why: a prefetch itself waits for the page table lookup, and the products have evicted the page
+    tables from the cache.
     """
     lanes, head_dim = min(sizes[3], KV_TILE), sizes[2]
     for begin in range(task[KV_START] // lanes * lanes, task[KV_STOP], lanes):
@@ -177,13 +178,12 @@ def _run_task(
     task, table, following, next_table, room, q, q_stride, k, v, sizes, scale, softcap, window,
     tile, scores, weights, of_tokens, out, maximum, total, factors,
 ):  # fmt: skip
-    """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the scratch.
+    """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the buffers. `room`
+    is for a run that is converted (`run_of`), `of_tokens` for a tile's scales.
 
-    `room` is for a run that is widened (`run_of`), `of_tokens` for a tile's scales.
-
-    Scores are in units of ln 2, so that weights are powers of 2. While it scores a run, it asks for
-    the next run's keys, and while it adds up values for the next run's, maybe the `following`
-    task's.
+    Scores are in units of ln 2, so that weights are powers of 2. While it computes the scores of a
+    run, it prefetches the next run's keys; while it adds values, the next run's values, or the
+    `following` task's.
     """
     num_heads, num_kv_heads, head_dim, block_size = sizes
     group_size = num_heads // num_kv_heads
@@ -254,13 +254,13 @@ def _run_task(
                     sums, r * head_dim, head_dim, factors, r,
                     next_at, int(r == 0), rows - r, head_dim, head_dim, 0, 0,
                 )  # fmt: skip
-            if begin + lanes < end:  # sums shrink once a tile
+            if begin + lanes < end:  # sums are rescaled once per tile
                 factors[:rows] = 1
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def _inverse(highest, total, sinks, head):
-    """1 / the softmax's sum, that of `total` and of the head's sink, which has no value.
+    """1 / the softmax's sum, which is `total` plus the term of the head's sink, which has no value.
 
     `highest` is in units of ln 2, the sink is not.
     """
@@ -366,9 +366,9 @@ def _combine_merges(merges, parts, sizes, sinks, out_rows, partial_out, partial_
 
 @compiled(fastmath=FASTMATH)
 def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, workers):
-    """Joins the splits of each tile: result = sum of 2^(m_i - m) out_i / sum of 2^(m_i - m) l_i.
+    """Merges the splits of each tile: result = sum of 2^(m_i - m) out_i / sum of 2^(m_i - m) l_i.
 
-    merges, parts: as `plan_tasks` made them. A sink is added here, once for all splits.
+    merges, parts: made by `plan_tasks`. A sink is added here, once for all splits.
     """
     operands = merges, parts, sizes, sinks, out_rows, partial_out, partial_stats
     parallel_for(_combine_merges, len(merges), workers, operands)
@@ -376,8 +376,8 @@ def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, w
 
 @by_types()
 def transform_rows(rows, cache, workers):
-    """In place: rows [T, H, D] times the matrix that the rows of a cache of int8 are multiplied by;
-    nothing for other caches."""
+    """In place: multiplies rows [T, H, D] by the Hadamard matrix with which an int8 cache stores
+    its rows; does nothing for other caches."""
     if cache.dtype != types.int8:
         return lambda rows, cache, workers: None
     from nanoengine.kernels.int8_cache import times_hadamard
@@ -391,12 +391,12 @@ def attend(
     operand, sinks, out_rows, partial_out, partial_stats, workers,
 ):  # fmt: skip
     """Runs all tasks; whole ones write to `out_rows`, splits to the partial buffers, which
-    `combine` joins.
+    `combine` merges.
 
-    Share i is tasks bounds[i] ... bounds[i + 1] - 1. `operand` is an empty array of what
-    queries and weights are made before they are multiplied: the queries' own floats, or uint32 for
-    pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none. The queries
-    are overwritten where the cache is int8.
+    Share i is tasks bounds[i] ... bounds[i + 1] - 1. `operand` is an empty array with the dtype to
+    which queries and weights are converted before they are multiplied: the queries' floats, or
+    uint32 for pairs of bfloat16, which need a bfloat16 cache. `sinks` are [H], or empty. The
+    queries are overwritten if the cache is int8.
     """
     transform_rows(queries, k_cache, workers)
     parallel_for(
@@ -445,9 +445,9 @@ def store_head(key, value, slot, head, k_cache, v_cache, sizes):
 
 @compiled(fastmath=FASTMATH, part=True)
 def ask_for_slots(slots, k_blocks, v_blocks, sizes):
-    """Asks for the lines that `store_head` will write for tokens at these slots.
+    """Prefetches the lines that `store_head` will write for tokens at these slots.
 
-    Why: each number of a key lies in a line of its own, and few of them are in a cache.
+    Why: each element of a key is in a different line, and few of them are in a cache.
     """
     _, num_kv_heads, head_dim, block_size = sizes
     k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)

@@ -1,22 +1,23 @@
-"""Decoder layers on the CPU as one call: the kernels of their parts, in order.
+"""Decoder layers on the CPU as one call, which runs the kernels of their parts in order.
 
-    x, residual ─ norm ─ qkv ─ norm, rotate, store ─ attend ─
+    x, residual ─ norm ─ qkv ─ norm, RoPE, store ─ attend ─
                   o ─ norm ─ gate_up ─ gate ─ down ─ x, residual
 
-Some families have norms behind o and down too, or only there (`LayerPlan.norms`). Where the MLP is
-a mixture of experts, `cpu_experts.py` computes it; where no kernel does, the call ends before it.
-Other mixers than attention, and what follows the MLP in some families, have files of their own:
-`MIXERS` and `leave` name them.
+Some families also have post-norms after o and down, or only those (`LayerPlan.norms`).
+`cpu_experts.py` computes an MLP that is a mixture of experts; if no kernel supports it, the call
+ends before the MLP. Mixers other than attention, and what follows the MLP in some families, are in
+files of their own: `MIXERS` and `leave` name them.
 
-Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Each
-is the one that the layer's parts call by themselves, so the results are the same bit for bit; the
-readable form is `DecoderLayer.forward`, `tests/layers/test_fused_layers.py` compares them.
+Why one call: each kernel call from Python costs about 10 us, and a layer has nine of them. The
+kernels are those that the layer's parts call separately, so the results are the same bit for bit.
+The reference implementation is `DecoderLayer.forward`; `tests/layers/test_fused_layers.py` compares
+them.
 
-What is the same at each step comes from a `Held`. Weights are as in `multiply.py`.
+What is the same in each step comes from a `Held`. Weights are as in `multiply.py`.
 
-Perf: Python's share of a token of a model of 16 layers, one Zen 3 core: docs/experiments.md.
+Perf: Python's share of the time per token, 16 layers, one Zen 3 core: docs/experiments.md.
 
-Legend: T tokens, L rows behind attention, N hidden size, I inner size of the MLP, H / K query / KV
+Legend: T tokens, L rows after attention, N hidden size, I inner size of the MLP, H / K query / KV
 heads, D head dim.
 """
 
@@ -56,16 +57,16 @@ RestOfLayer = namedtuple(
     "RestOfLayer",
     "o attention_output_norm mlp_norm mlp eps norms_before norms_after scale",
 )
-"""What follows the mixer: the weights of the output projection; norms [N], any array where there is
-none; a `GatedMLP`, an `ExpertMLP` or (); the epsilon of the layer's norms; whether there are norms
-before and after mixer and MLP; the factor on what both add."""
+"""Operands after the mixer: weights of the output projection; norms [N], any array where a norm is
+absent; a `GatedMLP`, an `ExpertMLP` or (); the epsilon of the norms; whether there are norms
+before, and after, mixer and MLP; the factor on the outputs of both."""
 
 GatedMLP = namedtuple("GatedMLP", "gate_up down output_norm operand inner activation")
-"""Two weights, a norm, an empty array of the type that down multiplies (pairs only where I is a
-multiple of 16), I, and the gate's number in `GATES`."""
+"""Two weights, a norm, an empty array with the dtype of down's inputs (pairs only if I is a
+multiple of 16), I, and the index of the activation in `GATES`."""
 
 ExpertMLP = namedtuple("ExpertMLP", "mixture output_norm")
-"""What `cpu_experts.mixture` has between x and out, and a norm."""
+"""The arguments of `cpu_experts.mixture` between x and out, and a norm."""
 
 Attention = namedtuple(
     "Attention",
@@ -74,14 +75,15 @@ Attention = namedtuple(
 )
 """Operands of `attend_heads`."""
 
-# Panels whose gates are made at once: more would need much memory. Not a power of two: rows would
-# share a few sets of the cache.
+# Panels whose gates are computed at once: more would need much memory. Not a power of two: rows
+# would map to a few sets of the cache.
 GATED = 120
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def enter(x, residual, norm, eps, before, workers):
-    """In place: residual += x, and x becomes the norm of it, or without a norm the same."""
+    """In place: residual += x, and x becomes the norm of the residual, or its copy without a
+    norm."""
     if before:
         rms_norm(x, residual, ADDS, norm, eps, x, workers)
     else:
@@ -93,7 +95,7 @@ def enter(x, residual, norm, eps, before, workers):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _leave(x, norm, eps, behind, scale, workers):
-    """In place: what attention or MLP adds, normed where a norm is behind it, times the scale."""
+    """In place: applies the post-norm, if any, and the scale to the output of attention or MLP."""
     if behind:
         rms_norm(x, x, ALONE, norm, eps, x, workers)
     if scale != 1:
@@ -104,8 +106,8 @@ def _leave(x, norm, eps, behind, scale, workers):
 
 @by_types()
 def keep_gated(gates, ups, activation, row, out, at):
-    """What the gate makes of two rows, from number `at` of out on; by way of `row` where out is of
-    pairs of bfloat16."""
+    """Writes the gated product of two rows to out, from element `at` on. `row` is a buffer that is
+    used if out holds pairs of bfloat16."""
 
     def floats(gates, ups, activation, row, out, at):
         gate_row(gates, ups, activation, out[at : at + len(gates)])
@@ -119,15 +121,15 @@ def keep_gated(gates, ups, activation, row, out, at):
 
 @compiled(fastmath=FASTMATH)
 def _keep_rows(both, activation, row, out, at):
-    """`keep_gated` for each row of out. Why a kernel: it borrows what `_activate_panels` has made,
-    and each row would count references to it."""
+    """`keep_gated` for each row of out. Why a kernel: it borrows the arrays that `_activate_panels`
+    has made. Otherwise each row would update their reference counts."""
     for t in range(len(out)):
         keep_gated(both[0, t], both[1, t], activation, row, out[t], at)
 
 
 @compiled(fastmath=FASTMATH)
 def _activate_panels(inputs, weight, activation, out, tiles, parts, lo, hi):
-    """`activate` for things lo ... hi - 1 of a `cut` by tiles of gates."""
+    """`activate` for items lo ... hi - 1 of a `cut` into tiles of gates."""
     inner, step = out.shape[1] * numbers_a_word(out) // PANEL, hi - lo if parts <= 1 else 1
     row = empty((GATED * PANEL,), np.float32)
     for item in range(lo, hi, step):
@@ -162,9 +164,9 @@ def _in_panels(x, weight, activation, out, workers):
 
 @by_types(FASTMATH)
 def activate(x, weight, activation, out, workers):
-    """out [T, I] = what the gate makes of x times the weight of [2 I] outputs, or pairs of it.
+    """out [T, I] = the gated activation of x times a weight with 2 I outputs, as floats or pairs.
 
-    Why in one pass: what is multiplied would go to memory and back, twice as wide as the result.
+    Why in one pass: the product is twice as wide as the result, and would go to memory and back.
     """
 
     def together(x, weight, activation, out, workers):
@@ -186,8 +188,8 @@ def activate(x, weight, activation, out, workers):
 
 @by_types(FASTMATH)
 def gated_mlp(x, mlp, eps, behind, factor, workers):
-    """In place: x [L, N] becomes what a gated MLP gives, or a mixture of experts; nothing where
-    `mlp` is ()."""
+    """In place: x [L, N] becomes the output of a gated MLP or of a mixture of experts; does nothing
+    if `mlp` is ()."""
     if len(mlp) == 0:
         return lambda x, mlp, eps, behind, factor, workers: None
     if mlp.instance_class is ExpertMLP:
@@ -238,8 +240,8 @@ def finish_layer(attended, residual, all_rows, rows, x_on, residual_on, rest, wo
 
 @by_types()
 def heads_of(projected, value_norm, sizes, workers):
-    """What `rotate_and_store` calls heads, of what was projected [T, columns]; sizes: (H, K, D,
-    P)."""
+    """The argument `heads` of `rotate_and_store`, from the projection [T, columns]; sizes: (H, K,
+    D, P)."""
     if len(value_norm) == 0:
         return lambda projected, value_norm, sizes, workers: projected
     from nanoengine.kernels.cpu_varied import norm_values
@@ -253,7 +255,8 @@ def heads_of(projected, value_norm, sizes, workers):
 
 @by_types()
 def weigh(attended, projected, gates, workers):
-    """In place: attended [T, H * D] times the sigmoids of the gates before the heads, if any."""
+    """In place: multiplies attended [T, H * D] by the sigmoids of the gates, which precede the
+    heads in the projection, if there are any."""
     if len(gates) == 0:
         return lambda attended, projected, gates, workers: None
     from nanoengine.kernels.cpu_gates import weigh_rows
@@ -265,17 +268,17 @@ def weigh(attended, projected, gates, workers):
 
 @compiled(fastmath=FASTMATH)
 def attend_heads(x, step, memory, mixer, workers):
-    """[T, H * D]: what attention gives normed rows x [T, N].
+    """Returns the attention output [T, H * D] for normed rows x [T, N].
 
     Args:
-        step: of `CPUBackend.step_arrays`, first.
+        step: starts with the arrays of `CPUBackend.step_arrays`.
         memory: k_cache and v_cache, contiguous, [B, K, P, D].
-        mixer: an `Attention`: the weights qkv and the norm of heads [H + K, D]; attention's
-            operand and its sinks [H], if any; how many gates of what is attended qkv gives before
-            the heads, (H,) or (H * D,), or (); ones [D] and an epsilon where values are normed, or
-            (), values being the keys as projected where qkv gives none; (H, K, D, P); the outputs
-            of qkv; the KV heads that are stored, K or 0; the window; how heads are normed, and
-            the epsilon; the scale and softcap of scores.
+        mixer: an `Attention`: the weights qkv and the norm of heads [H + K, D]; attention's operand
+            and its sinks [H], if any; the number of output gates that qkv gives before the heads,
+            (H,) or (H * D,), or (); ones [D] and an epsilon if values are normed, else () (the
+            values are the projected keys if qkv has no values); (H, K, D, P); the outputs of qkv;
+            the KV heads that are stored, K or 0; the window; the kind of head norm and its epsilon;
+            the scale and softcap of scores.
     """
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step[:9]
     (num_heads, _, head_dim, block_size), (k_cache, v_cache) = mixer.sizes, memory
@@ -302,20 +305,20 @@ def attend_heads(x, step, memory, mixer, workers):
 
 
 MIXERS: dict[type, Any] = {Attention: attend_heads}
-"""The operands of a mixer -> its kernel of (normed rows x [T, N], step, memory, operands, workers),
-which returns [T, inputs of o]. The file of each mixer adds its own."""
+"""Maps the type of a mixer's operands to its kernel, called with (normed rows x [T, N], step,
+memory, operands, workers), which returns [T, inputs of o]. The file of each mixer adds its own."""
 
 
 @by_types()
 def mixed(x, step, memory, mixer, workers):
-    """[T, inputs of o]: what a mixer gives normed rows x [T, N]."""
+    """Returns the mixer's output [T, inputs of o] for normed rows x [T, N]."""
     kernel = MIXERS[mixer.instance_class]
     return lambda x, step, memory, mixer, workers: kernel(x, step, memory, mixer, workers)
 
 
 @by_types()
 def leave(x, residual, all_rows, rows, step, last, workers):
-    """What a layer with something behind its MLP, `last`, does with both results, in place."""
+    """Applies what follows a layer's MLP, `last`, to both results in place; nothing if it is ()."""
     if len(last) == 0:
         return lambda x, residual, all_rows, rows, step, last, workers: None
     from nanoengine.kernels.cpu_varied import leave_with_input as kernel
@@ -329,18 +332,19 @@ def leave(x, residual, all_rows, rows, step, last, workers):
 def decoder_layers(
     x, residual, all_rows, rows, x_on, residual_on, step, layers, first, last, workers
 ):
-    """In place: x becomes what the last layer adds last, the residual grows by what came before it.
+    """In place: x becomes what the last layer adds last, the residual the sum of everything before
+    it.
 
-    In a model's last layer not all rows go on from attention (`models/decoder.py`), and some go on
-    several times: both results are then in arrays of their own.
+    In a model's last layer only some rows may go on after attention (`models/decoder.py`), and some
+    several times. The results are then in separate arrays.
 
     Args:
-        x, residual: [T, N], what the layer before added, and what was there before it.
-        all_rows, rows: whether all go on; if not, which: [L] int64. Then only one layer runs.
-        x_on, residual_on: [L, N], the results where not all rows go on; else x and residual.
-        step: what mixers of this kind need of it.
-        layers: a `Held` of each layer's memory, its first norm [N], the operands of its mixer, its
-            `RestOfLayer`, and what `leave` calls last, or nothing.
+        x, residual: [T, N], what the previous layer added last, and the sum before it.
+        all_rows, rows: whether all rows go on; if not, which: [L] int64. Then only one layer runs.
+        x_on, residual_on: [L, N], the results if not all rows go on; else x and residual.
+        step: the arrays of the step that mixers of this kind need.
+        layers: a `Held` with, per layer, its memory, its first norm [N], the operands of its mixer,
+            its `RestOfLayer`, and the operands of `leave`, or ().
         first, last: the layers from first to last - 1 run.
     """
     for i in range(first, last):

@@ -1,17 +1,18 @@
 """The gated delta rule, from projections to normed and gated heads, in one parallel call.
 
-The state of a sequence is one row of numbers: a matrix [E, V] for each value head, then the last
-W - 1 inputs of the convolution, [W - 1, C]. A prompt's tokens go one after the other, as those of a
-decode do, so **a token has the same bits however a prompt was cut, and in any batch**.
+The recurrent state of a sequence is one row of elements: a matrix [E, V] per value head, then the
+last W - 1 inputs of the convolution, [W - 1, C]. The tokens of a prompt are processed one by one,
+like those in a decode, so **a token has the same bits however a prompt was cut, and in any batch**.
 
-Why not by products over chunks of tokens, as `delta_rule.scan`: here these are not fewer. A token
-costs 4 operations for each number of the matrix, a chunk of 64 as many, and a triangular system. A
-strip of the matrix, two vectors wide, stays in the L1 cache while 64 tokens pass; one walk over it
-writes what a token teaches, reads for its query, and recalls what the next token's key finds.
+Why not products over chunks of tokens, as in `delta_rule.scan`: they would not be fewer. A token
+costs 4 operations per element of the matrix; with chunks of 64 it costs as many, and a triangular
+system. A strip of the matrix, two vectors wide, stays in the L1 cache for 64 tokens. One pass over
+it updates it with a token, reads for its query, and computes the product with the next token's key.
 
-Each key head of each sequence is a task of its own. The readable form is `GatedDeltaNet.mix`.
+Each key head of each sequence is a separate task. The reference implementation is
+`GatedDeltaNet.mix`.
 
-Legend: T tokens, G key heads, R value heads a key head, H = G * R, E / V size of a key / value, C
+Legend: T tokens, G key heads, R value heads per key head, H = G * R, E / V size of a key / value, C
 channels, W kernel.
 """
 
@@ -33,7 +34,7 @@ from nanoengine.kernels.tiles import I64, tile_function
 
 VECTORS = 2  # of a strip
 STRIP = VECTORS * CURRENT.vector_bits // 32  # columns of a matrix
-TOKENS = 64  # that a strip stays in the cache for
+TOKENS = 64  # for which a strip stays in the cache
 
 
 @tile_function(
@@ -41,8 +42,9 @@ TOKENS = 64  # that a strip stays in the cache for
     " keys, float* kept, float* change, float* read, float* recalled"
 )
 def delta_tile(builder, isa: ISA, of):
-    """target = kept * source + key ⊗ change, two strips [E, STRIP] with so many numbers from row to
-    row; read = query target, recalled = following target. Each sum is one chain over the keys."""
+    """target = kept * source + key ⊗ change, two strips [E, STRIP] whose rows are `step` and
+    `target_step` elements apart; read = query target, recalled = following target. Each sum is one
+    chain over the keys."""
     tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
     lanes = [I64(v * tile.width) for v in range(VECTORS)]
     kept = tile.broadcast(of.kept)
@@ -67,9 +69,9 @@ def delta_tile(builder, isa: ISA, of):
 
 @tile_function("float* source, step, float* target, float* key, keys, float* recalled, ahead")
 def recall_tile(builder, isa: ISA, of):
-    """target = source, two strips [E, STRIP], the latter with `step` numbers from row to row;
-    recalled = key target. What is `ahead` of each row is asked for: no CPU foresees the pieces of
-    rows that the next strip is."""
+    """target = source, two strips [E, STRIP], the source with rows `step` elements apart; recalled
+    = key target. Prefetches `ahead` of each row: no hardware prefetcher predicts the parts of rows
+    that form the next strip."""
     tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
     lanes = [I64(v * tile.width) for v in range(VECTORS)]
     source, target = tile.variable(of.source), tile.variable(of.target)
@@ -90,7 +92,8 @@ def recall_tile(builder, isa: ISA, of):
 
 
 def _of_arrays(tile):
-    """Has compiled code call a tile whose pointers are the begins of arrays."""
+    """A decorator for a function that compiled code calls: it calls a tile whose pointers are the
+    starts of arrays."""
 
     def write(emit, *values):
         operands = [
@@ -113,7 +116,7 @@ def recall_strip(source, step, target, key, keys, recalled, ahead):
     """`recall_tile`, of arrays."""
 
 
-# Why no "contract": the bits are those of `CausalConv`, which rounds each product.
+# Why no "contract": the bits are the same as in `CausalConv`, which rounds each product.
 @compiled(fastmath=("nsz",), part=True)
 def convolve(window, weight, bias, count, out):
     """out[:count] = the convolution of the rows of a window [W - 1 + count, N], weight [W, N]."""
@@ -131,14 +134,14 @@ def convolve(window, weight, bias, count, out):
 
 @compiled(fastmath=(), part=True)
 def copy(source, target, count):
-    """The first `count` numbers."""
+    """Copies the first `count` elements."""
     for i in range(count):
         target[i] = source[i]
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def keep_last(window, count, taps):
-    """The last W - 1 rows of a window of so many tokens become the first."""
+    """Moves the last W - 1 rows of a window with `count` tokens to its start."""
     for tap in range(taps):
         copy(window[tap + count], window[tap], window.shape[1])
 
@@ -154,7 +157,7 @@ def silu(row):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _scale_to(x, length):
-    """Gives a vector this length; a vector of zeros keeps its own."""
+    """Scales a vector to this length; a vector of zeros is unchanged."""
     total = np.float32(1e-6)
     for i in range(len(x)):
         total += x[i] * x[i]
@@ -165,7 +168,7 @@ def _scale_to(x, length):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _gates(beta, a, a_log, dt_bias):
-    """How much a head learns at a token, and the factor on what it knew."""
+    """The learning rate (beta) of a head at a token, and the decay factor of its state."""
     one, x = np.float32(1), a + dt_bias
     e = exp(-abs(beta))
     learned = (one if beta >= 0 else e) / (one + e)
@@ -175,7 +178,7 @@ def _gates(beta, a, a_log, dt_bias):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _move_columns(state, base, window, taps, g, shape, out):
-    """The W - 1 inputs of a task's channels: from the state, or to it if `out`."""
+    """Copies the W - 1 inputs of a task's channels from the state, or to it if `out`."""
     key_heads, heads, keys, values = shape
     channels = key_heads * (2 * keys + heads * values)
     for tap in range(taps):
@@ -185,8 +188,8 @@ def _move_columns(state, base, window, taps, g, shape, out):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _move_row(channels, row, g, shape, out):
-    """A key head's query, key and values of a row of all channels, which lie side by side in `row`:
-    from there, or back to there if `out`."""
+    """Copies a key head's query, key and values from a row of all channels to `row`, where they are
+    contiguous, or back if `out`."""
     key_heads, heads, keys, values = shape
     at = 0
     for part in range(3):
@@ -201,7 +204,7 @@ def _move_row(channels, row, g, shape, out):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _move_part(state, values, strip, size, out):
-    """A strip that is the last columns of a matrix: from the state, or back to it if `out`."""
+    """Copies a strip with the last columns of a matrix from the state, or back if `out`."""
     for e in range(len(strip) // STRIP):
         row, own = state[e * values :], strip[e * STRIP :]
         if out:
@@ -214,9 +217,9 @@ def _move_part(state, values, strip, size, out):
 def _walk(
     source, step, ahead, strip, target, to, mixed, v, first, size, count, gates, keys, found
 ):  # fmt: skip
-    """Takes a strip through some tokens of a head, from the source by way of `strip` to a target;
-    rows are `step` and `to` numbers apart. What their queries read goes to found [count, ...].
-    It is `size` columns of the values, from `first` on."""
+    """Advances a strip by some tokens of a head, from the source through `strip` to a target; their
+    rows are `step` and `to` elements apart. The outputs for the queries go to found [count, ...].
+    The strip is `size` columns of the values, from `first` on."""
     change, recalled = zeros((STRIP,), np.float32), empty((STRIP,), np.float32)
     recall_strip(source, step, strip, mixed[0, keys : 2 * keys], keys, recalled, ahead)
     for t in range(count):
@@ -234,7 +237,7 @@ def _walk(
 
 @compiled(fastmath=FASTMATH, part=True)
 def _leave(found, gate, weight, eps, out):
-    """out [V] = the norm of what a head has read, times the silu of its gate."""
+    """out [V] = the norm of a head's output, times the silu of its gate."""
     total = np.float32(0)
     one, size = np.float32(1), len(out)
     for i in range(size):
@@ -262,7 +265,7 @@ def _advance(qkvz, ba, spans, states, weights, shape, eps, out, begin, lo, hi):
         window = empty((taps + most, width), conv.dtype)
         mixed = empty((most, width), conv.dtype)
         found = empty((most, strips * STRIP), conv.dtype)
-        # Why one where it will do: it stays in the L1 cache.
+        # Why only one if possible: it stays in the L1 cache.
         are_kept = most == TOKENS or values % STRIP > 0
         matrices = empty((heads * strips if are_kept else 1, size), conv.dtype)
         before = states[pieces[first, 2]]
@@ -324,12 +327,12 @@ def delta_rule(qkvz, ba, spans, states, weights, shape, eps, out, workers):
     """Advances the states of sequences by their tokens of a step.
 
     Args:
-        qkvz: [T, C + H * V], as projected: inputs of the convolution, then gates of what is read.
-        ba: [T, 2 H]: how much is learned and forgotten, as projected.
-        spans: of `spans_of` (`layers/cpu_states.py`).
-        states: [states, numbers of one].
-        weights: of the convolution [W, C], `Decay`'s a_log and dt_bias [H], the norm [V], and at
-            which place of `out` each head comes, [H] int64.
+        qkvz: [T, C + H * V], as projected: inputs of the convolution, then output gates.
+        ba: [T, 2 H]: learning rates and decays, as projected.
+        spans: made by `spans_of` (`layers/cpu_states.py`).
+        states: [states, elements of one].
+        weights: of the convolution [W, C], `Decay`'s a_log and dt_bias [H], the norm [V], and the
+            index of each head in `out`, [H] int64.
         shape: G, R, E and V.
         out: [T, H * V].
     """

@@ -1,23 +1,24 @@
-"""The experts of a step on the CPU as one call: route, sort rows by expert, multiply, add up, and
-add what an expert gives that every token takes.
+"""Mixture of experts on the CPU as one call: route, sort rows by expert, multiply, add up, and add
+the output of a shared expert.
 
     hidden [T, N] ─ router ─ choose k experts each ─┐
     rows sorted by expert [T k, N] ◄────────────────┘
       ─ gate_up of each row's expert ─ gate ─ down ─ times its weight ─ added to its token
 
-Only experts that a token chose are read. Work is shared out by panels of weights, whosever they
-are: each worker takes a run of them that costs as much as another's. Register tiles and layouts are
-those of the linear layers, whose worker is called here once an expert; so a row has the bits that
-its expert gives it alone, and a token's results are added in the order of experts: **a token's
-result has the same bits alone and in any batch**.
+Only experts that a token chose are read. Work is divided by panels of weights across experts: each
+worker takes a contiguous range of panels of equal cost. Register tiles and layouts are those in
+`cpu_linear.py`, whose worker function is called once per expert. A row therefore has the same bits
+as with its expert alone. A token's results are added in the order of experts: **a token's result
+has the same bits alone and in any batch**.
 
-Weights of a layer's experts lie at equal distances (`layers/placement.py`). A weight is two tuples:
-one as in `multiply.py`, but that each array reaches from the first expert's to the last's, and how
-far apart experts are in each.
+Weights of a layer's experts have equal distances in memory (`layers/placement.py`). A weight is two
+tuples. The first is as in `multiply.py`, but each array extends from the first expert to the last.
+The second has the distance between experts in each array.
 
-The readable form is `layers/moe.py`; `tests/layers/test_cpu_experts.py` compares the two.
+The reference implementation is `layers/moe.py`; `tests/layers/test_cpu_experts.py` compares the
+two.
 
-Legend: T tokens, N hidden size, E experts, k experts of a token, R rows: tokens times k, I inner
+Legend: T tokens, N hidden size, E experts, k experts per token, R rows: tokens times k, I inner
 size of an expert.
 """
 
@@ -34,11 +35,11 @@ from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL
 
-READING = 6  # rows that a panel could be multiplied with while it is read
-# Sorted rows at a time. Why: what stands between the products then stays in the cache, and the C
-# library keeps its memory, so that the system does not give new pages each time.
+READING = 6  # rows that could be multiplied with a panel while it is read
+# Sorted rows at a time. Why: the intermediate results then stay in the cache, and the C library
+# reuses its memory, so that the system does not map new pages each time.
 MOST_ROWS = 512
-SMALL = 16384  # numbers; about 4 us of work, twice the price of a parallel region
+SMALL = 16384  # elements; about 4 us of work, twice the cost of a parallel region
 ROUTED = 512  # scores; about as much work
 
 # Why no "contract": a weighted result is rounded before it is added, as torch does. No "nnan" and
@@ -48,7 +49,7 @@ FASTMATH = ("nsz",)
 
 @by_types()
 def of_expert(weight, e):
-    """One expert's weight, as the kernel for its form reads it."""
+    """One expert's weight, in the form that its kernel reads."""
     forms = {
         2: lambda weight, e: (as_read(weight[0][0][e * weight[1][0] :]),
                               weight[0][1][e * weight[1][1] :]),
@@ -63,13 +64,14 @@ def of_expert(weight, e):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _panels_before(edge, start, cost, panels):
-    """How many of an expert's panels, of one cost each, begin before an edge of the shares."""
+    """How many of an expert's panels, which all have this cost, begin before an edge of the
+    shares."""
     return min(max((edge - start + cost - 1) // cost, 0), panels)
 
 
 @compiled(fastmath=FASTMATH)
 def _multiply_part(inputs, weight, starts, out, begin, end):
-    """`_multiply` for the panels that begin between two places of the whole cost."""
+    """`_multiply` for the panels that begin between two points of the total cost."""
     panels, at = out.shape[1] // PANEL, 0
     for expert in range(len(starts) - 1):
         first, last = starts[expert], starts[expert + 1]
@@ -86,7 +88,8 @@ def _multiply_part(inputs, weight, starts, out, begin, end):
 
 @compiled(fastmath=FASTMATH)
 def _multiply(inputs, weight, starts, out, num_workers):
-    """out[R, outputs] = each row times the weight of the expert between whose `starts` it is."""
+    """out[R, outputs] = each row times its expert's weight; `starts` has the experts' first
+    rows."""
     panels, total = out.shape[1] // PANEL, 0
     for expert in range(len(starts) - 1):
         rows = starts[expert + 1] - starts[expert]
@@ -117,8 +120,8 @@ def _sigmoid(row):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _keep_best_groups(preferred, groups, kept, compared):
-    """Sets all scores to -inf but those of the groups whose best experts have the largest sums, of
-    so many as are `compared`: 1 or 2."""
+    """Sets scores to -inf outside the `kept` best groups. Groups are compared by the sum of their
+    best scores; `compared` says how many of these: 1 or 2."""
     size, lowest = len(preferred) // groups, -np.inf
     sums = empty((groups,), preferred.dtype)
     for g in range(groups):
@@ -170,9 +173,10 @@ def _route(logits, correction, routing, ids, weights, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def route(logits, correction, routing, ids, weights, num_workers):
-    """ids, weights [T, k]: the experts with the largest scores, and these; see `Router`.
+    """ids, weights [T, k]: the experts with the largest scores, and these scores; see `Router`.
 
-    logits: [T, E], become scores. Of equals the first is chosen. The rest is as in `mixture`.
+    logits: [T, E], become scores. Of equals the first is chosen. The other arguments are as in
+    `mixture`.
     """
     operands = logits, correction, routing, ids, weights
     parallel_for(_route, len(logits), 1 if logits.size <= ROUTED else num_workers, operands)
@@ -180,8 +184,8 @@ def route(logits, correction, routing, ids, weights, num_workers):
 
 @compiled(fastmath=FASTMATH)
 def _sorted_by_expert(ids, num_experts):
-    """order [R]: the places in ids [T, k], expert after expert, and of one in their order; starts
-    [E + 1]: where each expert's begin."""
+    """order [R]: indices into the flat ids [T, k], sorted by expert, in ascending order per expert;
+    starts [E + 1]: where each expert begins."""
     flat = ids.reshape(-1)
     starts, order = zeros((num_experts + 1,), np.int64), empty((len(flat),), np.int64)
     for e in flat:
@@ -205,7 +209,7 @@ def _gather(x, order, taken, out, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def gather(x, order, taken, num_workers):
-    """[R, K]: of x [T, K] the row of the token that place order[r] is of."""
+    """[R, K]: the rows of x [T, K] that belong to the tokens of the indices `order`."""
     out = empty((len(order), x.shape[1]), x.dtype)
     workers = 1 if out.size <= SMALL else num_workers
     parallel_for(_gather, len(out), workers, (x, order, taken, out))
@@ -214,7 +218,7 @@ def gather(x, order, taken, num_workers):
 
 @by_types()
 def gathered(inputs, order, taken, workers):
-    """`gather` of each array of `as_multiplied`. Why not before it: a token's rows are alike."""
+    """`gather` of each array of `as_multiplied`. Why not before it: a token has k equal rows."""
     if len(inputs) == 0:
         return lambda inputs, order, taken, workers: ()
     return lambda inputs, order, taken, workers: (
@@ -240,8 +244,8 @@ def add(results, order, taken, weights, out, num_workers):
 
 @compiled(fastmath=FASTMATH)
 def _end_of_part(starts, first):
-    """Where rows end that are multiplied together from `first` on: behind whole experts, or within
-    one that has more."""
+    """End of the rows that are multiplied together from `first` on: the end of an expert, or a
+    point within an expert that has more rows."""
     last, expert = first + MOST_ROWS, len(starts) - 1
     while starts[expert] > last:
         expert -= 1
@@ -281,7 +285,7 @@ def _add_weighed(results, scores, out, lo, hi):
 
 @by_types(FASTMATH)
 def score_rows(x, gate, scores, workers):
-    """scores [T, 1] = the sigmoid of what the gate's linear layer gives, or 1 without one."""
+    """scores [T, 1] = the sigmoid of the gate's linear layer, or 1 without a gate."""
 
     def ones(x, gate, scores, workers):
         for t in range(len(scores)):
@@ -296,7 +300,8 @@ def score_rows(x, gate, scores, workers):
 
 @by_types(FASTMATH)
 def add_shared(x, shared, out, workers):
-    """out [T, N] += what a gated MLP gives, times a gate's score if there is one; see `mixture`."""
+    """out [T, N] += the output of a gated MLP, times its gate's score if there is one; see
+    `mixture`."""
     if len(shared) == 0:
         return lambda x, shared, out, workers: None
 
@@ -317,17 +322,17 @@ def add_shared(x, shared, out, workers):
 
 @compiled(fastmath=FASTMATH)
 def mixture(x, router, correction, routing, gate_up, down, sizes, shared, out, num_workers):
-    """out [T, N] = what a mixture of experts gives x [T, N].
+    """out [T, N] = the output of a mixture of experts for x [T, N].
 
     Args:
         router: panels and bias of its linear layer.
-        correction: [E], or none.
-        routing: whether scores are sigmoids; groups, how many a token keeps, and how many experts
-            of each are compared; whether weights are divided by their sum, what that is at least,
-            and what is added to it; a factor on them.
-        sizes: E, k, I, and the gate's number in `cpu_layers.GATES`.
-        shared: nothing, or of an expert that every token takes the weights of [2 J, N] and [N, J],
-            J, the gate's number, and the weight of [1, N] whose outputs weigh it, or nothing.
+        correction: [E], or empty.
+        routing: whether scores are sigmoids; groups, how many each token keeps, and how many
+            experts of each are compared; whether weights are divided by their sum, the minimum of
+            that sum, and what is added to it; a factor on the weights.
+        sizes: E, k, I, and the index of the activation in `cpu_layers.GATES`.
+        shared: (), or for an expert that every token uses: the weights of [2 J, N] and [N, J], J,
+            the index of the activation, and the weight of [1, N] whose output gates it, or ().
     """
     num_experts, taken, inner, activation = sizes
     logits = empty((len(x), num_experts), x.dtype)

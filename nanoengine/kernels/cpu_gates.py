@@ -1,5 +1,5 @@
-"""Gates on what attention's heads have attended: part of `cpu_decoder.decoder_layers` for families
-that have them. The readable form is in `UnfusedAttention.forward`.
+"""Output gates of attention heads: part of `cpu_decoder.decoder_layers` for families that have
+them. The reference implementation is in `UnfusedAttention.forward`.
 
 Legend: T tokens, H query heads, D head dim.
 """
@@ -23,7 +23,7 @@ def _weigh_rows(attended, gates, count, lo, hi):
     width, one = attended.shape[1] // count, attended.dtype.type(1)
     for t in range(lo, hi):
         row, gate = attended[t], gates[t]
-        if width == 1:  # Why apart: so LLVM makes vectors of it.
+        if width == 1:  # Why a separate loop: so LLVM vectorizes it.
             for i in range(count):
                 row[i] *= _sigmoid(gate[i], one)
         else:
@@ -35,7 +35,7 @@ def _weigh_rows(attended, gates, count, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def weigh_rows(attended, gates, count, workers):
-    """In place: attended [T, H * D] times the sigmoids of the first columns of `gates`, of which
-    there are `count`: H * D, or H."""
+    """In place: multiplies attended [T, H * D] by the sigmoids of the first `count` columns of
+    `gates`: H * D, or H."""
     workers = 1 if attended.size <= SMALL else workers
     parallel_for(_weigh_rows, len(attended), workers, (attended, gates, count))

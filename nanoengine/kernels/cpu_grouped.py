@@ -1,22 +1,23 @@
-"""Linear layers with weights in groups of inputs on a CPU: codes of 2 to 8 bits, int8 activations.
+"""Linear layers with group-wise quantized weights on a CPU: codes of 2 to 8 bits, int8 activations.
 
     x float32 ─ quantize each 32 inputs ─┐
                                          ├─ exact sums of groups ─ times both scales ─ + bias
     weight ─ panels of 16 outputs ───────┘   `grouped_tiles.py`
 
-A weight is one array of bytes that says by itself what is in it. Rows of outputs that are stored
-alike are a *part*; q, k and v are up to three, since a checkpoint may give one of them more bits.
+A weight is one array of bytes that describes its own contents. Outputs that are stored in the same
+format are a *part*. q, k and v are up to three parts, since a checkpoint may use more bits for one
+of them.
 
     64 bytes          number of parts; panels; outputs; whether no panel is padded; inputs
-    192 a part        first panel; panels; byte where they begin; bytes of a panel; shift; header;
+    192 per part      first panel; panels; byte where they begin; bytes of a panel; shift; header;
                       rows of the largest tile; first output; outputs; bytes of a unit that is
                       spread out, 0: none is; whether inputs are paired for them; addresses of the
                       form's functions
     panels            of all parts, one after the other
 
-The same panels serve float activations (`linear_floats`) and look-ups of rows (`grouped_rows`),
-with the numbers of `QuantizedWeight.dequantized` to the bit. `layers/quantized.py` is the readable
-form; `layers/cpu_quantized.py` packs.
+The same panels are used for float activations (`linear_floats`) and for look-ups of rows
+(`grouped_rows`), with the exact values of `QuantizedWeight.dequantized`. `layers/quantized.py` is
+the reference implementation; `layers/cpu_quantized.py` packs weights.
 
 Legend: T rows of x, N outputs, K inputs.
 """
@@ -48,15 +49,15 @@ from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import LINE, PANEL, PANELS
 
-HEAD, RECORD = 8, 24  # words of 64 bits, see above
+HEAD, RECORD = 8, 24  # 64-bit words, see above
 PARTS, ALL_PANELS, OUTPUTS, IS_WHOLE, INPUTS = range(5)
 BEFORE, OF_PART, START, STEP, SHIFT, HEADER = range(6)
 ROWS, FIRST, COUNT, SPREAD, PAIRS, OF_A_ROW = range(6, 12)
-FUNCTIONS = OF_A_ROW + 2  # the first makes a panel floats, those of rows follow
-TILES_OF_SPREAD = 4  # of rows, from which on a panel is spread out for them
-WIDENED = 32  # units made floats at a time: with two panels 128 KiB, which stay in the L2 cache
-TILE = max(AT_ONCE, PANELS)  # panels: pieces of whole tiles, as those of one panel take longer
-PAIRED_ROWS = 64  # that take turns on one panel: they take more room than others
+FUNCTIONS = OF_A_ROW + 2  # the first dequantizes a panel, the row tiles follow
+TILES_OF_SPREAD = 4  # row tiles; with at least this many a panel is spread out
+WIDENED = 32  # units dequantized at a time: with two panels 128 KiB, which stay in the L2 cache
+TILE = max(AT_ONCE, PANELS)  # panels: work items are whole tiles, since single panels take longer
+PAIRED_ROWS = 64  # rows multiplied with a panel before the next: paired rows are larger
 
 
 @compiled(fastmath=FASTMATH)
@@ -67,14 +68,14 @@ def addresses(form, out):
 
 @functools.cache
 def functions(form: Form) -> np.ndarray:
-    """The addresses of a form's functions, compiled if need be."""
+    """The addresses of a form's functions, compiled if necessary."""
     out = np.zeros(RECORD - OF_A_ROW, np.int64)
     addresses(tuple((0,) * number for number in form), out)
     return out
 
 
 def header_bytes(form: Form, shift: int) -> int:
-    """Of a block: scales and what is taken off, in whole lines."""
+    """Bytes of a block's header: scales and offsets, in whole lines."""
     if form.levels == 1:
         lines = 2 if form.offset else 1
         return -(-(UNITS >> shift) * lines * 2 * PANEL // LINE) * LINE
@@ -82,14 +83,14 @@ def header_bytes(form: Form, shift: int) -> int:
 
 
 def panel_bytes(form: Form, shift: int, num_inputs: int) -> int:
-    """Of 16 outputs."""
+    """Bytes of a panel of 16 outputs."""
     units = -(-num_inputs // UNIT)
     return LINE + -(-units // UNITS) * header_bytes(form, shift) + units * form.bits * LINE
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def _spread_panels(values, groups, data, part, row, rows, lo, hi, bias, out, skipped):
-    """`grouped_panels` of some rows for panels lo ... hi - 1 of a part, each spread out."""
+    """`grouped_panels` of some rows for panels lo ... hi - 1 of a part, each of them spread out."""
     size, num_outputs, most = values.shape[1], out.shape[1], part[ROWS]
     units, tiles, functions = size // UNIT, -(-rows // most), part[FUNCTIONS:]
     x, of_unit, first_x = values.reshape(-1), UNIT, row * size
@@ -115,8 +116,8 @@ def _spread_panels(values, groups, data, part, row, rows, lo, hi, bias, out, ski
 
 @compiled(fastmath=FASTMATH)
 def grouped_panels(values, groups_of_rows, data, bias, out, origin, lo, hi):
-    """`linear_grouped` of quantized rows for the outputs of panels lo ... hi - 1: what one worker
-    does. `out` has the panels from `origin` on. Tiles are as in `linear8_panels`."""
+    """`linear_grouped` of quantized rows for the outputs of panels lo ... hi - 1: one worker's
+    share. `out` begins at panel `origin`. Tiles are as in `linear8_panels`."""
     (num_rows, size), num_outputs, skipped = values.shape, out.shape[1], origin * PANEL
     units, words = size // UNIT, data.view(np.int64)
     x, groups, flat = values.reshape(-1), groups_of_rows.reshape(-1), out.reshape(-1)
@@ -133,7 +134,7 @@ def grouped_panels(values, groups_of_rows, data, bias, out, origin, lo, hi):
                 _spread_panels(values, groups, data, part, row, rows, start, stop, bias, out,
                                skipped)  # fmt: skip
                 continue
-            share = -(-LINE // tiles)  # bytes for each line
+            share = -(-LINE // tiles)  # bytes per line
             for p in range(start, stop):
                 for t in range(tiles):
                     first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
@@ -149,7 +150,7 @@ def grouped_panels(values, groups_of_rows, data, bias, out, origin, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def _keep_parts(words, room, out):
-    """Copies to out [T, N] what was computed in a room for whole panels."""
+    """Copies to out [T, N] what was computed in a buffer of whole panels."""
     for i in range(words[PARTS]):
         part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD]
         first, at = part[FIRST], part[BEFORE] * PANEL
@@ -160,7 +161,7 @@ def _keep_parts(words, room, out):
 
 @compiled(fastmath=FASTMATH)
 def linear_grouped(x, data, bias, out, num_workers):
-    """out[T, N] = quantized x[T, K] @ w^T + bias; the bias is padded as the panels are."""
+    """out[T, N] = quantized x[T, K] @ w^T + bias; the bias is padded like the panels."""
     values, groups = quantize_groups(x, UNIT, num_workers)
     words = data.view(np.int64)
     panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
@@ -172,7 +173,7 @@ def linear_grouped(x, data, bias, out, num_workers):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _few_rows(x, data, part, bias, out, skipped, lo, hi):
-    """`grouped_float_panels` of a part for so few rows that each makes its floats in registers."""
+    """`grouped_float_panels` of a part for few rows: each row dequantizes in registers."""
     (num_rows, size), num_outputs, p, step = x.shape, out.shape[1], lo, part[STEP]
     inputs, outputs = x.reshape(-1), out.reshape(-1)
     while p < hi:
@@ -189,8 +190,8 @@ def _few_rows(x, data, part, bias, out, skipped, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def grouped_float_panels(x, data, bias, out, origin, lo, hi):
-    """`linear_floats` for the outputs of panels lo ... hi - 1: what one worker does. `out` has the
-    panels from `origin` on."""
+    """`linear_floats` for the outputs of panels lo ... hi - 1: one worker's share. `out` begins at
+    panel `origin`."""
     (num_rows, size), num_outputs, words = x.shape, out.shape[1], data.view(np.int64)
     skipped = origin * PANEL
     inputs, outputs, units = x.reshape(-1), out.reshape(-1), -(-size // UNIT)
@@ -231,10 +232,10 @@ def _float_tiles(x, data, bias, out, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def linear_floats(x, data, bias, out, num_workers):
-    """out[T, N] = x[T, K] @ w^T + bias: each panel is made floats when it is read, which rows share
-    where they are more than a few. The bits are the same either way."""
+    """out[T, N] = x[T, K] @ w^T + bias. Each panel is dequantized when it is read, once for all
+    rows if there are more than a few. The bits are the same either way."""
     if len(x) == 0:
-        return  # or each panel would be made floats for nobody
+        return  # or each panel would be dequantized for no row
     words = data.view(np.int64)
     panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
     room = out if whole else empty((len(out), panels * PANEL), np.float32)
@@ -263,7 +264,6 @@ def _grouped_rows(data, ids, out, lo, hi):
 def grouped_rows(data, ids, out, num_workers):
     """out[i] = row ids[i] of the weight [N, K].
 
-    Why a whole panel for each: its numbers lie side by side, and 16 at a time they take a few
-    microseconds.
+    Why a whole panel for each: its elements are adjacent, and 16 at a time take a few microseconds.
     """
     parallel_for(_grouped_rows, len(ids), num_workers, (data, ids, out))

@@ -1,17 +1,17 @@
-"""Attention on the CPU over values that are the first numbers of their keys, by numba.
+"""MLA attention on the CPU by numba: values are the first elements of their keys.
 
-All query heads share one KV head, so a task's rows, its query heads and queries, are many, and each
-key is read from memory once for all of them:
+All query heads share one KV head. A task has many rows, its query heads and queries, and each key
+is read from memory once for all of them:
 
-    keys of a run [n, D] x queries [D, rows]    -> scores [n, rows], turned to [rows, KV_TILE]
+    keys of a run [n, D] x queries [D, rows]    -> scores [n, rows], transposed to [rows, KV_TILE]
     softmax of the scores against the running maximum of each row
-    scores [rows, KV_TILE] x the same keys' first V numbers [n, V]  -> added to output [rows, V]
+    scores [rows, KV_TILE] x the first V elements of the keys [n, V]  -> added to output [rows, V]
 
-The cache holds a token's numbers side by side, [B, 1, P, D]; numbers of bfloat16 are made floats a
-tile at a time. Tasks, softmax and the joining of splits are those of `cpu_attention.py`. Called by
-`attention/cpu.py`; the readable form is `attention/naive.py`.
+The cache holds a token's elements contiguously, [B, 1, P, D]; bfloat16 is converted to floats one
+tile at a time. Tasks, softmax and the merge of splits are shared with `cpu_attention.py`. Called by
+`attention/cpu.py`; the reference implementation is `attention/naive.py`.
 
-Legend: T tokens, H query heads, D numbers of a key, V of a value, B blocks, P block size.
+Legend: T tokens, H query heads, D elements of a key, V of a value, B blocks, P block size.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from nanoengine.kernels.cpu_attention import LN2, MASKED, combine
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.pool import parallel_for
 
-TALL = 8  # rows of a tile of one vector: as many sums as two units need to be busy
-BLOCK = 64  # lanes that lie side by side in what many rows are multiplied with
-LANES = 16  # rows are counted in these: a whole number of vectors of any width
+TALL = 8  # rows of a tile of one vector: as many sums as two FMA units need to be busy
+BLOCK = 64  # adjacent lanes in the operand that many rows are multiplied with
+LANES = 16  # rows are padded to this: a multiple of vectors of any width
 
 
 @by_types()
 def as_floats(cache, at, count, room, to):
-    """Where the cache's numbers from `at` on are as floats: an array and a place in it. bfloat16
-    ones are in `room` from `to` on, once their `count` was given."""
+    """The cache's elements from `at` on as floats: an array and an index. bfloat16 elements are
+    converted into `room` from `to` on when a `count` is given."""
     if cache.dtype != types.uint16:
         return lambda cache, at, count, room, to: (cache, at)
 
@@ -68,10 +68,10 @@ def as_floats(cache, at, count, room, to):
 
 @compiled(fastmath=FASTMATH, part=True)
 def times_lines(a, a_at, depth, rows, b, lanes, c, c_at, asked, asks):
-    """c[rows, lanes] = a[rows, depth] x b, in whole tiles: up to TALL rows behind the last of a are
-    read, and as many of c written. b is [depth, BLOCK] for each BLOCK lanes, the last of which may
-    be less, in whole vectors. With each row of a it prefetches `asks` numbers, the first row those
-    from the place `asked` on, counted in b."""
+    """c[rows, lanes] = a[rows, depth] x b, in whole tiles: up to TALL rows after the last row of a
+    are read, and as many of c written. b is [depth, BLOCK] for each BLOCK lanes; the last block may
+    be narrower, in whole vectors. Each row of a also prefetches `asks` elements, the first row from
+    index `asked` of b on."""
     width = VECTOR_BYTES // c.itemsize
     for start in range(0, lanes, BLOCK):
         wide, at = min(BLOCK, lanes - start), 0
@@ -94,7 +94,7 @@ def times_lines(a, a_at, depth, rows, b, lanes, c, c_at, asked, asks):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _take_queries(task, q, sizes, scale, turned, lanes):
-    """turned[d, r] = number d of row r's query, scaled; in blocks of rows, see `times_lines`."""
+    """turned[d, r] = element d of row r's query, scaled; in blocks of rows, see `times_lines`."""
     num_heads, size, _, _ = sizes
     for r in range(task[NUM_QUERIES] * num_heads):
         at, start = task[QUERY] * num_heads + r, r // BLOCK * BLOCK
@@ -106,7 +106,7 @@ def _take_queries(task, q, sizes, scale, turned, lanes):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _place(table, token, sizes):
-    """Where a token's numbers lie in the flat cache."""
+    """Index of a token's first element in the flat cache."""
     _, size, _, block_size = sizes
     return (table[token // block_size] * block_size + token % block_size) * size
 
@@ -116,8 +116,8 @@ def _run_task(
     task, table, next_at, cache, sizes, turned, lanes, flipped, scores, room,
     out, maximum, total, factors,
 ):  # fmt: skip
-    """Attends one task; leaves maximum, total and the unscaled sum [rows, V] in the scratch. What
-    it asks for behind its last run is `next_at`."""
+    """Attends one task; leaves maximum, total and the unscaled sum [rows, V] in the buffers.
+    `next_at` is prefetched after the last run."""
     num_heads, size, _, block_size = sizes
     rows, position, stop = task[NUM_QUERIES] * num_heads, task[POSITION], task[KV_STOP]
     run, masked = min(block_size, KV_TILE), scores.dtype.type(MASKED)
@@ -153,7 +153,7 @@ def _run_task(
                     max(0, min(seen, end - begin, run)), sums, r * wide, wide,
                     factors, r, at, 0, rows - r, wide, wide, 0, 0,
                 )  # fmt: skip
-            if begin + run < end:  # sums shrink once a tile
+            if begin + run < end:  # sums are rescaled once per tile
                 factors[:rows] = 1
 
 
@@ -213,9 +213,9 @@ def attend_latents(
     queries, blocks, tables, tasks, bounds, merges, parts, partial_out, partial_stats, sizes, scale,
     no_sinks, out_rows, workers,
 ):  # fmt: skip
-    """Runs all tasks and joins their splits: queries [T, H, D] -> out_rows [T, H, V].
+    """Runs all tasks and merges their splits: queries [T, H, D] -> out_rows [T, H, V].
 
-    blocks: the cache, contiguous, [B, 1, P, D]; sizes: (H, D, V, P). The rest is of `plan_tasks`.
+    blocks: the cache, contiguous, [B, 1, P, D]; sizes: (H, D, V, P). `plan_tasks` makes the rest.
     """
     parallel_for(
         _attend_tasks, len(bounds) - 1, workers,

@@ -1,12 +1,12 @@
-"""Latent attention in `cpu_decoder.decoder_layers`.
+"""MLA (multi-head latent attention) in `cpu_decoder.decoder_layers`.
 
-    norm ─┬─ q (or q_a ─ norm ─ q_b) ─ turn, times key matrices ─┐
-          └─ kv_a ─ norm, turn, store ───────────────────────── attend ─ times value matrices ─ o
+    norm ─┬─ q (or q_a ─ norm ─ q_b) ─ RoPE, times key matrices ─┐
+          └─ kv_a ─ norm, RoPE, store ───────────────────────── attend ─ times value matrices ─ o
 
-Each head's matrices are small: all of them are one run of panels that workers share. The readable
-form is `LatentAttention` of `models/latent.py`.
+Each head's matrices are small, so workers share the panels of all heads. The reference
+implementation is `LatentAttention` of `models/latent.py`.
 
-Legend: T tokens, L rows behind attention, N hidden size, H query heads, D numbers of a key.
+Legend: T tokens, L rows after attention, N hidden size, H query heads, D elements of a key.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LatentAttention = namedtuple(
 @compiled(fastmath=ONE_CHAIN)
 def _panels_of_heads(x, weight, bias, out, lo, hi):
     panels = out.shape[2] // PANEL
-    step = x.shape[2] * out.shape[2]  # numbers of one head's matrix
+    step = x.shape[2] * out.shape[2]  # elements of one head's matrix
     for head in range(lo // panels, -(-hi // panels)):
         first = head * panels
         linear_panels(
@@ -48,7 +48,7 @@ def _panels_of_heads(x, weight, bias, out, lo, hi):
 @compiled(fastmath=ONE_CHAIN)
 def heads_times_matrices(x, weight, out, workers):
     """out[H, T, outputs] = x[H, T, inputs] times each head's matrix; weight: panels of all heads,
-    whole ones for each, and zeros for a bias."""
+    padded to whole panels per head, and zeros for a bias."""
     panels, bias = weight
     operands = x, panels, bias, out
     parallel_for(_panels_of_heads, x.shape[0] * (out.shape[2] // PANEL), workers, operands)
@@ -80,7 +80,8 @@ def _turn(x, cos, sin, out):
 
 @compiled(fastmath=FASTMATH)
 def _turn_tokens(q, keys, norm, eps, table, queries, slots, cache, still, lo, hi):
-    """Turns what is turned of queries and keys, norms the rest of the keys, and stores these."""
+    """Applies RoPE to its part of queries and keys, norms the rest of the keys, and stores the
+    keys."""
     half, size, rank = table.shape[1] // 2, keys.shape[1], len(norm)
     key = empty((size,), keys.dtype)
     for t in range(lo, hi):
@@ -96,7 +97,7 @@ def _turn_tokens(q, keys, norm, eps, table, queries, slots, cache, still, lo, hi
 
 @by_types(FASTMATH)
 def _project_queries(x, first, query, eps, out, workers):
-    """out = x times q, or times q_a, normed, times q_b."""
+    """out = x times q; or x times q_a, normed, times q_b."""
     if len(first) == 0:
         return lambda x, first, query, eps, out, workers: multiply(x, query, out, workers)
 
@@ -112,14 +113,14 @@ def _project_queries(x, first, query, eps, out, workers):
 
 @compiled(fastmath=FASTMATH)
 def attend_by_latents(x, step, memory, mixer, workers):
-    """[T, H * a value's size]: what latent attention gives normed rows x [T, N].
+    """Returns the attention output [T, H * value size] of MLA for normed rows x [T, N].
 
     Args:
         memory: the cache, contiguous, [B, 1, P, D]; twice.
         mixer: a `LatentAttention`: the weights q_a and its norm, or (), q, kv_a, its norm, the
-            heads' matrices for keys and for values, no sinks; the elements of a head's query that
-            are not rotated and of its value; the outputs of the heads' matrices with padding of
-            panels; sizes of `attend_latents`; the epsilon of the norms, and the scale of scores.
+            heads' matrices for keys and for values, no sinks; the elements of a head's query
+            without RoPE, and of its value; the outputs of the heads' matrices, padded to panels;
+            sizes of `attend_latents`; the epsilon of the norms, and the scale of scores.
     """
     query_a, query, kv_a, kv_norm, key_up, value_up, no_sinks, still, value_size = mixer[:9]
     padded_key, padded_value, sizes, eps, scale = mixer[9:]

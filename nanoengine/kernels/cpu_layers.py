@@ -1,11 +1,11 @@
-"""What stands between matrix multiplications on the CPU, fused: norms, gates, rotation and store.
+"""Fused CPU kernels between matrix multiplications: norms, gates, RoPE and KV store.
 
-Compiled by numba for float32 and float64; flat arrays, offsets and ints. Each kernel passes once
+Compiled by numba for float32 and float64; flat arrays, offsets and ints. Each kernel makes one pass
 over its rows. Little work runs on the calling thread (`SMALL`), since waking the others costs about
-as much as a few thousand numbers.
+as much as a few thousand elements.
 
 Each row is computed by itself in a fixed order, so its result has the same bits in any batch. The
-readable forms are `Kernels` (`layers/kernels.py`) and `attention/base.py`.
+reference implementations are `Kernels` (`layers/kernels.py`) and `attention/base.py`.
 
 Legend: T rows (tokens), N size of a row, H / K query / KV heads, D head dim, P block size.
 """
@@ -73,7 +73,7 @@ def _clamped_swiglu_row(gate, up, out):
 
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
-"""Activation -> what `gate` calls it."""
+"""Activation -> its `kind` in `gate`."""
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -99,7 +99,7 @@ def _norm_rows(x, residual, adds, weight, eps, out, lo, hi):
 def rms_norm(x, residual, adds, weight, eps, out, workers):
     """out[t] = x[t] / rms(x[t]) * weight; all [T, N], weight [N]; out may be x.
 
-    adds: ADDS: residual += x, in place, and the norm is that of the residual; or ALONE.
+    adds: ADDS: residual += x in place, and the residual is normed; or ALONE.
     """
     operands = x, residual, adds, weight, eps, out
     parallel_for(_norm_rows, len(x), 1 if x.size <= SMALL else workers, operands)
@@ -132,7 +132,7 @@ def gate(gate_up, kind, out, workers):
 
 @writes()
 def _rotate(emit, x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at):
-    """Norms one head by its scale, if `normed`, and rotates its pairs (x[i], x[i + D / 2])."""
+    """Norms one head by its scale, if `normed`, and applies RoPE to pairs (x[i], x[i + D / 2])."""
     builder = emit.builder
     source, angles, weights, scale, normed, half, target = emit.operands(
         x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at
@@ -182,11 +182,10 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
 def rotate_and_store(
     heads, table, weight, eps, normed, slots, k_blocks, v_blocks, q, sizes, workers
 ):
-    """Norms and rotates query and key heads; queries go to q, keys and values to their slots.
+    """Norms query and key heads and applies RoPE; queries go to q, keys and values to their slots.
 
     Args:
-        heads: [T, H + 2 K, D], query, key and value heads; or [T, columns], the last of which
-            are these.
+        heads: [T, H + 2 K, D], query, key and value heads; or [T, columns], which end with these.
         table: [T, D], cos then sin of each token's angles.
         weight: [H + K, D], not read with NO_NORM.
         normed: NO_NORM; EACH_HEAD; TOGETHER: all query heads as one row, and all key heads;

@@ -3,19 +3,19 @@
     weight [N, K]                  packed, in place: panels of 16 outputs, inputs outermost
     row 0  ─────────────── K       panel 0:  w[0..15, 0]  w[0..15, 1]  ...  w[0..15, K-1]
     ...                            panel 1:  w[16..31, 0] ...
-    row N-1                        what N leaves over 16 (N % 16 rows) is a narrower panel
+    row N-1                        the remaining N % 16 rows are a narrower panel
 
-A register tile (`tiles.py`) holds some rows x 16 results and walks the inputs. Memory is read once,
-in order, at any number of rows, so one row runs at memory speed and many run at the multipliers'
-speed with one layout. In between the tiles of a panel ask for the next panel, each for its share,
-so that memory never rests.
+A register tile (`tiles.py`) computes some rows x 16 results and loops over the inputs. Memory is
+read once and in order, for any number of rows. One layout therefore serves one row, at memory
+speed, and many rows, at the speed of the multipliers. Each tile of a panel also prefetches its
+share of the next panel, so that memory is always busy.
 
-Weights are float32, float16 or bfloat16; the last lie in pairs of inputs, see `tiles.py`. 16-bit
-weights become float32 in registers, so results have the bits of a float32 copy, at half its bytes.
-Each result is one chain of fused multiply-adds over the inputs in order, whatever the tile it falls
-into: **a row's result has the same bits alone and in any batch**.
+Weights are float32, float16 or bfloat16; bfloat16 is stored in pairs of inputs, see `tiles.py`.
+16-bit weights become float32 in registers, so results have the bits of a float32 copy at half its
+bytes. Each result is one chain of fused multiply-adds over the inputs in order, whatever tile
+computes it: **a row's result has the same bits alone and in any batch**.
 
-The readable form is `F.linear`, as `UnquantizedLinear` calls it
+The reference implementation is `F.linear`, as `UnquantizedLinear` calls it
 (`tests/kernels/test_cpu_kernels.py`).
 
 Source: register tiling over packed panels, Goto and van de Geijn, "Anatomy of High-Performance
@@ -35,10 +35,10 @@ from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.pool import PIECES, parallel_for, share_of
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
 
-INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) stay in the L2 cache
-ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
-AHEAD = 80 * LINE  # bytes: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
-LEAST_ROWS = 32  # of a part of the rows: four tiles for each panel that it reads
+INPUTS = 2048  # inputs per pass of a tile: its panels (128 KiB each) stay in the L2 cache
+ROW_BLOCK = 96  # rows per panel before the next panel: with 2,048 inputs 768 KiB, read in order
+AHEAD = 80 * LINE  # bytes: few rows prefetch weights 5 KiB ahead, beyond the hardware prefetcher
+LEAST_ROWS = 32  # in a part of the rows: four tiles for each panel that it reads
 MOST_FEW = max(FEW)
 DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 ROUNDED = np.uint32 if DOTS else np.float32
@@ -54,11 +54,11 @@ def rows_of_panels(
     rows, panels, x, x_at, x_step, w, w_at, w_step, size, start, start_at, s_step,
     out, out_at, o_step, to_next,
 ):  # fmt: skip
-    """Some panels for any number of rows, in tiles as equal as can be: 8 rows are 4 + 4, not 6 + 2.
+    """Some panels for any number of rows, in tiles of equal size if possible: 8 rows are 4 + 4.
 
-    Why equal: a tile of two rows waits for its own sums instead of keeping both FMA units busy.
-    Each tile prefetches its share of the panels `to_next` bytes further on. Why: if only the
-    first tile read memory, memory would rest during the others.
+    Why equal: a tile of two rows waits for its own sums and leaves FMA units idle. Each tile
+    prefetches its share of the panels `to_next` bytes later. Why: if only the first tile
+    prefetched, memory would be idle during the others.
     """
     tiles = -(-rows // ROWS)
     share = -(-LINE // tiles)  # bytes of each line of a panel
@@ -72,7 +72,7 @@ def rows_of_panels(
 
 @compiled(fastmath=FASTMATH, part=True)
 def last_outputs(rows, x, w, bias, out, num_inputs, num_outputs):
-    """The last num_outputs % 16 outputs: a narrow panel, small enough to be slow."""
+    """The last num_outputs % 16 outputs: a panel so narrow that slow code is good enough."""
     width = num_outputs % PANEL
     first = num_outputs - width
     at = first * num_inputs
@@ -87,14 +87,14 @@ def last_outputs(rows, x, w, bias, out, num_inputs, num_outputs):
 
 @compiled(fastmath=FASTMATH, part=True)
 def rows_of_block(rows, block, blocks):
-    """(first, behind the last) of a block of rows that are cut into blocks of whole tiles."""
+    """(first, end) of a block of rows, which are cut into blocks of whole tiles."""
     first, behind = share_of(-(-rows // ROWS), block, blocks)
     return first * ROWS, min(behind * ROWS, rows)
 
 
 @compiled(fastmath=FASTMATH)
 def linear_panels(x, w, bias, out, lo, hi):
-    """`linear` for the outputs of panels lo ... hi - 1: what one worker does."""
+    """`linear` for the outputs of panels lo ... hi - 1: one worker's share."""
     num_rows, num_inputs = x.shape  # or pairs of them
     num_outputs = out.shape[1]
     inputs, outputs = x.reshape(-1), out.reshape(-1)
@@ -121,9 +121,9 @@ def linear_panels(x, w, bias, out, lo, hi):
 
 @compiled(fastmath=FASTMATH, part=True)
 def row_parts(rows, tiles, workers):
-    """Into how many parts rows are cut, where the tiles of a weight are too few for all workers.
+    """Number of parts into which rows are cut if a weight has too few tiles for all workers.
 
-    Things to do are then parts of tiles, all of one tile side by side.
+    Work items are then parts of tiles; the parts of one tile follow each other.
     """
     parts = 1
     while tiles * parts < PIECES * workers and rows >= (parts + 1) * LEAST_ROWS:
@@ -133,11 +133,11 @@ def row_parts(rows, tiles, workers):
 
 @compiled(fastmath=FASTMATH, part=True)
 def cut(rows, tiles, workers):
-    """Into how many things to do a product is cut, and into how many parts its rows; of 0 parts,
-    each is all tiles of a few rows.
+    """The number of work items of a product, and of parts of its rows. With 0 parts each item is
+    all tiles of a few rows.
 
-    Why rows where they are many: the worker that has made a row is then the one that reads it next,
-    from a cache of its own, while each reads all weights.
+    Why by rows if they are many: the worker that computes a row also reads it next, from its own
+    cache, although each worker reads all weights.
     """
     if rows >= ROW_BLOCK * PIECES * workers:
         return -(-rows // ROWS), 0
@@ -147,8 +147,8 @@ def cut(rows, tiles, workers):
 
 @compiled(fastmath=FASTMATH, part=True)
 def share_of_cut(i, count, rows, tiles, parts):
-    """Of things i ... i + count - 1 the first row and the one behind the last; the same of tiles.
-    With several parts the count is 1."""
+    """(first row, end, first tile, end) of items i ... i + count - 1; count is 1 with several
+    parts."""
     if parts == 0:
         return i * ROWS, min((i + count) * ROWS, rows), 0, tiles
     first, last = share_of(rows, i % parts, parts)
@@ -157,7 +157,8 @@ def share_of_cut(i, count, rows, tiles, parts):
 
 @compiled(fastmath=FASTMATH)
 def _linear(x, w, bias, out, tiles, parts, lo, hi):
-    """`linear_panels` by PANELS, and the outputs behind the last whole panel if among them."""
+    """`linear_panels` by PANELS; includes the outputs after the last whole panel if they are in the
+    range."""
     whole, step = out.shape[1] // PANEL, hi - lo if parts <= 1 else 1
     for i in range(lo, hi, step):
         first, last, tile, stop = share_of_cut(i, step, len(x), tiles, parts)
@@ -174,8 +175,8 @@ def _linear(x, w, bias, out, tiles, parts, lo, hi):
 def linear(x, w, bias, out, num_workers):
     """out[T, N] = x[T, K] @ weight^T + bias[N], in pieces of whole tiles: some panels of w.
 
-    w is flat: float32, float16, or bfloat16 as uint16; or the last as uint32, for an x of pairs of
-    bfloat16 as `rounded_rows` makes them.
+    w is flat: float32, float16, or bfloat16 as uint16; or bfloat16 as uint32, for an x of pairs of
+    bfloat16 from `rounded_rows`.
     """
     tiles = -(-out.shape[1] // (PANELS * PANEL))
     count, parts = cut(len(x), tiles, num_workers)
@@ -184,7 +185,7 @@ def linear(x, w, bias, out, num_workers):
 
 @by_types()
 def as_read(w):
-    """bfloat16 weights in pairs as `linear` reads them on this CPU; others as they are."""
+    """Pairs of bfloat16 weights in the form that `linear` reads on this CPU; others unchanged."""
     if w.dtype == types.uint32 and not DOTS:
         return lambda w: w.view(np.uint16)
     return lambda w: w
@@ -203,8 +204,8 @@ def _round_rows(x, out, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def rounded_rows(x, num_workers):
-    """x [T, K] rounded to bfloat16: pairs of inputs [T, K / 2], the first in the high half, or
-    float32 on a CPU without products of bfloat16, where both become that in registers."""
+    """x [T, K] rounded to bfloat16: pairs of inputs [T, K / 2], the first in the high half; or
+    float32 on a CPU without bfloat16 dot products, which converts both in registers."""
     out = empty((len(x), x.shape[1] // 2 if DOTS else x.shape[1]), ROUNDED)
     parallel_for(_round_rows, len(x), num_workers, (x, out))
     return out
@@ -212,14 +213,14 @@ def rounded_rows(x, num_workers):
 
 @compiled(fastmath=FASTMATH)
 def linear_of_rounded(x, w, bias, out, num_workers):
-    """`linear` of x [T, K] float32 rounded to bfloat16, added up in float32; w is flat uint32,
+    """`linear` of x [T, K] float32 rounded to bfloat16, accumulated in float32; w is flat uint32,
     pairs of bfloat16."""
     linear(rounded_rows(x, num_workers), as_read(w), bias, out, num_workers)
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def rounded(bits):
-    """The bits of a float32 rounded to bfloat16, half to even; a NaN stays one."""
+    """The bits of a float32 rounded to bfloat16, half to even; a NaN stays NaN."""
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
         return np.uint32(0x7FC0)
     last = (bits >> np.uint32(16)) & np.uint32(1)
@@ -228,7 +229,7 @@ def rounded(bits):
 
 @compiled(fastmath=FASTMATH, part=True)
 def keep_outputs(room, out):
-    """Copies to out [T, N] what was computed in a room for whole panels."""
+    """Copies to out [T, N] what was computed in a buffer of whole panels."""
     for t in range(len(out)):
         for n in range(out.shape[1]):
             out[t, n] = room[t, n]
@@ -251,9 +252,9 @@ def _pack_panels(weight, num_inputs, num_outputs, in_pairs, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def pack(weight, num_inputs, num_outputs, in_pairs, num_workers):
-    """Turns a flat row-major weight into panels, in place: 16 rows become one panel.
+    """Packs a flat row-major weight into panels, in place: 16 rows become one panel.
 
-    weight: the numbers' bits, uint32 or uint16; in_pairs: the form of bfloat16.
+    weight: the bits of its elements, uint32 or uint16; in_pairs: the layout of bfloat16.
     """
     panels = -(-num_outputs // PANEL)
     parallel_for(_pack_panels, panels, num_workers, (weight, num_inputs, num_outputs, in_pairs))
@@ -271,5 +272,5 @@ def _unpack_rows(w, ids, out, num_outputs, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def unpack_rows(w, ids, out, num_outputs, num_workers):
-    """out[i] = row ids[i] of the weight [N, K] that was packed."""
+    """out[i] = row ids[i] of the packed weight [N, K]."""
     parallel_for(_unpack_rows, len(ids), num_workers, (w, ids, out, num_outputs))

@@ -1,18 +1,18 @@
-"""Mamba-2's rule, from the projection to normed and gated heads.
+"""Mamba-2 on the CPU, from the projection to normed and gated heads.
 
-The state of a sequence is one row of numbers: a matrix [E, V] for each head, then the last W - 1
-inputs of the convolution, [W - 1, C]. A prompt's tokens go one after the other, as those of a
-decode do, so **a token has the same bits however a prompt was cut, and in any batch**.
+The recurrent state of a sequence is one row of elements: a matrix [E, V] per head, followed by the
+last inputs of the convolution, [W - 1, C]. The tokens of a prompt are processed one by one, like
+those in a decode, so **a token has the same bits however a prompt was cut, and in any batch**.
 
-Why not by products over chunks of tokens, as `mamba2.scan`: a token costs 3 operations for each
-number of the matrix, a chunk of 64 two and a half. A row of a strip of the matrix, two vectors
-wide, stays in registers while `TOGETHER` tokens pass, and the strip in the L1 cache while 64 do.
+Why not products over chunks of tokens, as in `mamba2.scan`: a token costs 3 operations per element
+of the matrix, with chunks of 64 two and a half. One row of a strip of the matrix, two vectors wide,
+stays in registers for `TOGETHER` tokens, and the strip stays in the L1 cache for 64.
 
-Each head of each sequence is a task of its own; channels are convolved before, and rows gated and
-normed behind. The readable form is `MambaMixer.mix`.
+Each head of each sequence is a separate task. Channels are convolved before the tasks; rows are
+gated and normed after them. The reference implementation is `MambaMixer.mix`.
 
-Legend: T tokens, G groups, R heads a group, H = G * R, E / V size of a state's rows / of a head, C
-channels, W kernel.
+Legend: T tokens, G groups, R heads per group, H = G * R, E / V size of a state's rows / of a head,
+C channels, W kernel.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from nanoengine.kernels.pool import SMALL, parallel_for
 from nanoengine.kernels.tiles import I64, tile_call, tile_function
 
 Mamba = namedtuple("Mamba", "projection weights shape kind eps limits")
-"""Operands of `mamba`: the weights of the projection, and what `mamba_rule` calls the others."""
+"""Operands of `mamba`: the weights of the projection, and the remaining arguments of
+`mamba_rule`."""
 
 TOGETHER = 4 if CURRENT.registers == 32 else 2  # tokens of a tile, whose sums are in registers
-PLAIN, BEHIND, BEFORE = 0, 1, 2  # where the norm stands: nowhere, behind the gate, before it
+PLAIN, BEHIND, BEFORE = 0, 1, 2  # the norm: none, after the gate, before the gate
 
 
 @tile_function(
@@ -47,11 +48,11 @@ PLAIN, BEHIND, BEFORE = 0, 1, 2  # where the norm stands: nowhere, behind the ga
     " float* change, float* read, size"
 )
 def mamba_tile(builder, isa: ISA, of, tokens: int):
-    """target = a strip [E, STRIP] of a state behind some tokens, `step` numbers from row to row:
-    times kept[t], plus b[t] ⊗ change[t], for each; read[t] = c[t] times the strip behind it.
+    """Updates a strip [E, STRIP] of a state with some tokens, from source to target. Token t:
+    strip = kept[t] * strip + b[t] ⊗ change[t]; read[t] = c[t] times the strip.
 
-    Neighbours are `wide` numbers apart in b and c, `size` in change and read. Each sum is one chain
-    over the rows.
+    Rows of a strip are `step` elements apart; neighbouring tokens are `wide` elements apart in b
+    and c, and `size` in change and read. Each sum is one chain over the rows.
     """
     tile = Emit(None, builder, bits=isa.vector_bits, isa=isa)
     lanes = [I64(v * tile.width) for v in range(VECTORS)]
@@ -87,7 +88,7 @@ def mamba_tile(builder, isa: ISA, of, tokens: int):
 )
 def advance(source, source_at, target, target_at, step, b, b_at, c, c_at, wide, keys,
             kept, kept_at, change, change_at, read, read_at, size, tokens, one):  # fmt: skip
-    """`mamba_tile` of so many tokens."""
+    """`mamba_tile` of this number of tokens."""
 
 
 @compiled(fastmath=FASTMATH)
@@ -148,7 +149,7 @@ def _advance(projected, mixed, spans, states, weights, shape, limits, out, begin
 @compiled(fastmath=FASTMATH)
 def _leave(out, projected, norm, kind, eps, groups, lo, hi):
     size = out.shape[1] // groups
-    # Why: where a row is read and written under two names, LLVM computes number by number.
+    # Why: if a row is read and written under two names, LLVM does not vectorize the loop.
     other = empty((size,), out.dtype)
     for task in range(lo, hi):
         t, first = task // groups, task % groups * size
@@ -170,14 +171,14 @@ def mamba_rule(projected, spans, states, weights, shape, kind, eps, limits, out,
     """Advances the states of sequences by their tokens of a step.
 
     Args:
-        projected: [T, H * V + C + H]: gates of what is read, inputs of the convolution, dt.
-        spans: of `spans_of` (`layers/cpu_states.py`).
-        states: [states, numbers of one].
+        projected: [T, H * V + C + H]: output gates, inputs of the convolution, dt.
+        spans: made by `spans_of` (`layers/cpu_states.py`).
+        states: [states, elements of one].
         weights: of the convolution [W, C] and its bias [C], or none; a_log, dt_bias and d of
             `MambaHeads` [H]; the norm [H * V], or any array.
         shape: G, R, E and V.
-        kind: where the norm stands.
-        eps, limits: the norm's epsilon, and between which dt stays.
+        kind: PLAIN, BEHIND or BEFORE, the position of the norm.
+        eps, limits: the norm's epsilon, and the range to which dt is clamped.
         out: [T, H * V].
     """
     (groups, heads, keys, values), waves, tokens = shape, spans[2], len(projected)
@@ -202,7 +203,7 @@ def mamba_rule(projected, spans, states, weights, shape, kind, eps, limits, out,
 
 @compiled(fastmath=FASTMATH)
 def mamba(x, spans, memory, mixer, workers):
-    """[T, H * V]: what the rule gives normed rows x [T, N].
+    """Returns the mixer's output [T, H * V] for normed rows x [T, N].
 
     Args:
         memory: the states.

@@ -6,12 +6,12 @@
 
 A line of a panel holds 16 outputs x 4 inputs. Weights and activations have one scale per group of
 64 inputs, which are rotated in blocks of 16 before they are rounded (`code_tables.py` has both
-sizes, `layers.quantized_weight.quantize_rotated` says why). Weights of other forms are those of
-`cpu_grouped.py`. `byte_tiles.py` multiplies, in whatever way the CPU has. Dot products are exact,
-and groups are added in order: a row's result has the same bits alone, in any batch and on any CPU.
-`layers/quantized.py` is the readable form.
+sizes, `layers.quantized_weight.quantize_rotated` says why). `cpu_grouped.py` handles other weight
+formats. `byte_tiles.py` multiplies with the CPU's own instructions. Dot products are exact, and
+groups are added in order: a row's result has the same bits alone, in any batch and on any CPU.
 
-Perf: `benchmarks/cpu_kernels.py`; docs/experiments.md.
+`layers/quantized.py` is the reference implementation. Perf: `benchmarks/cpu_kernels.py`;
+docs/experiments.md.
 
 Legend: T rows of x, N outputs, K inputs.
 """
@@ -37,9 +37,9 @@ from nanoengine.kernels.pool import parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
-ROW_BLOCK = 128  # rows that take turns on one panel
+ROW_BLOCK = 128  # rows per panel before the next panel
 FEW = 8  # rows quantized by the calling thread
-# Rows of one tile read panel after panel, as memory likes it best, and ask for what lies so far
+# The rows of one tile read panel after panel, the fastest order for memory, and prefetch this far
 # ahead.
 AHEAD = 16384  # bytes
 
@@ -64,8 +64,8 @@ def _quantize_groups(x, values, groups, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def quantize_groups(x, size, num_workers):
-    """Quantizes each UNIT inputs of x [T, K] to int8 with a scale of their own, or each GROUP after
-    a rotation: their largest magnitude / 127, values rounded half to even.
+    """Quantizes x [T, K] to int8 with one scale per UNIT inputs, or per GROUP inputs after a
+    rotation. Scales are the largest magnitude / 127, values are rounded half to even.
 
     Args:
         size: UNIT or GROUP.
@@ -73,8 +73,8 @@ def quantize_groups(x, size, num_workers):
     Returns:
         values: int8 [T, K padded to whole groups].
         groups: int32 [T, 4 * groups], four numbers per group: -8 times the sum of its values, the
-            same of its two halves, and the bits of its float32 scale. The scale is NaN where the
-            group holds NaN or infinity, and its values are 0 then.
+            same for its two halves, and the bits of its float32 scale. If the group contains NaN or
+            infinity, the scale is NaN and the values are 0.
     """
     num_rows, count = len(x), -(-x.shape[1] // size)
     values = empty((num_rows, count * size), np.int8)
@@ -89,10 +89,10 @@ def quantize_groups(x, size, num_workers):
 
 @compiled(fastmath=FASTMATH)
 def linear8_panels(values, x_groups, w, w_scales, bias, out, lo, hi):
-    """`linear8` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does.
+    """`linear8` of quantized rows for the outputs of panels lo ... hi - 1: one worker's share.
 
-    Rows go in tiles as equal as can be. Each tile prefetches its share of the panels ahead, so that
-    memory never rests.
+    Rows are divided into tiles as equal as possible. Each tile prefetches its share of the next
+    panels, so that memory is always busy.
     """
     (num_rows, size), num_outputs, groups = values.shape, out.shape[1], values.shape[1] // GROUP
     x, flat, step, turns = values.reshape(-1), out.reshape(-1), PANEL * size, size // 4
@@ -102,7 +102,7 @@ def linear8_panels(values, x_groups, w, w_scales, bias, out, lo, hi):
     for row in range(0, num_rows, ROW_BLOCK):
         rows, p = min(ROW_BLOCK, num_rows - row), lo
         tiles = -(-rows // ROWS8)
-        share = -(-LINE // tiles)  # bytes for each turn
+        share = -(-LINE // tiles)  # bytes per iteration
         while p < hi:
             panels = at_once if p + at_once <= hi else 1
             ahead = AHEAD if few else panels * step

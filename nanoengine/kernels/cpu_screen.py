@@ -1,34 +1,35 @@
-"""The most likely of many outputs, exactly, from a quarter of the bytes: for the head on the CPU.
+"""Exact argmax over many outputs that reads a quarter of the bytes: for the LM head on the CPU.
 
-    x ─ times an int8 copy of the weight ─ each output's estimate, give or take its slack
+    x ─ times an int8 copy of the weight ─ each output's estimate, plus or minus its slack
                                                    │
     panels that may hold the largest output <──────┘
     x ─ times the float32 weight, these panels ─ the largest output and its index
 
-A row reads every weight of the head, which is a quarter of a small model's. The copy finds the few
-panels in which the row's largest output can be. These are then computed by the tiles of
-`cpu_linear.linear`, so index and value are the ones it would give, **bit for bit**.
+Each row would read every weight of the head, a quarter of a small model's weights. The copy finds
+the few panels that can contain the row's largest output. The tiles of `cpu_linear.linear` then
+compute these panels, so index and value equal its results **bit for bit**.
 
-Estimates are sums of whole numbers: weights in 8 bits times inputs in 16 (`byte_tiles.py`),
-faster than float32 and exact.
+Estimates are sums of integers: 8-bit weights times 16-bit inputs (`byte_tiles.py`), faster than
+float32 and exact.
 
 Why nothing is missed: with w = scale * q + e and x = unit * z + d, an output differs from its
 estimate by e . x + scale * q . d, at most |e| |x| + |w - e| |d| (Cauchy and Schwarz); its float32
 chain of K multiply-adds, fused or not, by at most K 2^-24 |w| |x|; products with the scales by a
-few 2^-24 of themselves. `slack` times |x| is more than all of it: rounding terms count twice, which
-also covers those of higher order. The sum of estimate and slack needs none: rounding keeps order,
-and an output is a float32 itself. So each output lies from its `least` to its `most`, and the
-`most` of the largest is not below any `least`; a panel is left out only if its own is. Source:
-error of a dot product, Higham, "Accuracy and Stability of Numerical Algorithms" (2002), 3.1.
+few 2^-24 of themselves. `slack` times |x| exceeds the sum of these: rounding terms count twice,
+which also covers higher-order terms. The sum of estimate and slack needs no margin: rounding keeps
+order, and an output is a float32 itself. So each output is between its `least` and its `most`, and
+the `most` of the largest output is not below any `least`; a panel is skipped only if its `most` is.
+Source: error of a dot product, Higham, "Accuracy and Stability of Numerical Algorithms" (2002),
+3.1.
 
-What is equal to the largest is looked at too, so the lowest index is found. Outputs without a bound
-(weights that are not finite, or huge) are always looked at; inputs without one make the caller
-compute all outputs, which is also the readable form (`runner/sampling/draw.py`).
+Outputs equal to the largest are also computed, so the lowest index is found. Outputs without a
+bound (weights that are not finite, or huge) are always computed. For inputs without a bound the
+caller computes all outputs, which is also the reference implementation (`runner/sampling/draw.py`).
 
-Masks bound what counts: bit i % 32 of masks[r, i // 32] says whether output i of row r may be the
-largest. A panel none of whose outputs may is not looked at. No masks: all may.
+Masks restrict the outputs: bit i % 32 of masks[r, i // 32] says whether output i of row r may be
+the largest. A panel without such an output is skipped. No masks: all outputs may be.
 
-`largest_of` does the same where all outputs are there.
+`largest_of` does the same for outputs that exist already.
 
 Legend: L rows of x, N outputs, K inputs, padded with zeros to a multiple of 4 in the copy.
 """
@@ -49,19 +50,19 @@ from nanoengine.kernels.pool import PIECES, parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL, number, place, tile
 
 MAX_ROWS = most_rows(CURRENT)
-INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
+INFINITY = np.int32(0x7F800000)  # its bits; the bits of a NaN are larger
 
 # Norms of x and of rows of w between which float32 neither overflows nor loses small terms: an
-# output is below 1e30, scale times unit a normal number. A product below those loses 1e-45, or
-# 1e-38 where the processor flushes it to zero; K of them stay below LEAST_SLACK * SMALLEST.
+# output is below 1e30, scale times unit a normal number. A product below this range loses 1e-45, or
+# 1e-38 if the processor flushes it to zero; K of them stay below LEAST_SLACK * SMALLEST.
 SMALLEST, LARGEST = 1e-14, 1e15
 LEAST_SLACK = 1e-18
-MOST_INPUT_ERROR = 2.0**-13  # |d| of |x|; an x that 16 bits hold no better is not screened
+MOST_INPUT_ERROR = 2.0**-13  # |d| / |x|; an x with a larger error in 16 bits is not screened
 MOST_SUM = 2.0**24  # of |z|: times 127 it stays below 2^31
 WHOLE = (1 << PANEL) - 1
-SEARCHED = 16  # panels that are looked at one by one if one of them holds the largest so far
-# One panel of so many, and a few that may all lie in one small share, may be looked at; with more
-# left, computing all is as fast.
+SEARCHED = 16  # panels that are searched one by one if one of them holds the largest so far
+# A share may compute one panel out of MOST_PANELS, and FEW_PANELS more, which may all be in one
+# small share; with more candidates, computing all outputs is as fast.
 MOST_PANELS, FEW_PANELS = 16, 8
 
 
@@ -103,8 +104,8 @@ def _quantize_panels(w, values, scales, slack, num_inputs, lo, hi):
 def quantize_outputs(w, values, scales, slack, num_inputs, workers):
     """The int8 copy of packed panels: w = values * scale, within `slack`.
 
-    Inputs lie in pairs, as a tile takes them: a row of values [panels, K * 16] is [K / 2, 16,
-    2]. An output whose weights are not finite, or too large to be bounded, gets an infinite slack.
+    Inputs are stored in pairs for the tiles: a row of values [panels, K * 16] is [K / 2, 16, 2]. An
+    output whose weights are not finite, or too large to be bounded, gets an infinite slack.
     """
     operands = w, values, scales, slack, num_inputs
     parallel_for(_quantize_panels, len(values), workers, operands)
@@ -113,7 +114,7 @@ def quantize_outputs(w, values, scales, slack, num_inputs, workers):
 @compiled(fastmath=FASTMATH, part=True)
 def _quantize_row(x, values):
     """(unit, |x| rounded up): x = unit * values, in 16 bits. unit is 0 for an x that can't be
-    screened: not finite, too large or small, or of numbers too far apart."""
+    screened: not finite, too large or small, or with too wide a range."""
     most, total, squares = np.float64(0), np.float64(0), np.float64(0)
     for value in x:
         size = abs(np.float64(value))
@@ -137,8 +138,8 @@ def _quantize_row(x, values):
 
 @writes(types.UniTuple(types.float32, 2))
 def _bounds(emit, estimates, at, scales, slack, column, unit, norm, allowed):
-    """(most, least) of a panel's outputs of which `allowed` has a bit: the largest is at most
-    `most`, and not below `least`; -inf if there is none."""
+    """(most, least) over a panel's outputs with a bit in `allowed`: the largest is between them;
+    -inf if there is none."""
     builder, kinds, word, lanes = emit.builder, emit.kinds, at.type, emit.words
     bits = emit.splat(builder.trunc(allowed, lanes.element), lanes)
     unit, norm, nothing = emit.splat(unit), emit.splat(norm), emit.constant(-np.inf)
@@ -159,7 +160,7 @@ def _bounds(emit, estimates, at, scales, slack, column, unit, norm, allowed):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _allowed(masks, r, p):
-    """The bits of a panel's outputs in row r."""
+    """The mask bits of a panel's outputs in row r."""
     if not len(masks):
         return WHOLE
     return (np.int64(masks[r, p // 2]) >> PANEL * (p % 2)) & WHOLE
@@ -170,7 +171,7 @@ def _bound_panels(values, copy, scales, slack, units, norms, masks, most, least,
     """`_bound` for panels lo ... hi - 1."""
     (num_rows, size), tiles = values.shape, -(-len(values) // MAX_ROWS)
     x, w, turns = values.reshape(-1), copy.reshape(-1), size // 4
-    share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each turn
+    share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each time
     estimates = empty((num_rows * PANEL,), np.float32)  # of a panel, in units of both factors
     least[:] = -np.inf
     for p in range(lo, hi):
@@ -189,8 +190,8 @@ def _bound_panels(values, copy, scales, slack, units, norms, masks, most, least,
 
 @compiled(fastmath=FASTMATH)
 def _bound(values, copy, scales, slack, units, norms, masks, most, least, first, last):
-    """most[r, p] = what panel p's largest output of row r may be; least[s, r] = what that of the
-    panels of share s must be; by estimates: values [L, K] times the copy."""
+    """most[r, p] = an upper bound of panel p's largest output in row r; least[s, r] = a lower bound
+    of the largest output in the panels of share s. From estimates: values [L, K] times the copy."""
     for share in range(first, last):
         lo, hi = share_of(len(copy), share, len(least))
         _bound_panels(values, copy, scales, slack, units, norms, masks, most, least[share], lo, hi)
@@ -198,7 +199,7 @@ def _bound(values, copy, scales, slack, units, norms, masks, most, least, first,
 
 @compiled(fastmath=FASTMATH, part=True)
 def _first_largest(outputs, lo, hi, allowed, index, largest, second):
-    """The first of the largest of outputs[lo : hi] and one found before, and the largest of all
+    """The first of the largest of outputs[lo : hi] and a previous one, and the largest of all
     others; NaN is the largest."""
     for i in range(lo, hi):
         output = outputs[i]
@@ -213,8 +214,8 @@ def _first_largest(outputs, lo, hi, allowed, index, largest, second):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _ordered(x):
-    """A float32 as a whole number of the same order, NaN above all. Why: no rule on NaN keeps a
-    loop over these from vectors."""
+    """A float32 as an integer of the same order, NaN above all. Why: without NaN rules, a loop over
+    these vectorizes."""
     bits = np.float32(x).view(np.int32)
     size = np.int32(bits & np.int32(0x7FFFFFFF))
     if size > INFINITY:
@@ -226,7 +227,7 @@ def _ordered(x):
 def _highest(row, lo, hi):
     """The largest of `_ordered` outputs lo ... hi - 1."""
     highest, part = np.int32(-0x80000000), row[lo:hi]
-    for i in range(len(part)):  # Why by index: numba's way to walk an array is no vector loop
+    for i in range(len(part)):  # Why by index: numba's array iteration does not vectorize
         output = _ordered(part[i])
         highest = output if output > highest else highest
     return highest
@@ -234,7 +235,7 @@ def _highest(row, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def _largest_of_shares(outputs, masks, ids, largest, second, first_share, last_share):
-    """`largest_of` each share: ids[s, r], largest[s, r], and some smaller one."""
+    """`largest_of` for each share: ids[s, r], largest[s, r], and some smaller output."""
     num_rows, num_outputs = outputs.shape
     num_panels = -(-num_outputs // PANEL)
     for share in range(first_share, last_share):
@@ -256,8 +257,8 @@ def _largest_of_shares(outputs, masks, ids, largest, second, first_share, last_s
 
 @compiled(fastmath=FASTMATH, part=True)
 def _joined(ids, largest, second, r):
-    """Of what was found in row r: the index of the largest, the lowest among equals and -1 if it
-    was not found in one of the shares, the largest, and the next."""
+    """Merges the shares of row r: the index of the largest output, the lowest among equals, or -1
+    if a share has no result; the largest output, and the second largest."""
     index, best, other = ids[0, r], largest[0, r], second[0, r]
     for share in range(1, len(ids)):
         output = largest[share, r]
@@ -273,9 +274,8 @@ def _joined(ids, largest, second, r):
 
 @compiled(fastmath=FASTMATH)
 def largest_of(outputs, masks, ids, largest, workers):
-    """ids[r] and largest[r] of the largest of each row of outputs [L, N], the lowest index among
-    equals; of a NaN, which counts as the largest, that of the first. masks: see `largest_outputs`.
-    """
+    """ids[r] and largest[r] of the largest output in each row of outputs [L, N]: the lowest index
+    among equals; of NaN, which counts as the largest, the first. masks: see `largest_outputs`."""
     found = empty((workers * PIECES, len(outputs)), np.int64)
     best, second = empty(found.shape, np.float32), empty(found.shape, np.float32)
     parallel_for(_largest_of_shares, len(found), workers, (outputs, masks, found, best, second))
@@ -285,8 +285,8 @@ def largest_of(outputs, masks, ids, largest, workers):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _tie_width(largest, softcap):
-    """How far below the largest output another may lie, at most, so that rounding makes both equal
-    behind softcap * tanh(output / softcap): 8 roundings of the cap over the slope there."""
+    """How far below the largest output another may be, at most, so that rounding makes both equal
+    after softcap * tanh(output / softcap): 8 roundings of the cap divided by the slope there."""
     e = np.exp(np.float32(-2) * largest / softcap)
     slope = np.float32(4) * e / ((np.float32(1) + e) * (np.float32(1) + e))
     return softcap * np.float32(2**-20) / slope
@@ -294,10 +294,10 @@ def _tie_width(largest, softcap):
 
 @compiled(fastmath=FASTMATH)
 def _look(x, w, bias, masks, most, least, ids, largest, second, first, last):
-    """Computes the panels that may hold the largest output of each row, in each share.
+    """Computes the panels that may contain the largest output of each row, in each share.
 
-    ids[s, r], largest[s, r], second[s, r]: the best there, and the next; ids is -1 if too many
-    panels were left.
+    ids[s, r], largest[s, r], second[s, r]: the best output of the share, and the second best; ids
+    is -1 if there were too many panels.
     """
     (num_rows, num_inputs), num_panels, num_outputs = x.shape, most.shape[1], len(bias)
     flat, lines = x.reshape(-1), num_inputs * PANEL * w.itemsize // LINE
@@ -334,11 +334,10 @@ def _look(x, w, bias, masks, most, least, ids, largest, second, first, last):
 @compiled(fastmath=FASTMATH)
 def largest_outputs(x, w, values, scales, slack, bias, softcap, masks, ids, largest, workers):
     """ids[r] and largest[r] of the largest output of each row, the lowest index among equals; False
-    if some row needs all outputs to tell.
+    if some row needs all outputs for a decision.
 
-    softcap, if not 0: of outputs that this bends, which rounding may make equal.
-
-    A NaN output counts as the largest.
+    If softcap is not 0, it is applied to the outputs, and rounding may make some equal. A NaN
+    output counts as the largest.
 
     Args:
         x: [L, K] float32.
@@ -366,7 +365,7 @@ def largest_outputs(x, w, values, scales, slack, bias, softcap, masks, ids, larg
     widths = zeros((num_rows,), np.float32)
     if softcap > 0:
         for r in range(num_rows):
-            if not least[0, r] >= 0:  # Why: below 0 the slope is another
+            if not least[0, r] >= 0:  # Why: below 0 the slope is different
                 return False
             widths[r] = _tie_width(np.max(most[r]), softcap)
             least[0, r] -= widths[r]

@@ -1,8 +1,10 @@
-"""Mixers that keep states, in `cpu_decoder.decoder_layers`: the kernels of their parts, in order.
+"""Mixers with recurrent states, in `cpu_decoder.decoder_layers`: the kernels of their parts, in
+order.
 
     norm ─ projections ─ delta rule, or convolution between two gates ─ out_proj
 
-The readable form is `GenericLayer.forward`; `tests/layers/test_fused_layers.py` compares the two.
+The reference implementation is `GenericLayer.forward`; `tests/layers/test_fused_layers.py` compares
+the two.
 
 Legend: T tokens, N hidden size, C channels, W kernel.
 """
@@ -20,13 +22,14 @@ from nanoengine.kernels.multiply import multiply
 from nanoengine.kernels.pool import SMALL, parallel_for
 
 Delta = namedtuple("Delta", "qkvz ba weights shape eps")
-"""Operands of `delta`: the weights of two projections, and what `delta_rule` calls the others."""
+"""Operands of `delta`: the weights of two projections, and the remaining arguments of
+`delta_rule`."""
 
 Convolution = namedtuple("Convolution", "projection weight bias")
 """Operands of `convolution`: the weights of the projection, and the kernel and bias."""
 
-CHANNELS = 64  # of a task: a line of memory holds 16, and neighbours are asked for together
-TOKENS = 64  # at a time, whose inputs stay in the L1 cache
+CHANNELS = 64  # per task: a cache line holds 16, and adjacent lines are prefetched together
+TOKENS = 64  # at a time; their inputs stay in the L1 cache
 
 
 @compiled(fastmath=(), part=True)
@@ -79,14 +82,14 @@ def _convolve_some(x, first_of, gated, spans, states, base, weight, bias, out, b
 def convolve_channels(
     x, first, gated, spans, states, base, weight, bias, out, wave, workers
 ):  # fmt: skip
-    """out [T, C] = the silu of the convolution of the tokens of a wave; or if it is gated, the gate
-    behind times the convolution of the gate before times the values.
+    """out [T, C] = the silu of the convolution of a wave's tokens; or, if gated, the output gate
+    times the convolution of the input gate times the values.
 
     Args:
-        x: [T, columns], as projected; values from column `first` on, gates in the first 2 C, the
-            one before, then the one behind.
-        spans: of `spans_of` (`layers/cpu_states.py`).
-        states: [states, numbers of one], [W - 1, C] of it from number `base` on.
+        x: [T, columns], as projected; values from column `first` on; gates in the first 2 C
+            columns, first the input gate, then the output gate.
+        spans: made by `spans_of` (`layers/cpu_states.py`).
+        states: [states, elements of one], in which [W - 1, C] begins at element `base`.
         weight, bias: [W, C]; [C], or none.
     """
     waves, parts = spans[2], -(-weight.shape[1] // CHANNELS)
@@ -99,7 +102,7 @@ def convolve_channels(
 
 @compiled(fastmath=FASTMATH)
 def delta(x, spans, memory, mixer, workers):
-    """[T, H * V]: what the delta rule gives normed rows x [T, N].
+    """Returns the output of the delta rule [T, H * V] for normed rows x [T, N].
 
     Args:
         memory: the states.
@@ -118,7 +121,7 @@ def delta(x, spans, memory, mixer, workers):
 
 @compiled(fastmath=FASTMATH)
 def convolution(x, spans, memory, mixer, workers):
-    """[T, C]: what a convolution between two gates gives normed rows x [T, N].
+    """Returns the output [T, C] of a convolution between two gates for normed rows x [T, N].
 
     Args:
         memory: the states.

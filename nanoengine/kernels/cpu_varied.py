@@ -1,13 +1,13 @@
-"""What layers of Gemma 4 have of their own, in `cpu_decoder.decoder_layers`.
+"""The parts of Gemma 4 layers that other families don't have, in `cpu_decoder.decoder_layers`.
 
-    x, residual ─ norm ─ qkv ─ norm, rotate, store (values are normed too; or q alone) ─ attend ─
-                  o ─ norm ─ gate_up ─ gate ─ down ─ residual ─ * the layer's input ─ residual, 0
+    x, residual ─ norm ─ qkv ─ norm, RoPE, store (values are normed too; or q alone) ─ attend ─
+                  o ─ norm ─ gate_up ─ gate ─ down ─ residual ─ * per-layer input ─ residual, 0
 
-Values are normed, without a weight; they may be the keys as projected, or keys and values those
-that an earlier layer has stored; a layer has an input of its own, and a factor on all that leaves
-it, which is why x is then 0. The readable form is `Gemma4Layer` of `models/gemma4.py`.
+Values are normed, without a weight. They may be the projected keys, or an earlier layer's keys and
+values may be reused. Each layer has a per-layer input, and a factor on its whole output, which is
+why x is then 0. The reference implementation is `Gemma4Layer` of `models/gemma4.py`.
 
-Legend: T tokens, L rows behind attention, N hidden size, H / K query / KV heads, D head dim.
+Legend: T tokens, L rows after attention, N hidden size, H / K query / KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nanoengine.kernels.pool import SMALL, parallel_for
 
 @compiled(fastmath=FASTMATH)
 def _norm_values(projected, heads, ones, eps, of_keys, lo, hi):
-    """The last heads are normed; where these are not projected, from the keys before them."""
+    """Norms the last heads; if they are not projected, from the keys before them."""
     for t in range(lo, hi):
         for h in range(projected.shape[1]):
             source, out = projected[t, h], heads[t, h]
@@ -34,8 +34,8 @@ def _norm_values(projected, heads, ones, eps, of_keys, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def norm_values(projected, value_norm, num_heads, of_keys, workers):
-    """[T, H + 2 K, D] of projected heads, K values less where these are keys; `value_norm`: of
-    `cpu_decoder.Attention`."""
+    """[T, H + 2 K, D] from projected heads, which have K fewer if the values are the keys;
+    `value_norm`: of `cpu_decoder.Attention`."""
     (ones, eps), (tokens, _, size) = value_norm, projected.shape
     heads = empty((tokens, num_heads + 2 * of_keys, size), projected.dtype)
     parallel_for(
@@ -54,7 +54,8 @@ def _gate_inputs(gated, inputs, index, activation, all_rows, rows, lo, hi):
 
 @by_types(FASTMATH)
 def _add_input(x, residual, all_rows, rows, inputs, own, eps, workers):
-    """residual += what the layer's input adds to it, if there is one, by way of x."""
+    """Adds the contribution of the per-layer input to the residual, if there is one; x is a
+    buffer."""
     if len(own) == 0:
         return lambda x, residual, all_rows, rows, inputs, own, eps, workers: None
 
@@ -77,12 +78,12 @@ def _add_input(x, residual, all_rows, rows, inputs, own, eps, workers):
 
 @compiled(fastmath=FASTMATH)
 def leave_with_input(x, residual, all_rows, rows, inputs, last, workers):
-    """In place: the residual takes in x and what the layer's input adds; x becomes 0.
+    """In place: adds x and the contribution of the per-layer input to the residual; x becomes 0.
 
     Args:
         inputs: of all layers, [T, layers, I].
-        last: the weights gate and projection of the layer's input, its norm, its place and the
-            gate's number, or nothing; the factor [1] on all; the norm's epsilon.
+        last: the weights gate and projection of the per-layer input, its norm, its index and the
+            index of the activation, or (); the factor [1] on everything; the norm's epsilon.
     """
     own, factor, eps = last
     for t in range(len(x)):

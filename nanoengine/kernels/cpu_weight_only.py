@@ -1,8 +1,8 @@
-"""Linear layers of weight-only integers and small floats on a CPU: numbers become floats while they
-are read, and multiply float32. Many rows share the floats of a panel; few make their own, in
-registers. A row's result has the same bits either way.
+"""Linear layers with weight-only quantization on a CPU: integers or small floats are converted to
+float32 when they are read, and multiplied in float32. Many rows share the floats of a panel; few
+rows convert in registers. A row's result has the same bits either way.
 
-The readable form is `layers/quantized.py`; `layers/cpu_quantized.py` packs.
+The reference implementation is `layers/quantized.py`; `layers/cpu_quantized.py` packs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL, PANELS
 from nanoengine.kernels.widen import AT_ONCE, E4M3, ZEROS, multiply_widened, widen
 
-WIDENED = 1024  # inputs made floats at a time: with two panels 128 KiB, which stay in the L2 cache
-FEW_WIDENED = 2  # rows, of which each makes its floats for itself
+WIDENED = 1024  # inputs dequantized at a time: with two panels 128 KiB, which stay in the L2 cache
+FEW_WIDENED = 2  # rows that each dequantize in registers
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def _dequantize(w, p, form, scales, zeros, group_size, size, first, last, panel):
-    """panel[k - first, j] = (value - zero) * scale of inputs first ... last - 1 of panel p. All of
-    its inputs, `size`, share scales in groups."""
+    """panel[k - first, j] = (value - zero) * scale of inputs first ... last - 1 of panel p. `size`:
+    all inputs of the panel, which share scales in groups."""
     groups, has_zeros = size // group_size, len(zeros) > 0
     if not has_zeros:
         zeros = new_zeros((PANEL,), np.float32)
-    inputs = 1 if form in (8, E4M3) else 2  # in a byte
+    inputs = 1 if form in (8, E4M3) else 2  # per byte
     for g in range(first // group_size, (last - 1) // group_size + 1):
         at = (p * groups + g) * PANEL
         z, k = at if has_zeros else 0, max(first, g * group_size)
@@ -39,7 +39,7 @@ def _dequantize(w, p, form, scales, zeros, group_size, size, first, last, panel)
 
 @compiled(fastmath=FASTMATH, part=True)
 def _few_rows(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
-    """`dequantized_panels` of so few rows that numbers become floats in registers for each."""
+    """`dequantized_panels` for few rows: each row dequantizes in registers."""
     (num_rows, size), num_outputs, p = x.shape, out.shape[1], lo
     step, bytes = size // group_size * PANEL, (size if form in (8, E4M3) else size // 2) * PANEL
     inputs, outputs, kind = x.reshape(-1), out.reshape(-1), form + ZEROS if len(zeros) else form
@@ -54,7 +54,7 @@ def _few_rows(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
 
 @compiled(fastmath=FASTMATH)
 def dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
-    """`linear_dequantized` for the outputs of panels lo ... hi - 1: what one worker does."""
+    """`linear_dequantized` for the outputs of panels lo ... hi - 1: one worker's share."""
     (num_rows, size), num_outputs = x.shape, out.shape[1]
     if num_rows <= FEW_WIDENED:
         _few_rows(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
@@ -85,14 +85,14 @@ def _dequantized_tiles(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
 
 @compiled(fastmath=FASTMATH)
 def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
-    """`linear` over small numbers with scales, made floats panel by panel: T rows share the work.
+    """`linear` with quantized weights, dequantized panel by panel; T rows share the work.
 
     w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits; form: 8, 4 (plus
     8), E4M3 (the bits of floats, none of them NaN) or E2M1; scales, zeros: flat float32 [panels,
-    groups, 16], no zeros: an empty array; bias: padded to panels.
+    groups, 16], no zero points: an empty array; bias: padded to panels.
     """
     if len(x) == 0:
-        return  # or each panel would be made floats for nobody
+        return  # or each panel would be dequantized for no row
     panels = -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     parallel_for(

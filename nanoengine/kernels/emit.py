@@ -1,8 +1,8 @@
 """Emit: vector instructions for the register tiles of kernels compiled by numba.
 
-The compiler's loop vectorizer may or may not find a loop's vectors. A tile whose instructions are
-written out does not depend on it, and the sum of one row never depends on the rows beside it. Used
-by the CPU kernels of attention and of linear layers.
+The compiler's loop vectorizer may or may not vectorize a loop. A tile with explicit instructions
+does not depend on it, and the sum of one row never depends on the other rows. The CPU kernels of
+attention and of linear layers use it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ FLOATS = types.Array(types.float32, 1, "C")
 
 
 def writes(result=types.void, *, literals=False):
-    """Has compiled code call the decorated function `write(emit, *values)`, which writes
-    instructions: with an `Emit`, whose `kinds` are the types of the arguments by name, and LLVM's
-    values.
+    """A decorator: compiled code calls the decorated function `write(emit, *values)`, which writes
+    instructions. It gets an `Emit`, whose `kinds` maps argument names to types, and LLVM values.
 
-    `result` is the type of what it returns; with `literals` the types of constants hold their
+    `result` is the type of its return value; with `literals` the types of constants contain their
     values.
     """
 
@@ -37,7 +36,7 @@ def writes(result=types.void, *, literals=False):
 
 
 def written_by(write):
-    """As `writes()`, where the decorated function gives the name and the arguments alone."""
+    """Like `writes()`, but the decorated function only gives the name and the arguments."""
     return lambda named: _called(named, [*inspect.signature(named).parameters], write)
 
 
@@ -59,14 +58,14 @@ def _called(named, parameters, write, result=types.void, literals=False):
 
 
 def call_named(builder, name, result, *arguments):
-    """One of LLVM's own functions, or one that is known by this name."""
+    """Calls an LLVM intrinsic, or a function registered under this name."""
     kind = ir.FunctionType(result, [a.type for a in arguments])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, arguments)
 
 
 class BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's bfloat, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -82,7 +81,7 @@ class Emit:
     """Writes the vector instructions of one register tile, `bits` per vector.
 
     Attributes:
-        kinds: the types of the arguments by name, where `writes` has made it.
+        kinds: maps argument names to types, if `writes` has made it.
     """
 
     kinds = SimpleNamespace()
@@ -101,8 +100,8 @@ class Emit:
         return self.builder.gep(data, [offset])
 
     def operands(self, *arguments):
-        """A pointer for each array and the place after it; other arguments as they are. They are
-        the first ones of the function."""
+        """Replaces each array and the index after it by a pointer; keeps other arguments. They are
+        the first arguments of the function."""
         kinds, arguments, made = iter(vars(self.kinds).values()), iter(arguments), []
         for argument in arguments:
             if isinstance(kind := next(kinds), types.Array):
@@ -125,12 +124,12 @@ class Emit:
         self.builder.store(value, pointer, align=self.align)
 
     def get(self, kind, pointer, offset=0):
-        """A vector of this type, `offset` numbers of the pointer's type further on."""
+        """A vector of this type, `offset` elements of the pointer's type after the pointer."""
         pointer = self.at(pointer, ir.IntType(64)(offset))
         return self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()), align=1)
 
     def rows(self, pointer, stride, count):
-        """Pointers to `count` rows, `stride` numbers apart."""
+        """Pointers to `count` rows, `stride` elements apart."""
         pointers = [pointer]
         while len(pointers) < count:
             pointers.append(self.at(pointers[-1], stride))
@@ -140,8 +139,8 @@ class Emit:
         return call_named(self.builder, name, result, *arguments)
 
     def loop(self, count, turn, unroll=1):
-        """Writes `turn(i)` for i < count, `unroll` of them each time round, and keeps LLVM from
-        writing out more: it does not count registers when it does."""
+        """Writes `turn(i)` for i < count, unrolled `unroll` times. Keeps LLVM from unrolling
+        further, since it ignores the number of registers."""
         builder, word = self.builder, count.type
         rounds = builder.udiv(count, word(unroll))
 
@@ -169,15 +168,15 @@ class Emit:
         builder.position_at_end(done)
 
     def _never_unrolled(self):
-        """What marks a loop for LLVM: a node that names itself, then what it says."""
+        """The metadata that LLVM reads for a loop: a node that refers to itself, then the hint."""
         module = self.builder.module
         node = ir.MDValue(module, [], name=str(len(module.metadata)))
         node.operands = (node, module.add_metadata(["llvm.loop.unroll.disable"]))
         return node
 
     def prefetch(self, pointer, *, level=1, write=False):
-        """Asks for the cache line at an address, down to the L1 or L2 cache; harmless where there
-        is no memory. Level 0: to read it once, after which it need not lie in any cache."""
+        """Prefetches the cache line at an address to the L1 or L2 cache; harmless for an invalid
+        address. Level 0: it is read only once, and need not stay in any cache."""
         byte = self.builder.bitcast(pointer, ir.IntType(8).as_pointer())
         access, keep, data = I32(int(write)), I32(4 - level if level else 0), I32(1)
         self.call("llvm.prefetch.p0", ir.VoidType(), byte, access, keep, data)
@@ -189,7 +188,7 @@ class Emit:
         return cell
 
     def moved(self, cell, step):
-        """The pointer in a cell, which moves `step` numbers on."""
+        """Returns the pointer in a cell, then advances the cell by `step` elements."""
         pointer = self.builder.load(cell)
         self.builder.store(self.at(pointer, step), cell)
         return pointer
@@ -201,7 +200,8 @@ class Emit:
         return self.call(f"llvm.fmuladd.{self.suffix}", self.vector, a, b, c)
 
     def add_product(self, total, a, b):
-        """total + a * b: of floats with one rounding, of pairs of bfloat16 with one each."""
+        """total + a * b: with one rounding for floats, with one for each product of bfloat16
+        pairs."""
         if a.type == self.vector:
             return self.fma(a, b, total)
         kind = ir.VectorType(BFloat(), 2 * self.width)
@@ -215,11 +215,11 @@ class Emit:
         return [self.builder.bitcast(bits, self.vector) for bits in (first, second)]
 
     def widen_halves(self, bits):
-        """float32 of a vector of float16's bits."""
+        """Converts a vector with the bits of float16 to float32."""
         if self.isa.halves:
             halves = ir.VectorType(ir.HalfType(), bits.type.count)
             return self.builder.fpext(self.builder.bitcast(bits, halves), self.vector)
-        # Why by hand: without an instruction LLVM would call a function for each number.
+        # Why by hand: without an instruction LLVM would call a function per element.
         build, wide, every = self.builder, self.words, self.every
         number = build.zext(bits, wide)
         size = build.shl(build.and_(number, every(0x7FFF)), every(13))
@@ -235,7 +235,7 @@ class Emit:
         return ir.Constant(self.vector, [value] * self.width)
 
     def every(self, number, kind=None):
-        """A whole number in all lanes; of 32 bits and the tile's width if no type is given."""
+        """An integer in all lanes; of 32 bits and the tile's width if no type is given."""
         kind = kind or self.words
         return ir.Constant(kind, [number] * kind.count)
 
@@ -250,15 +250,16 @@ class Emit:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def halved(self, vectors, combine):
-        """One vector of several: the first half with the second, until one is left."""
+        """Reduces several vectors to one: combines the first half with the second until one is
+        left."""
         while len(vectors) > 1:
             half = len(vectors) // 2
             vectors = [combine(a, b) for a, b in zip(vectors[:half], vectors[half:], strict=True)]
         return vectors[0]
 
     def across(self, vectors, combine):
-        """One number of all lanes of all vectors: the first half with the second, until one lane
-        is left. So the order is that of the lanes, however many of them a vector has."""
+        """Reduces all lanes of all vectors to one number: combines the first half with the second
+        until one lane is left. The order of combination does not depend on the vector width."""
         vector, half = self.halved(vectors, combine), self.width // 2
         while half:
             lanes = [(i + half) % self.width for i in range(self.width)]

@@ -2,8 +2,9 @@
 
 `CacheTile.exp2`, for register tiles, is 2 ** x: its argument needs no reduction by a rounded ln 2.
 
-Source: range reduction and coefficients of Cephes' expf (Moshier); those of 2 ** x by Lawson's
-iteration for the least relative error in [-1/2, 1/2], 9.2e-8 before rounding, with 2 ** 0 = 1.
+Source: range reduction and coefficients of Cephes' expf (Moshier); the coefficients of 2 ** x by
+Lawson's iteration for the least relative error in [-1/2, 1/2], 9.2e-8 before rounding, and exact at
+0.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from numba.extending import overload
 
 LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950, 0.693359375, -2.1219444e-4
 COEFFICIENTS = (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 0.5)
-LOWEST = -87.0  # below it e ** x is no normal number
+LOWEST = -87.0  # below it e ** x is not a normal number
 COEFFICIENTS_2 = (1.32647272e-3, 9.67151264e-3, 0.0555073374, 0.240222421, 0.693146978, 1.0)
 LOWEST_2 = -127.0  # here the exponent of a float32 is 0, and 2 ** x too
-SHIFT_2 = 3 * 2.0**22 + 127  # in a float32 beside it, fractions are rounded away
+SHIFT_2 = 3 * 2.0**22 + 127  # adding it to a float32 rounds fractions away
 
 
 def exp(x):
@@ -37,7 +38,7 @@ def _exp(x):
     bias, shift = np.int32(127), np.int32(23)
 
     def polynomial(x):
-        # Why: libm's expf is a call per number; this vectorizes. Comparisons let NaN through.
+        # Why: libm's expf is one call per element; this vectorizes. Comparisons let NaN through.
         clamped = lowest if x < lowest else x
         n = np.floor(clamped * log2_e + half)
         r = clamped - n * ln2_high - n * ln2_low

@@ -1,8 +1,8 @@
-"""Tiles of grouped weights: rows of int8 inputs times panels of codes of 2 to 8 bits with scales.
+"""Tiles of group-wise quantized weights: rows of int8 inputs times panels of codes of 2 to 8 bits.
 
-    a panel, 16 outputs     64 bytes     float32: a factor of each output
-    a block, 256 inputs     a header     scales and what is taken off, of each group and output
-      8 units of 32         64 bytes a bit, in planes one after the other
+    a panel, 16 outputs     64 bytes     float32: a factor per output
+    a block, 256 inputs     a header     scales and offsets, per group and output
+      8 units of 32         64 bytes per bit, in planes one after the other
 
     plane of     a line of 64 bytes holds 16 outputs for
     8 bits       4 inputs
@@ -10,21 +10,21 @@
     2            16 inputs: 4 at bits 0 and 1, 4 at bits 2 and 3, ...
     1            32 inputs
 
-A code of 6 bits is one of 4 and above it one of 2; 5 bits are 4 and 1, 3 are 2 and 1. The last
-block of a panel has as many units as are left.
+A 6-bit code is split into planes of 4 bits and, above them, 2 bits; 5-bit codes into 4 and 1; 3-bit
+codes into 2 and 1. The last block of a panel has the remaining units.
 
-    levels    header: lines of 16 numbers, one an output
-    1         of each group: scale (float16), zero or minimum (float16), if there are any
-    2         a line of factors (float32), then of each group the scale (int8). With minima a line
-              of factors and factors of minima (float16), then the bytes in which a file has scales
-              and minima: 12 of 8 groups, 16 of 16 (`gguf_blocks.packed_groups`)
+    levels    header: lines of 16 values, one per output
+    1         per group: scale (float16), zero point or minimum (float16), if there are any
+    2         a line of factors (float32), then per group the scale (int8). With minima a line
+              of factors and factors of minima (float16), then scales and minima in the bytes of
+              the file: 12 for 8 groups, 16 for 16 (`gguf_blocks.packed_groups`)
 
-A group's sums are exact whole numbers, and groups are added in order. So **results have the same
-bits for any number of rows and under each instruction set**. What a code stands for is a `Form`.
-Each form has functions of its own, which are reached by their addresses: so weights of different
-forms have one type, and who multiplies by them is compiled once.
+A group's sums are exact integers, and groups are added in order. So **results have the same bits
+for any number of rows and under each instruction set**. A `Form` says what a code means. Each form
+has its own functions, which are called by address. Weights of different forms therefore have one
+type, and a kernel that multiplies by them is compiled once.
 
-Source: bit planes apart from each other, ggml's Q5_0 and Q6_K.
+Source: separate bit planes, as in ggml's Q5_0 and Q6_K.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ from nanoengine.kernels.emit import I32, writes, written_by
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import FLOAT, I8, I16, I64, LINE, PANEL, tile_function
 
-UNITS = 8  # of a block
+UNITS = 8  # per block
 PAIRED = 80  # bytes of a unit of inputs from `pair_inputs`
 NONE, ZEROS, MINS = range(3)
-FEW_WIDENED = 2  # rows, of which each makes its floats for itself
+FEW_WIDENED = 2  # rows that each dequantize in registers
 AT_ONCE = 4 if CURRENT.vector_bits == 512 else 1  # panels of one row, which waits for its own sums
 TABLES: tuple[tuple[int, ...], ...] = ((), IQ4, E2M1)
-"""What codes of 4 bits stand for; none: themselves."""
+"""Values of 4-bit codes; (): the codes themselves."""
 
 
 class Form(NamedTuple):
-    """What a code and the numbers of a group are.
+    """The meaning of codes, scales and offsets.
 
     Attributes:
-        bits: of a code: 2, 3, 4, 5, 6 or 8.
-        centered: codes count from -(2 ** (bits - 1)), else from 0; those of 8 bits are int8.
-        table: place in `TABLES`.
-        halves: groups in a unit: 2 of 16 inputs, or 1, which may go on in the units behind it.
-        levels: of scales: 1 float16, 2 whole numbers times a block's float32.
-        offset: NONE; ZEROS, in units of values, taken off before the scale; MINS, behind it.
+        bits: bits per code: 2, 3, 4, 5, 6 or 8.
+        centered: codes count from -(2 ** (bits - 1)), else from 0; 8-bit codes are int8.
+        table: index in `TABLES`.
+        halves: groups per unit: 2 of 16 inputs, or 1, which may extend over the following units.
+        levels: levels of scales: 1: float16; 2: integers times a block's float32.
+        offset: NONE; ZEROS: zero points in units of values, subtracted before the scale; MINS:
+            minima, subtracted after it.
     """
 
     bits: int
@@ -78,23 +79,23 @@ class Form(NamedTuple):
 
     @property
     def is_signed(self) -> bool:
-        """Whether tiles multiply by values of a whole signed byte, in place of codes."""
+        """Whether tiles multiply by signed byte values instead of codes."""
         return self.bits == 8 or self.table > 0
 
     @property
     def most_pairs(self) -> int:
-        """How many sums of two products with codes fit 16 bits."""
+        """How many sums of two products with codes fit in 16 bits."""
         return 32767 // (2 * 127 * ((1 << self.bits) - 1))
 
 
 def most_grouped(isa: ISA) -> int:
     """Rows of the largest tile."""
-    # Why fewer on these: more sums than that wait in memory (`tests/kernels/test_assembly.py`).
+    # Why fewer on these: more sums would be spilled (`tests/kernels/test_assembly.py`).
     return {"avx512": 3, "neon": 2}.get(isa.name, most_rows(isa))
 
 
 class GroupedTile(ByteTile):
-    """Writes what a unit's codes and a group's numbers are."""
+    """Writes how a unit's codes and a group's scales and offsets are read."""
 
     def __init__(self, builder, isa: ISA, form: Form):
         super().__init__(builder, isa)
@@ -102,10 +103,11 @@ class GroupedTile(ByteTile):
         self.lanes, self.input_bytes = range(0, PANEL, self.width), UNIT
 
     def codes(self, lines, four: int, vector: int):
-        """The codes of four inputs of a unit for the outputs of one vector: of each four bytes."""
+        """The codes of four inputs of a unit for the outputs of one vector, four bytes per
+        output."""
         build, code, at = self.builder, None, vector * self.bytes.count
         for bits, place, before in self.form.planes:
-            fours = 8 // bits  # of a line
+            fours = 8 // bits  # per line
             part = self.get(self.bytes, lines, LINE * (before + four // fours) + at)
             if bits < 8:
                 shift, mask = place - bits * (four % fours), ((1 << bits) - 1) << place
@@ -114,14 +116,13 @@ class GroupedTile(ByteTile):
         return code
 
     def values(self, lines, four: int, vector: int):
-        """`codes`, or their values where these are signed."""
+        """`codes`, or their values if these are signed."""
         codes = self.codes(lines, four, vector)
         return self.looked_up(codes) if self.form.table else codes
 
     def weights(self, lines, groups, four: int, vector: int):
-        """The weights of four inputs for the outputs of one vector, one after the other, of groups
-        whose scales and minima are those of the outputs: (w - zero) * scale - min, each step
-        rounded."""
+        """Yields the weights of four inputs for the outputs of one vector: (w - zero) * scale -
+        min, each step rounded. `groups` has the outputs' scales and offsets."""
         build, form, centered = self.builder, self.form, self.form.centered and self.form.bits < 8
         scales, offsets = groups[four // 4 if form.halves == 2 else 0]
         low = 1 << form.bits - 1 if centered else 0
@@ -135,7 +136,7 @@ class GroupedTile(ByteTile):
             values = build.sub(values, self.every(low, self.bytes)) if low else values
             words = build.bitcast(values, self.words)
         for k in range(4):
-            if in_table:  # The lowest 4 bits of each word say which.
+            if in_table:  # The lowest 4 bits of each word are the index.
                 word = build.lshr(words, self.every(8 * k)) if k else words
                 value = self.call("llvm.x86.avx512.permvar.sf.512", self.vector, table, word)
             else:
@@ -147,7 +148,7 @@ class GroupedTile(ByteTile):
             yield build.fsub(value, offsets[vector]) if form.offset == MINS else value
 
     def shifted(self, numbers, left: int):
-        """Bits moved within words of 16, which mixes neighbouring bytes."""
+        """Shifts 16-bit words, which mixes adjacent bytes."""
         if not left:
             return numbers
         words, count = self.builder.bitcast(numbers, self.pairs), self.every(abs(left), self.pairs)
@@ -155,7 +156,7 @@ class GroupedTile(ByteTile):
         return self.builder.bitcast(moved, self.bytes)
 
     def looked_up(self, codes):
-        """The table's values for codes of 4 bits."""
+        """The table's values for 4-bit codes."""
         table = TABLES[self.form.table]
         names = {128: "ssse3.pshuf.b.128", 256: "avx2.pshuf.b", 512: "avx512.pshuf.b.512"}
         if self.isa.byte_dots == "generic":
@@ -171,7 +172,7 @@ class GroupedTile(ByteTile):
         return self.call(name, self.bytes, numbers, codes)
 
     def starts(self, offsets):
-        """What the sums of each row's inputs with a group's values start from."""
+        """Initial values of the sums of each row's inputs times a group's values."""
         form, exact = self.form, self.isa.byte_dots == "vpdpbusd"
         if not (exact if form.is_signed else form.centered):
             return [self.every(0)] * len(offsets)
@@ -182,7 +183,7 @@ class GroupedTile(ByteTile):
         return [move(start, self.every(abs(left))) for start in starts] if left else starts
 
     def sums(self, lines, fours: range, inputs, offsets):
-        """Whole numbers [row][vector]: dot products of a group's inputs with its values."""
+        """Integers [row][vector]: dot products of a group's inputs with its values."""
         form, most = self.form, self.form.most_pairs
         exact = self.isa.byte_dots == "vpdpbusd"
         totals = [[start] * self.vectors for start in self.starts(offsets)]
@@ -210,8 +211,8 @@ class GroupedTile(ByteTile):
         return totals
 
     def together(self, vectors):
-        """The same vectors, all computed before what uses them. Why: LLVM would order instructions
-        row after row, and each row waits for its own sums."""
+        """The same vectors, all computed before they are used. Why: LLVM would order instructions
+        row by row, and each row waits for its own sums."""
         kind = ir.LiteralStructType([vector.type for vector in vectors])
         operands = ",".join(["=v"] * len(vectors) + [*map(str, range(len(vectors)))])
         of = ir.FunctionType(kind, kind.elements)
@@ -219,7 +220,7 @@ class GroupedTile(ByteTile):
         return [self.builder.extract_value(found, i) for i in range(len(vectors))]
 
     def header(self, head):
-        """Of a block: factors, factors of minima, and where the groups' numbers begin."""
+        """A block's factors, its factors of minima, and a pointer to the groups' scales."""
         if self.form.levels == 1:
             return None, None, self.builder.bitcast(head, I16.as_pointer())
         numbers = self.at(head, I64(LINE))
@@ -230,7 +231,7 @@ class GroupedTile(ByteTile):
         return *factors, self.in_bytes(numbers)
 
     def in_bytes(self, packed):
-        """A block's scales, then its minima, a byte each, written down once for all of its units;
+        """Unpacks a block's scales, then its minima, to one byte each, once for all of its units;
         see `gguf_blocks.packed_groups`."""
         size = UNITS * self.form.halves * PANEL
         kind = ir.ArrayType(self.bytes, 2 * size // self.bytes.count)
@@ -255,7 +256,7 @@ class GroupedTile(ByteTile):
         return room
 
     def of_groups(self, header, unit, shift):
-        """The scales and what is taken off of each group of a unit: vectors of float32."""
+        """The scales and offsets of each group of a unit, as vectors of float32."""
         form, found, (factors, of_mins, place) = self.form, [], header
         if form.levels == 1:
             lines = 2 if form.offset else 1
@@ -274,11 +275,11 @@ class GroupedTile(ByteTile):
         return found
 
     def eighths(self, offsets):
-        """What is taken off, for sums of inputs times -8."""
+        """The offsets / 8, since they are multiplied by sums of inputs times -8."""
         return [self.builder.fmul(offset, self.constant(0.125)) for offset in offsets]
 
     def whole(self, pointer, factors):
-        """A group's whole numbers times the factors of its block."""
+        """A group's integers times the factors of its block."""
         narrow, found = ir.VectorType(I8, self.width), []
         for lane, factor in zip(self.lanes, factors, strict=True):
             words = self.builder.sext(self.get(narrow, pointer, lane), self.words)
@@ -286,7 +287,7 @@ class GroupedTile(ByteTile):
         return found
 
     def of_outputs(self, factors, groups):
-        """The scales and what is taken off of each group, with the factors of the outputs."""
+        """The scales and offsets of each group, multiplied by the factors of the outputs."""
 
         def times(vectors):
             return [self.builder.fmul(v, f) for v, f in zip(vectors, factors, strict=True)]
@@ -295,11 +296,12 @@ class GroupedTile(ByteTile):
         return [(times(scales), times(taken) if is_min else taken) for scales, taken in groups]
 
     def factors(self, panel):
-        """Of the outputs of a panel."""
+        """The factors of a panel's outputs."""
         return [self.get(self.vector, panel, 4 * lane) for lane in self.lanes]
 
     def blocks(self, of, write, panels: int = 1):
-        """Writes `write(lines, of its groups, unit)` for each unit, the first two of each panel."""
+        """Writes `write(lines, groups, unit)` for each unit; lines and groups have an entry per
+        panel."""
         build = self.builder
         place = self.variable(self.at(of.w, I64(LINE)))
         asked = self.variable(self.at(of.w, of.ahead)) if hasattr(of, "ahead") else None
@@ -332,10 +334,10 @@ class GroupedTile(ByteTile):
 
 
 class SpreadTile(GroupedTile):
-    """Reads what `spread_panel` wrote, and of values of a whole byte inputs of `pair_inputs`.
+    """Reads the output of `spread_panel`, and for byte values the inputs of `pair_inputs`.
 
-    Two such products take one multiplication, what depends on inputs or on values alone being
-    known, and all is exact:
+    Two products of byte values take one multiplication, because the terms that depend only on
+    inputs or only on values are known. Everything is exact:
 
         x0 * w0 + x1 * w1 = (x0 + w1) * (x1 + w0) - x0 * x1 - w0 * w1
 
@@ -347,8 +349,8 @@ class SpreadTile(GroupedTile):
         self.input_bytes = PAIRED if form.is_signed else UNIT
 
     def sums(self, lines, fours: range, inputs, offsets):
-        """As `GroupedTile.sums`. Why a loop: LLVM adds up in pairs what it sees at once, and keeps
-        sums in memory meanwhile."""
+        """As `GroupedTile.sums`. Why a loop: LLVM would add unrolled products in pairs, and spill
+        the sums meanwhile."""
         build, signed, place = self.builder, self.form.is_signed, fours[0]
         fits = not signed and self.form.most_pairs >= len(fours)
         first = self.at(lines, I64(2 * LINE * place if signed else LINE * place))
@@ -398,7 +400,8 @@ class SpreadTile(GroupedTile):
         ]
 
     def known(self, of_values, inputs, at: int):
-        """What sums of pairs start from [row][vector]: less products of values and of inputs."""
+        """Initial values of sums of pairs [row][vector]: minus the products of values and of
+        inputs."""
         numbers = [self.get(self.words, of_values, 4 * lane) for lane in self.lanes]
         of_rows = [self.splat(self.get(I32, row, at), self.words) for row in inputs]
         return [[self.builder.add(of_row, number) for number in numbers] for of_row in of_rows]
@@ -424,13 +427,13 @@ class SpreadTile(GroupedTile):
 
 
 def has_spread(isa: ISA) -> bool:
-    """Whether panels are spread out for many rows. Why not elsewhere: products of four bytes at
-    once leave so few instructions that it gains nothing."""
+    """Whether panels are spread out for many rows. Why not on other CPUs: dot products of four
+    bytes need so few instructions that nothing is gained."""
     return isa.byte_dots == "vpmaddubsw"
 
 
 def unit_bytes(form: Form) -> int:
-    """Of a unit of a panel that is spread out."""
+    """Bytes of a unit of a panel that is spread out."""
     lines = UNIT // 2 + form.halves if form.is_signed else UNIT // 4
     return LINE * (form.halves * (2 if form.offset else 1) + lines)
 
@@ -443,10 +446,10 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
     """A tile of a panel: out[r, j] = factor[j] * sum over units of (x_scale[r] * sum over its
     groups of (scale[j] * (x . w - zero[j] * sum of x) - min[j] * sum of x)) + bias[j].
 
-    `numbers` are the form's, how many rows, and whether the panel is spread out. `groups` are those
-    of `quantize_groups`. Groups of weights of 1 << `shift` units share scales, where these have one
-    level; `header`: bytes of a block's. For each line that is read, a line's `ahead_stride` bytes
-    are prefetched, from `ahead` after the panel's first.
+    `numbers` are the form's fields, the number of rows, and whether the panel is spread out.
+    `groups` come from `quantize_groups`. With one level, groups of weights of 1 << `shift` units
+    share scales; `header`: bytes of a block's header. For each line that is read, it prefetches a
+    line, `ahead_stride` bytes after the previous one, from `ahead` after the panel's start.
     """
     *of_form, rows, is_spread = numbers
     form = Form(*of_form)
@@ -456,7 +459,7 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
     for line in outputs:
         tile.prefetch(line, write=True)
     results = [[tile.at(line, I64(lane)) for lane in tile.lanes] for line in outputs]
-    # Why not where registers are few: LLVM would keep sums in memory, which are added to often.
+    # Why not if registers are few: LLVM would spill sums, which are updated often.
     if 2 * (rows + (form.offset > 0)) * tile.vectors + 11 <= isa.registers:
         results = [[tile.variable(tile.constant(0.0)) for _ in tile.lanes] for _ in outputs]
     for cell in itertools.chain(*results):
@@ -502,15 +505,16 @@ def grouped_tile(builder, isa: ISA, of, *numbers: int):
 
 
 def of_floats(builder, isa: ISA, numbers) -> GroupedTile:
-    """What makes floats of codes: no products of bytes, so its vectors are those of floats."""
+    """The tile that converts codes to floats. It has no byte products, so it uses the vector width
+    of floats."""
     return GroupedTile(builder, replace(isa, byte_bits=isa.vector_bits), Form(*numbers))
 
 
 @tile_function("byte* w, before, units, shift, header, float* out")
 def grouped_floats(builder, isa: ISA, of, *numbers: int):
-    """The weights of some blocks of a panel, the first of them `before` bytes behind the panel's
-    first: out[k, j] = (w[k, j] - zero[j]) * scale[j] - min[j], each step rounded; the factor of the
-    output is in the scale and the minimum."""
+    """The weights of some blocks of a panel, from `before` bytes after the panel's first block on:
+    out[k, j] = (w[k, j] - zero[j]) * scale[j] - min[j], each step rounded. The factor of the output
+    is included in the scale and the minimum."""
     tile = of_floats(builder, isa, numbers)
     factors = tile.factors(of.w)
     of.w = tile.at(of.w, of.before)
@@ -534,8 +538,8 @@ def float_row_tile(builder, isa: ISA, of, *numbers: int):
     """A row of floats times panels `w_step` bytes apart: out[16 p + j] = start[16 p + j] + the sum
     over inputs k of x[k] * weight[p, k, j], in the steps of `grouped_floats` and of `float_tile`.
 
-    `numbers` are the form's, and how many panels. Prefetches are those of `grouped_tile`, of each
-    panel.
+    `numbers` are the form's fields and the number of panels. Each panel is prefetched as in
+    `grouped_tile`.
     """
     *of_form, panels = numbers
     tile = of_floats(builder, isa, of_form)
@@ -564,12 +568,13 @@ def float_row_tile(builder, isa: ISA, of, *numbers: int):
 
 @tile_function("byte* w, none_before, units, shift, header, byte* out")
 def spread_panel(builder, isa: ISA, of, *numbers: int):
-    """Spreads a panel out for tiles of many rows, which would each take codes and scales apart.
+    """Spreads a panel out for tiles of many rows, which would otherwise each unpack codes and
+    scales.
 
-    A line with the outputs' factors, then of each unit: of each group a line of scales and one of
-    what is taken off, if there is any, an eighth of it, float32; of each four inputs a line of
-    codes. Values of a whole byte have two, as words of 16 bits: those of the second and fourth
-    input, then of the others; behind them of each group, less their products.
+    A line with the outputs' factors, followed by the units. A unit has, per group, a line of scales
+    and a line of offsets / 8, if there are any, float32; then a line of codes per four inputs. Byte
+    values have two lines per four inputs, as 16-bit words: first the second and fourth input, then
+    the others; after them, per group, minus the products of these.
     """
     form = Form(*numbers)
     tile, size = GroupedTile(builder, isa, form), unit_bytes(form)
@@ -608,8 +613,8 @@ def spread_panel(builder, isa: ISA, of, *numbers: int):
 
 @writes()
 def pair_inputs(emit, values, at, out, out_at):
-    """A unit of inputs for `SpreadTile`: of each four the first and third as words of 16 bits, of
-    each four the others, then less the sums of their products: of the unit and of its halves."""
+    """A unit of inputs for `SpreadTile`: the first and third of each four as 16-bit words, then the
+    second and fourth, then minus the sums of their products: for the unit and for its halves."""
     builder = emit.builder
     tile = ByteTile(builder, replace(CURRENT, byte_bits=8 * UNIT))
     source, target = emit.operands(values, at, out, out_at)
@@ -624,13 +629,14 @@ def pair_inputs(emit, values, at, out, out_at):
 
 
 def rows_of_spread(isa: ISA) -> range:
-    """Rows of tiles whose panel is spread out: three tiles or more share their rows equally."""
+    """Numbers of rows for tiles whose panel is spread out: at least three tiles divide the rows
+    equally."""
     most = most_grouped(isa)
     return range(most - 1, most + 1) if has_spread(isa) else range(0)
 
 
 def functions_of(module, isa: ISA, form: Form) -> list[ir.Function]:
-    """`float_row_tile` of a form for one panel and for `AT_ONCE`, `grouped_floats`, its tiles of 1,
+    """`float_row_tile` of a form for one panel and for `AT_ONCE`, `grouped_floats`, the tiles of 1,
     2, ... rows, `spread_panel` and tiles of `rows_of_spread`, if there are any."""
     rows = range(1, most_grouped(isa) + 1)
     found = [float_row_tile(module, isa, *form, panels) for panels in (1, AT_ONCE)]
@@ -643,8 +649,8 @@ def functions_of(module, isa: ISA, form: Form) -> list[ir.Function]:
 
 @writes()
 def keep_addresses(emit, form, out):
-    """out[i] = the address of each of `functions_of` a form: a tuple whose parts are as long as the
-    form's numbers, so that its type says which."""
+    """out[i] = the address of each of `functions_of` a form. The form is a tuple of tuples whose
+    lengths are the form's fields, so that its type determines the form."""
     builder, numbers = emit.builder, Form(*(len(part) for part in emit.kinds.form))
     place = emit.pointer(emit.kinds.out, out, I64(0))
     for i, function in enumerate(functions_of(builder.module, CURRENT, numbers)):
@@ -652,7 +658,8 @@ def keep_addresses(emit, form, out):
 
 
 def _at_address(tile):
-    """Has compiled code call a function of this tile at an address, the first argument."""
+    """A decorator for a function that compiled code calls: it calls a function of this tile at an
+    address, the first argument."""
 
     def write(emit, address, *values):
         builder = emit.builder
@@ -669,15 +676,15 @@ def multiply_grouped(
     address, x, x_at, x_stride, groups, groups_at, groups_stride, w, w_at, units, shift, header,
     bias, column, out, out_at, out_stride, ahead, ahead_stride,
 ):  # fmt: skip
-    """The `grouped_tile` there, for the outputs from `column`."""
+    """Calls a `grouped_tile`, for the outputs from `column` on."""
 
 
 @_at_address(float_row_tile)
 def multiply_floats(address, x, x_at, w, w_at, w_step, units, shift, header, start, start_at,
                     out, out_at, ahead, ahead_stride):  # fmt: skip
-    """The `float_row_tile` there."""
+    """Calls a `float_row_tile`."""
 
 
 @_at_address(grouped_floats)
 def panel_made(address, w, w_at, before, units, shift, header, out, out_at):
-    """The `grouped_floats` or `spread_panel` there."""
+    """Calls a `grouped_floats` or `spread_panel`."""

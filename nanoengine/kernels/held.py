@@ -1,8 +1,7 @@
-"""Held: arguments that never change, kept in memory as compiled code has them.
+"""Held: constant arguments, kept in memory in the form that compiled code uses.
 
-numba takes each array of a call out of its Python object, 0.1 us an array. The layers of a model
-have hundreds, the same ones at each step. They are taken out once here, and a kernel reads them
-from memory:
+numba converts each array argument of a call from its Python object, 0.1 us per array. The layers of
+a model have hundreds, the same ones in each step. They are converted here once:
 
     Held([arguments of layer 0, of layer 1, ...])  ─ a kernel's argument ─►  of_place(held, i)
 
@@ -34,7 +33,7 @@ NUMBERS = {
 
 
 class HeldType(types.Opaque):
-    """The type of a `Held` whose values are of type `of`: to compiled code, their address."""
+    """The type of a `Held` with values of type `of`; in compiled code it is their address."""
 
     def __init__(self, of: types.Type) -> None:
         self.of = of
@@ -42,7 +41,8 @@ class HeldType(types.Opaque):
 
 
 def _text_of(of: types.Type) -> str:
-    """A type as `ahead.py` reads it; numba's own text of a named tuple is no Python."""
+    """A type in the syntax that `ahead.py` reads; numba's text of a named tuple is not valid
+    Python."""
     if not isinstance(of, types.BaseTuple):
         return repr(of)
     parts = "".join(f"{_text_of(part)}, " for part in of)
@@ -54,14 +54,14 @@ register_model(HeldType)(models.OpaqueModel)
 
 
 def type_of(value: Any) -> types.Type:
-    """What compiled code takes a value for: of an array dtype, dimensions and layout."""
+    """The type of a value in compiled code; for an array its dtype, dimensions and layout."""
     return numba.typeof(value)
 
 
 class Held:
     """Tuples of arrays, numbers and such tuples, all of one `type_of`.
 
-    Keeps the arrays alive, but does not see if they get another memory.
+    Keeps the arrays alive, but does not notice if their memory is replaced.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -80,7 +80,7 @@ class Held:
 
 @functools.cache
 def _kind(of: types.Type) -> Any:
-    """What numba's compiled code has for a type, as a type of C."""
+    """numba's native representation of a type, as a C type."""
     fields: list[Any]
     if isinstance(of, types.Array):  # numba's `arystruct_t`; the first two count references
         fields = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t]
@@ -94,7 +94,7 @@ def _kind(of: types.Type) -> Any:
 
 
 def _native(of: types.Type, value: Any) -> Any:
-    """The value as `_kind` has it. Nobody counts references to its arrays."""
+    """The value in its representation `_kind`. References to its arrays are not counted."""
     kind = _kind(of)
     if isinstance(of, types.Array):
         shape, strides = (dict(kind._fields_)[part] for part in ("part5", "part6"))
@@ -117,7 +117,7 @@ def _address_of(of, value, c):
 
 @intrinsic
 def of_place(typing_context, held, i):
-    """The value at place i of a `Held`."""
+    """The value at index i of a `Held`."""
 
     def codegen(context, builder, signature, args):
         kind = context.get_value_type(held.of)

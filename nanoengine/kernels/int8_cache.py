@@ -1,17 +1,17 @@
-"""What `cpu_attention` does beside the plain way where keys and values are int8.
+"""The functions of `cpu_attention` that differ for an int8 KV cache.
 
-    one head of a block    its lines of numbers, as floats have them (`attention_tiles.py`)
-                           behind all of them a float32 scale a token, [P]
+    one head of a block    its lines of elements, as with floats (`attention_tiles.py`)
+                           followed by one float32 scale per token, [P]
 
-A row is multiplied by a Hadamard matrix and rounded when it is stored (`store_rows`). Its numbers
-are widened in registers, or once for many rows (`attention_tiles.run_of`), and the scales are
-multiplied with scores and weights. Where queries and weights are pairs of bfloat16 numbers, two
-lines become one of pairs: a whole number of 8 bits is one of bfloat16. Queries are multiplied by
-the matrix before a step's tasks and outputs after them (`times_hadamard`), so that the tasks, which
-read the cache, need no matrix.
+A row is multiplied by a Hadamard matrix and rounded when it is stored (`store_rows`). Its elements
+are converted in registers, or once for many rows (`attention_tiles.run_of`), and scores and weights
+are multiplied by the scales. If queries and weights are pairs of bfloat16, two lines become one
+line of pairs: bfloat16 represents 8-bit integers exactly. Queries are multiplied by the matrix
+before a step's tasks, and outputs after them (`times_hadamard`), so the tasks, which read the
+cache, need no matrix.
 
-`cpu_attention` chooses these functions where a cache has the type int8, and imports this file then.
-`attention/stored.py` is the readable form.
+`cpu_attention` uses these functions if the cache is int8, and imports this file only then.
+`attention/stored.py` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from nanoengine.kernels.pool import SMALL, parallel_for
 from nanoengine.kernels.tiles import LINE
 
 LEAST = np.float32(2.0**-100)  # see `attention/stored.py`
-LANES = 8  # of vectors: `CPUBackend.head_dims` are multiples of it
+LANES = 8  # per vector: `CPUBackend.head_dims` are multiples of it
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def _scale_place(block, head, token, sizes):
-    """Where a flat cache, seen as float32, has the scale of a token's head."""
+    """Index of the scale of a token's head in a flat cache, viewed as float32."""
     _, num_kv_heads, head_dim, block_size = sizes
     first = (block * num_kv_heads + head) * block_size
     return (first * (head_dim + 4) + block_size * head_dim) // 4 + token % block_size
@@ -40,8 +40,8 @@ def _scale_place(block, head, token, sizes):
 
 @writes()
 def _add_and_subtract(emit, row, first, second):
-    """LANES elements of a row from `first` on become their sums with those from `second` on, which
-    become the differences. Where both are one place, it multiplies them by a Hadamard matrix."""
+    """LANES elements of a row from `first` on become their sums with those from `second` on; the
+    latter become the differences. If both are equal, it multiplies by a Hadamard matrix."""
     builder, kind = emit.builder, emit.kinds.row
     tile = Emit(emit.context, builder, kind, LANES * kind.dtype.bitwidth)
     at, beside = (tile.pointer(kind, row, place) for place in (first, second))
@@ -87,12 +87,12 @@ def times_hadamard(rows, cache, workers):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _store_row(source, row, cache, at, step, scale_at):
-    """Writes a row's numbers from `at` on, `step` apart, and its scale; `row` is for the product
-    with the matrix."""
+    """Writes a row's elements from `at` on, `step` apart, and its scale; `row` is a buffer for the
+    product with the matrix."""
     size = len(source) & -len(source)
     scale_row(source, 0, source.dtype.type(1 / size), row, 0, len(source))
     _times_hadamard(row)
-    most = np.uint32(0)  # Why whole numbers: NaN is the largest, and the loop is of vectors
+    most = np.uint32(0)  # Why integers: NaN is the largest, and the loop vectorizes
     for d in range(len(row)):
         size = np.uint32(np.float32(row[d]).view(np.uint32) & np.uint32(0x7FFFFFFF))
         most = size if size > most else most

@@ -1,19 +1,19 @@
-"""CURRENT: the instruction set that this process's kernels are written for.
+"""CURRENT: the instruction set for which this process's kernels are written.
 
-A kernel's tiles differ from CPU to CPU: how wide a vector is, how many registers hold sums, and
-whether one instruction multiplies bytes or bfloat16 numbers and adds them up. One description holds
-all of it, and the files that write instructions (`emit.py`, the tiles) ask nothing else.
+A kernel's tiles depend on the CPU: the width of vectors, the number of registers, and whether one
+instruction multiplies and accumulates bytes or bfloat16. One description contains all of this. The
+files that write instructions (`emit.py`, the tiles) use nothing else.
 
-It is a fact of the process, not of an engine: kernels are compiled once for all engines, and the
-compiler's target is made when the first kernel is declared. So the first who asks for `CURRENT`
-fixes it. It is found from the CPU, unless `use` has named a lesser one before, for tests and
-comparisons; the compiler then keeps to that one's instructions too, if nobody has compiled anything
+It belongs to the process, not to an engine: kernels are compiled once for all engines, and the
+compiler's target is made when the first kernel is declared. The first access to `CURRENT` therefore
+fixes it. It is the CPU's best, unless `use` has named a smaller one before, for tests and
+comparisons. The compiler then uses only instructions of that set too, if nothing has been compiled
 with numba before.
 
-Every instruction that is not on all CPUs has a generic twin of the same results, so **products and
-attention have the same bits under each of them** wherever the CPU has fused multiply-adds. What
-`cpu_layers.py` sums may be put in another order by the compiler: a model's log-probabilities
-differed by up to 1.4e-6 in float32.
+Every instruction that not all CPUs have has a generic replacement with the same results. **Products
+and attention therefore have the same bits under each of them**, if the CPU has fused multiply-adds.
+The compiler may reorder the sums in `cpu_layers.py`: a model's log-probabilities differed by up to
+1.4e-6 in float32.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from nanoengine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ISA:
-    """One instruction set, as kernels see it.
+    """One instruction set, as kernels use it.
 
     Attributes:
-        needs: LLVM's names of the features that it is made of, and the machine's name for ARM.
-        vector_bits, registers: of one vector register, and how many there are.
-        byte_dots: sums of products of bytes. vpdpbusd: four of an unsigned and a signed byte,
-            added to 32 bits; vpmaddubsw: two, in 16 bits; generic: shifts and multiplications.
-        byte_bits: of a vector of bytes.
-        bf16_dots: sums of products of two bfloat16 numbers, added to float32.
-        halves: whether one instruction makes floats of float16 numbers.
+        needs: LLVM's names of the required features, and the machine's name for ARM.
+        vector_bits, registers: width and number of the vector registers.
+        byte_dots: dot products of bytes. vpdpbusd: four unsigned times signed bytes, added to 32
+            bits; vpmaddubsw: two, in 16 bits; generic: shifts and multiplications.
+        byte_bits: bits of a vector of bytes.
+        bf16_dots: dot products of two bfloat16 numbers, added to float32.
+        halves: whether one instruction converts float16 to float32.
     """
 
     name: str
@@ -71,7 +71,7 @@ AVX512 = (*AVX2, "avx512bw", "avx512dq", "avx512f", "avx512vl")
 def of_compiler(isa: ISA, llvm: tuple[int, ...]) -> ISA:
     """The instruction set as kernels may use it with an LLVM of this version.
 
-    Why: LLVM before 22 has other types in `vpdpbusd`, and the process ends where they are wrong.
+    Why: LLVM before 22 has other types in `vpdpbusd`, and wrong ones terminate the process.
     """
     if isa.byte_dots != "vpdpbusd" or llvm >= (22,):
         return isa
@@ -79,7 +79,7 @@ def of_compiler(isa: ISA, llvm: tuple[int, ...]) -> ISA:
 
 
 # fmt: off
-ALL = (  # the best first; the first that a CPU has is its own
+ALL = (  # best first: a CPU uses the first one that it supports
     ISA(name="avx512_bf16", needs=(*AVX512, "avx512vnni", "avx512bf16"), vector_bits=512,
         registers=32, byte_dots="vpdpbusd", byte_bits=512, bf16_dots="vdpbf16ps", halves=True),
     ISA(name="avx512_vnni", needs=(*AVX512, "avx512vnni"), vector_bits=512, registers=32,
@@ -109,23 +109,24 @@ def available(features: Collection[str]) -> list[ISA]:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """What numba compiles for: LLVM's names of this CPU's features, and the machine's name."""
+    """Features for which numba compiles: LLVM's names of this CPU's features, and the machine's
+    name."""
     machine = platform.machine().lower().replace("arm64", "aarch64")
     if config.CPU_FEATURES is not None:
         flags = config.CPU_FEATURES.split(",")
         return frozenset({flag[1:] for flag in flags if flag.startswith("+")} | {machine})
     try:
         found = binding.get_host_cpu_features()
-    except RuntimeError:  # LLVM can't tell on every system
+    except RuntimeError:  # LLVM does not support this on every system
         found = {}
     return frozenset({name for name, has in found.items() if has} | {machine})
 
 
 def choose(wanted: str | None, features: Collection[str]) -> ISA:
-    """The instruction set that is asked for, else the best.
+    """The requested instruction set, or else the best.
 
     Raises:
-        ConfigError: no such name, or a CPU without it.
+        ConfigError: unknown name, or the CPU does not support it.
     """
     there = available(features)
     if wanted is None:
@@ -143,10 +144,10 @@ def choose(wanted: str | None, features: Collection[str]) -> ISA:
 
 
 def target_features(isa: ISA) -> str | None:
-    """LLVM's flags for exactly this instruction set; None: all that this CPU has.
+    """LLVM's flags for exactly this instruction set; None: all features of this CPU.
 
-    Why exactly: on more vectors a tile of AVX2 would find 32 registers. And any CPU that has the
-    instruction set can use the code, so it may be compiled elsewhere.
+    Why exactly: with wider vectors a tile for AVX2 would find 32 registers. Any CPU with the
+    instruction set can also use the code, so it may be compiled elsewhere.
     """
     if not isa.needs:
         return config.CPU_FEATURES
@@ -154,10 +155,10 @@ def target_features(isa: ISA) -> str | None:
 
 
 def use(name: str | None) -> None:
-    """Names the instruction set of this process's kernels; None: whichever is in use, or the best.
+    """Sets the instruction set of this process's kernels; None: keeps the current one, or the best.
 
     Raises:
-        ConfigError: no such name, a CPU without it, or kernels that are written for another one.
+        ConfigError: unknown name, the CPU does not support it, or kernels use another one already.
     """
     if name is None:
         return
@@ -173,8 +174,8 @@ def use(name: str | None) -> None:
 
 
 def _fix(isa: ISA) -> ISA:
-    """Why "generic": with the host's name, LLVM adds what that CPU has and orders instructions for
-    it, and the code would be good for it alone. Perf: docs/benchmarks.md has both."""
+    """Why "generic": with the host's name, LLVM adds that CPU's features and schedules instructions
+    for it, and the code would be good only for it. Perf: docs/benchmarks.md has both."""
     config.CPU_FEATURES = target_features(isa)
     config.CPU_NAME = "generic"
     globals()["CURRENT"] = isa
@@ -185,7 +186,7 @@ CURRENT: ISA
 
 
 def __getattr__(name: str) -> ISA:
-    """`CURRENT`, found when it is first asked for."""
+    """`CURRENT`, determined at the first access."""
     if name != "CURRENT":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _fix(choose(None, cpu_features()))

@@ -1,11 +1,11 @@
-"""compiled: numba's compiler with the options that all kernels share, and where code is kept.
+"""compiled: numba's compiler with the options that all kernels share, and a cache for their code.
 
     the package's `built`  ─►  the user's directory  ─►  compile, and keep it there
     written at install         `places`                  at each start, if nothing can be written
 
-numba's own cache looks at the file of a function alone to tell whether its code is still good, and
-keeps code for one CPU. Here code is good as long as no file of this room has changed, on each CPU
-of an instruction set. So it can be compiled while the package is installed (`ahead.py`).
+numba's own cache only checks the file of a function to decide whether its code is valid, and keeps
+code for one CPU. Here code is valid until a file of this directory changes, on every CPU with the
+same instruction set. It can therefore be compiled while the package is installed (`ahead.py`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def stamp(room: Path) -> bytes:
 
 
 class Flags(set[str]):
-    """LLVM's flags in one order. numba writes them into the name of a function's code; in a set's
-    order, which differs from process to process, what one has compiled would not find another's."""
+    """LLVM's flags in a fixed order. numba writes them into the name of a function's code. The
+    order of a set differs from process to process, so one process would not find the code of
+    another."""
 
     def __repr__(self) -> str:
         return str(sorted(self))
@@ -66,15 +67,15 @@ class Flags(set[str]):
 
 
 def compiled(*, fastmath: Collection[str], part: bool = False) -> Callable[..., Any]:
-    """Compiles the function at its first call and keeps the code on disk, where that can be.
+    """Compiles the function at its first call and keeps the code on disk if possible.
 
-    What has an underscore before its name is called by compiled code only.
+    Functions whose name begins with an underscore are called only by compiled code.
 
     Args:
         fastmath: LLVM's flags. None of ours has "nnan" or "ninf": a row with NaN or infinity must
             come out as NaN, there and only there.
-        part: written into each kernel that calls it, and compiled with that. For what is called
-            in loops.
+        part: linked into each kernel that calls it, and compiled with it. For functions that are
+            called in loops.
     """
 
     def decorate(function: Callable[..., Any]) -> Kernel | Part:
@@ -97,8 +98,9 @@ def compiled(*, fastmath: Collection[str], part: bool = False) -> Callable[..., 
 
 
 def by_types(fastmath: Collection[str] = ()) -> Callable[..., Any]:
-    """A function of compiled code whose text follows from the types of its arguments: the decorated
-    one is called with these when a caller is compiled, and returns the function that is meant."""
+    """A function of compiled code that is chosen by the types of its arguments. The decorated
+    function is called with these types when a caller is compiled, and returns the function to
+    use."""
 
     def decorate(choose: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(choose)
@@ -123,7 +125,8 @@ def places() -> list[Path]:
 
 
 def _is_safe(place: Path) -> bool:
-    """Whether nobody else can write there, or the user has named it: what is there will run."""
+    """Whether only this user can write there, or the user has named it: code in it will be
+    executed."""
     if os.environ.get(VARIABLE) or not hasattr(os, "getuid"):
         return True
     try:
@@ -149,12 +152,12 @@ def place_to_keep() -> Path | None:
 class KernelCache(FunctionCache):
     """The compiled code of one function: a file for each signature and compiler.
 
-    A file begins with a digest of the sources and of what follows. One that is damaged, or older
+    A file begins with a digest of the sources and of its contents. A file that is damaged, or older
     than the sources, is compiled again.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """numba's own would look for a directory to write."""
+        """Does not call numba's own, which would look for a writable directory."""
         self._py_func = function
         self._room = Path(function.__code__.co_filename).parent
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
@@ -162,7 +165,7 @@ class KernelCache(FunctionCache):
     cache_path = property(lambda self: str(BUILT))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled code for these types; None: it must be compiled."""
+        """The compiled code for these types; None if it must be compiled."""
         target_context.refresh()
         for path in self._where(self._file(sig, target_context)):
             try:
@@ -172,7 +175,7 @@ class KernelCache(FunctionCache):
             if digest == _digest(data):
                 try:
                     return CompileResult._rebuild(target_context, *pickle.loads(data))
-                except LookupError:  # Why: it calls a function that is another one now.
+                except LookupError:  # Why: a function that it calls has changed.
                     continue
         BURST.begin()
         return None
@@ -191,7 +194,7 @@ class KernelCache(FunctionCache):
             path.parent.mkdir(exist_ok=True)
             beside.write_bytes(_digest(content) + content)
             with self._guard_against_spurious_io_errors():
-                beside.replace(path)  # Why: who reads finds all of it, or nothing.
+                beside.replace(path)  # Why: a reader finds all of it, or nothing.
         except OSError as error:
             with contextlib.suppress(OSError):
                 beside.unlink()
@@ -204,11 +207,11 @@ class KernelCache(FunctionCache):
         yield from (place / own / file for place in places() if _is_safe(place))
 
     def _room_of_user(self) -> str:
-        """Why by path: several versions of the package may be installed, and used in turns."""
+        """Why by path: several versions of the package may be installed and used alternately."""
         return f"{self._room.name}-{hashlib.sha256(bytes(self._room)).hexdigest()[:16]}"
 
     def _file(self, sig: Any, target_context: Any) -> str:
-        """The name of the file of a signature's code, compiled as this process does."""
+        """The name of the file for a signature's code, as compiled by this process."""
         compiler = numba.__version__, sys.implementation.cache_tag, repr(CURRENT)
         key = (*self._index_key(sig, target_context.codegen()), *compiler)
         return f"{self._name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.nbc"
@@ -219,10 +222,10 @@ def _digest(data: bytes) -> bytes:
 
 
 class Burst:
-    """Kernels that are compiled one after the other, told in two lines: seconds of silence look
-    like a hang."""
+    """Logs a series of compiled kernels in two lines, because seconds of silence look like a
+    hang."""
 
-    QUIET = 1.0  # s, after which it was the last one
+    QUIET = 1.0  # s without a compilation, after which the series ends
 
     def __init__(self) -> None:
         self._depth, self._kernels, self._seconds, self._began = 0, 0, 0.0, 0.0
@@ -230,7 +233,7 @@ class Burst:
         atexit.register(self._tell)
 
     def begin(self) -> None:
-        """A kernel is compiled from now on, perhaps within another."""
+        """Called when the compilation of a kernel begins, perhaps inside another one."""
         self._timer.cancel()
         if self._depth == self._kernels == 0:
             if place := place_to_keep():
@@ -245,7 +248,7 @@ class Burst:
         self._depth += 1
 
     def end(self) -> None:
-        """It is there."""
+        """Called when the kernel is compiled."""
         self._depth -= 1
         self._kernels += 1
         if self._depth == 0:
@@ -267,5 +270,5 @@ BURST = Burst()
 
 @functools.cache
 def _warn(reason: str) -> None:
-    """Once for each reason."""
+    """Warns once for each reason."""
     log.warning("compiled kernels can't be kept: %s", reason)

@@ -1,6 +1,6 @@
-"""launch: the one call by which a Triton kernel of ours is launched, and small helpers for grids.
+"""launch: the only function that launches our Triton kernels, and small helpers for grids.
 
-Called by what chooses grids for our kernels. Tests replace `launch` to see or to refuse launches.
+Called by the code that chooses grids. Tests replace `launch` to record or forbid launches.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ Constants = dict[str, Any]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
-    """Launches a kernel; `args` are what may change from launch to launch: tensors, ints,
-    floats."""
+    """Launches a kernel; `args` may differ between launches: tensors, ints, floats."""
     kernel[grid](*args, **constants)
 
 
@@ -33,7 +32,7 @@ def require_compiler() -> None:
     """Launches a kernel, for which Triton compiles C code on this machine unless it did before.
 
     Raises:
-        ConfigError: it can't, mostly because there is no C compiler, or no Python.h.
+        ConfigError: compilation fails, usually because there is no C compiler or no Python.h.
     """
     try:
         launch(empty_kernel, (1,), {})
@@ -46,10 +45,10 @@ def require_compiler() -> None:
 
 
 def cdiv(number: int, by: int) -> int:
-    """number / by rounded up. Why not Triton's: some 1 us of host, 14 times in a layer."""
+    """number / by rounded up. Why not Triton's: it takes 1 us on the host, 14 times per layer."""
     return -(-number // by)
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two from `number` on, which is 1 or more."""
+    """The smallest power of two that is at least `number`, which is 1 or more."""
     return 1 << (number - 1).bit_length()

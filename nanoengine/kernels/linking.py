@@ -1,13 +1,14 @@
 """Kernel and Part: compiled functions, and what is linked into the functions that call them.
 
-A kernel is machine code with a name, once on the disk and once in a process, and others call it by
-that name. A part is written into each kernel that calls it. numba by itself does both with every
-function: it writes and optimizes machine code for it, and puts a copy into each caller, which is
-optimized again with the caller, and with the caller's callers.
+A kernel is machine code with a name. There is one copy on disk and one per process, and callers use
+the name. A part is linked into each kernel that calls it, and optimized with it. numba itself does
+both with every function: it writes and optimizes machine code for it, and puts a copy into each
+caller. The copy is optimized again with the caller, and with the caller's callers.
 
-Either borrows its arrays: callers keep them until it returns. So nobody counts who refers to them
-or to their slices. Counting is an instruction that locks a line of memory; it took a fifth of the
-time of one row's attention. An array that a kernel returns must therefore be one that it has made.
+Both borrow their arrays: callers keep them alive until the function returns. So no references to
+arrays or their slices are counted. Counting is an instruction that locks a cache line, and took a
+fifth of the time of one row's attention. An array that a kernel returns must therefore be one that
+it has made.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from numba.core.typed_passes import NativeLowering
 
 
 class Kernel(CPUDispatcher):
-    """A function whose code is there once."""
+    """A function whose code exists once."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(function, targetoptions=options, pipeline_class=StepsOfKernel)
@@ -48,7 +49,7 @@ class Kernel(CPUDispatcher):
 
     @property
     def _is_inner(self) -> bool:
-        """Whether numba has written nothing that turns Python's objects into its arguments."""
+        """Whether numba has written no wrapper that converts Python objects to its arguments."""
         return bool(self.targetoptions["no_cpython_wrapper"])
 
     def compile(self, sig: Any) -> Any:
@@ -60,7 +61,7 @@ class Kernel(CPUDispatcher):
             return super().compile(sig)
 
     def add_overload(self, cres: Any) -> None:
-        """Keeps the code for these types, and has callers link a reference to it."""
+        """Keeps the code for these types; callers link only a reference to it."""
         if self._is_inner:
             self.overloads[tuple(cres.signature.args)] = cres
         else:
@@ -76,13 +77,14 @@ class Kernel(CPUDispatcher):
 
 
 class Part(CPUDispatcher):
-    """A function whose code is there in each kernel that calls it, and nowhere else."""
+    """A function whose code exists only inside the kernels that call it."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(function, targetoptions=options, pipeline_class=StepsOfPart)
 
     def add_overload(self, cres: Any) -> None:
-        """Keeps what callers link. `object()` stands for machine code, of which there is none."""
+        """Keeps what callers link. `object()` is a placeholder for machine code, which does not
+        exist."""
         cres = cres._replace(entry_point=object())
         self.overloads[tuple(cres.signature.args)] = cres
         self.targetctx.insert_user_function(cres.entry_point, cres.fndesc, [cres.library])
@@ -103,7 +105,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def borrowed(context: Any, builder: Any, of: types.Type, value: Any) -> Any:
-    """The value without numba's counters of who refers to its arrays."""
+    """The value without numba's reference counters of its arrays."""
     if isinstance(of, types.Array):
         array = context.make_array(of)(context, builder, value)
         for name in ("meminfo", "parent"):
@@ -117,16 +119,16 @@ def borrowed(context: Any, builder: Any, of: types.Type, value: Any) -> Any:
 
 
 class Objects(PythonAPI):
-    """What is written to turn results into Python's objects: constants lie ready.
+    """Writes the conversion of results to Python objects, with constants that are ready to use.
 
-    numba has Python unpickle the class of each array at each call. Ctrl-C is raised there, and the
-    code goes on with no class and a result: "returned a result with an exception set".
+    numba has Python unpickle the class of each array at each call. A Ctrl-C is raised there, and
+    the code goes on with no class and a result: "returned a result with an exception set".
     """
 
     constants: EnvironmentManager
 
     def serialize_object(self, value: Any) -> Any:
-        """A constant, which `unserialize` gives back as it is."""
+        """A constant, which `unserialize` returns unchanged."""
         return Ready(self.constants.read_const(self.constants.add_const(value)))
 
     def unserialize(self, source: Any) -> Any:
@@ -134,13 +136,13 @@ class Objects(PythonAPI):
 
 
 class Ready(NamedTuple):
-    """A constant's place in the code."""
+    """A constant's location in the code."""
 
     value: Any
 
 
 class CallFromPython(PyCallWrapper):
-    """The function that Python calls, around the one that is compiled."""
+    """The function that Python calls, a wrapper of the compiled one."""
 
     def build_wrapper(self, api: Any, builder: Any, *of_call: Any) -> None:
         super().build_wrapper(Objects(self.context, builder), builder, *of_call)
@@ -151,10 +153,10 @@ class CallFromPython(PyCallWrapper):
 
 
 class Borrowing:
-    """What is written for a function's arguments, and where it returns."""
+    """Writes the arguments of a borrowing function, and its returns."""
 
     def create_cpython_wrapper(self, release_gil: bool = False) -> None:
-        """Writes what Python calls."""
+        """Writes the function that Python calls."""
         module, called = self.context.create_module("wrapper"), self.fndesc
         kind = self.context.call_conv.get_function_type(called.restype, called.argtypes)
         function = llvm.Function(module, kind, called.llvm_func_name)
@@ -178,7 +180,8 @@ class Borrowing:
         super().lower_inst(inst)
 
     def _require_own(self, of: types.Type, value: Any) -> None:
-        """Has the function raise where it would return a borrowed array, which may be gone."""
+        """Makes the function raise if it would return a borrowed array, which may have been
+        freed."""
         if isinstance(of, types.BaseTuple):
             for i, kind in enumerate(of):
                 self._require_own(kind, self.builder.extract_value(value, i))
@@ -190,19 +193,19 @@ class Borrowing:
 
 
 class BorrowingLower(Borrowing, Lower):
-    """numba's writer of LLVM's code, for a function that borrows."""
+    """numba's LLVM code generation, for a function that borrows."""
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class Lowering(NativeLowering):
-    """numba's step that writes LLVM's code."""
+    """numba's pass that writes LLVM code."""
 
     _name = "borrowing lowering"
     lowering_class = BorrowingLower
 
 
 class Steps(Compiler):
-    """numba's steps, with `Lowering` in the place of its own."""
+    """numba's passes, with `Lowering` in place of numba's own."""
 
     def define_pipelines(self) -> list[Any]:
         pipelines = super().define_pipelines()
@@ -215,10 +218,10 @@ class Steps(Compiler):
 
 
 class StepsOfKernel(Steps):
-    """numba's steps, for code whose name follows from the function and its types.
+    """numba's passes, for code whose name depends only on the function and its types.
 
-    numba adds how many functions the process has compiled so far. Code on the disk that calls this
-    one would not find it when another process has compiled it again.
+    numba adds the number of functions that the process has compiled so far. Code on disk that calls
+    this function would not find it after another process has compiled it again.
     """
 
     def _compile_bytecode(self) -> Any:
@@ -230,7 +233,7 @@ class StepsOfKernel(Steps):
 
 
 class StepsOfPart(Steps):
-    """numba's steps but the last, which makes the code ready to be run."""
+    """numba's passes except the last, which makes the code executable."""
 
     def _compile_bytecode(self) -> Any:
         self.state.flags.no_compile = True
@@ -239,13 +242,13 @@ class StepsOfPart(Steps):
 
 
 class Code(JITCodeLibrary):
-    """numba's container of the code of a kernel and its parts.
+    """numba's container for the code of a kernel and its parts.
 
-    Nobody links it, so what is kept on the disk for that is the functions' names.
+    No other code links it, so only the names of its functions are stored on disk for linking.
     """
 
     def _optimize_functions(self, ll_module: Any) -> None:
-        """Nothing, for all is optimized together in the end."""
+        """Does nothing, because everything is optimized together at the end."""
         ll_module.data_layout = self._codegen._data_layout
 
     def _get_module_for_linking(self) -> binding.ModuleRef:
@@ -257,7 +260,7 @@ class Code(JITCodeLibrary):
 
 
 class Text(JITCodeLibrary):
-    """numba's container of the code of a part: as it was written, for its kernels to optimize."""
+    """numba's container for the code of a part, not optimized: its kernels do that."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout
@@ -270,10 +273,10 @@ class Text(JITCodeLibrary):
 
 
 class Reference:
-    """What a caller links in place of a kernel's code: nothing, since the code's name is enough.
+    """What a caller links instead of a kernel's code: nothing, since the code's name is enough.
 
-    The code must be there when the caller's is loaded, so what is kept of the caller on the disk
-    says which kernels it needs.
+    The code must be loaded before the caller's, so the stored code of the caller names the kernels
+    that it needs.
     """
 
     def __init__(self, kernel: Kernel, cres: Any) -> None:
@@ -290,17 +293,17 @@ class Reference:
 
 
 KERNELS: dict[str, Kernel] = {}
-"""By module and name: the last of that name."""
+"""By module and name: the latest kernel with that name."""
 
 
 def _bring(module: str, place: str, types: tuple[Any, ...], name: str) -> None:
-    """Loads or compiles a kernel for these types, whose code a caller on the disk calls `name`.
+    """Loads or compiles a kernel for these types. A caller's code on disk calls it `name`.
 
     Raises:
-        LookupError: it is not there, or has another name. Why now: the process would end where it
-            is not found.
+        LookupError: it does not exist, or has another name. Why now: the process would be
+            terminated where the name is not found.
     """
-    if place not in KERNELS:  # Why here: who compiles the caller imports it, who loads that has not
+    if place not in KERNELS:  # Why: compiling the caller imports it, loading the caller doesn't
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     KERNELS[place].compile(types)

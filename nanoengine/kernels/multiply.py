@@ -1,11 +1,11 @@
-"""multiply: the product with a weight by the kernel for its form, for kernels of whole layers; and
-its steps, for those that multiply by some panels.
+"""multiply: the product with a weight in any format, for kernels of whole layers; and its parts,
+for kernels that multiply some panels.
 
-A weight is a tuple, whose form says what it is:
+A weight is a tuple, whose type determines its format:
 
     (panels, bias)                                     floats: `cpu_linear.linear`, or of pairs
                                                        `linear_of_rounded`, unless x is of pairs;
-                                                       bytes, in groups:
+                                                       bytes, group-wise quantized:
                                                        `linear_grouped`, signed `linear_floats`
     (values, scales, bias)                             int8, rotated: `cpu_quantized.linear8`
     (values, form, scales, zeros, group_size, bias)    weight-only: `cpu_weight_only.py`
@@ -35,13 +35,13 @@ from nanoengine.kernels.tiles import PANEL
 
 
 def _in_groups(weight):
-    """Whether a weight of this type is bytes, in groups."""
+    """Whether a weight of this type is group-wise quantized."""
     return len(weight) == 2 and weight[0].dtype in (types.uint8, types.int8)
 
 
 @by_types()
 def multiply(x, weight, out, workers):
-    """out[T, outputs] = x[T, inputs] times the weight, by the kernel for its form."""
+    """out[T, outputs] = x[T, inputs] times the weight, with the kernel for its format."""
     if x.dtype == types.uint32:
         kernel = linear
     elif _in_groups(weight):
@@ -59,7 +59,7 @@ def multiply(x, weight, out, workers):
 
 @by_types()
 def as_multiplied(x, weight, workers):
-    """x [T, inputs] as `multiply_panels` reads it: a tuple of arrays, rows first."""
+    """x [T, inputs] in the form that `multiply_panels` reads: a tuple of arrays, rows first."""
     if len(weight) == 3:
         return lambda x, weight, workers: quantize_groups(x, GROUP, workers)
     if len(weight) == 2 and weight[0].dtype == types.uint8:
@@ -71,7 +71,7 @@ def as_multiplied(x, weight, workers):
 
 @by_types()
 def rows_of(inputs, first, last):
-    """Rows first ... last - 1 of what `as_multiplied` gave."""
+    """Rows first ... last - 1 of the result of `as_multiplied`."""
     if len(inputs) == 0:
         return lambda inputs, first, last: ()
     return lambda inputs, first, last: (inputs[0][first:last], *rows_of(inputs[1:], first, last))
@@ -79,8 +79,8 @@ def rows_of(inputs, first, last):
 
 @by_types()
 def from_panel(weight, panel):
-    """What a weight of floats or int8 is from a panel on; a weight-only one, which is asked for all
-    of them."""
+    """A weight of floats or int8 from a panel on. A weight-only one is returned unchanged: its
+    callers always start at panel 0."""
 
     def of_floats(weight, panel):
         w, bias = as_read(weight[0]), weight[1]
@@ -97,7 +97,7 @@ def from_panel(weight, panel):
 
 @by_types()
 def starts_panels(weight):
-    """Whether each 16 outputs of a weight are a panel of their own."""
+    """Whether each 16 outputs of a weight are a separate panel."""
     if not _in_groups(weight):
         return lambda weight: True
     from nanoengine.kernels.cpu_grouped import IS_WHOLE
@@ -108,7 +108,7 @@ def starts_panels(weight):
 @by_types()
 def multiply_panels(inputs, first, last, weight, origin, out, lo, hi):
     """Rows first ... last - 1 of `as_multiplied` times panels lo ... hi - 1 of a weight, whose
-    pairs are those of `as_read`. `out` has the panels from `origin` on."""
+    pairs are in the form of `as_read`. `out` begins at panel `origin`."""
     if _in_groups(weight):
         from nanoengine.kernels.cpu_grouped import grouped_float_panels, grouped_panels
 

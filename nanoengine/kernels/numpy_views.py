@@ -1,4 +1,4 @@
-"""NumpyViews: keeps the numpy view of each weight and cache, because a lookup is quicker."""
+"""NumpyViews: caches the numpy view of each weight and KV cache, because a lookup is faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 class NumpyViews:
     """The numpy view of a weight or a cache, made once: `views(tensor)`.
 
-    Why: a tensor takes 1 to 2 us to give one, as long as the work on a small row; a lookup 0.2 us.
+    Why: creating a view takes 1 to 2 us, as long as the work on a small row; a lookup takes 0.2 us.
     Only for tensors that live as long as their engine: each is kept here.
     """
 
@@ -24,6 +24,6 @@ class NumpyViews:
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory; bfloat16, which numpy has not, as its bits."""
+    """The tensor's memory; bfloat16, which numpy does not support, as its bits."""
     bits = tensor.dtype == torch.bfloat16
     return tensor.view(torch.uint16).numpy() if bits else tensor.numpy()

@@ -1,11 +1,11 @@
-"""pack_codes, pack_lines: write the panels of a weight in groups, as `cpu_grouped.py` reads them.
+"""pack_codes, pack_lines: write the panels of a group-wise quantized weight for `cpu_grouped.py`.
 
-`layers/grouped_panels.py` calls these once for some rows. Codes come in blocks of bytes, as a file
-has them or one to a byte; a table says where the bits of each four of them are. What a form of a
-block means is not known here.
+`layers/grouped_panels.py` calls these once for some rows. Codes come in blocks of bytes, in a
+file's format or one per byte; a table gives the location of the bits of each four codes. The
+meaning of a block format is not known here.
 
-Why on all threads, and without a copy of the codes between file and panel: a system may take longer
-to give memory than the packing takes.
+Why on all threads, and without a copy of the codes between file and panel: allocating memory may
+take longer than the packing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import LINE, PANEL
 
-FOURS = 8  # of a unit
+FOURS = 8  # per unit
 LOW, LOW_SHIFT, HIGH, HIGH_SHIFT = range(4)
 
 
 @compiled(fastmath=(), part=True)
 def _pack_plane(codes, words, line, place, width):
-    """One plane of a unit of an output: `width` bits of its codes from bit `place` on. Callers give
-    constants, with which the loops are written out."""
+    """One plane of a unit of an output: `width` bits of its codes from bit `place` on. Callers pass
+    constants, so that the loops are unrolled."""
     fours = 8 // width
     mask = np.uint32(0x01010101 * ((1 << width) - 1))
     for i in range(width):
@@ -60,7 +60,7 @@ def _pack_codes(rows, size, places, widths, data, first, step, header, bits, fli
                     place = places[four + i]
                     code = _word(flat, at + place[LOW]) >> np.uint32(place[LOW_SHIFT]) & low_mask
                     if spread:
-                        # Four bits side by side go to four bytes.
+                        # Four adjacent bits go to four bytes.
                         more = np.uint32(flat[at + place[HIGH]]) >> np.uint32(place[HIGH_SHIFT])
                         more = (more & np.uint32(15)) * np.uint32(0x204081) & high_mask
                         code |= more << np.uint32(low)
@@ -94,11 +94,11 @@ def pack_codes(rows, size, places, widths, data, first, step, header, bits, flip
 
     Args:
         rows: uint8 [N, row bytes], whole blocks of `size` bytes.
-        places: uint64 [C, 4], of each four codes of a block: their byte, and how far their bits are
-            to be shifted down; the same of their upper bits.
-        widths: bits of a code there, and upper ones: 0, or negative if those of four codes are side
-            by side in one byte.
-        bits, flip: of a code in the panels, and which of them are turned over, in each byte.
+        places: uint64 [C, 4], for each four codes of a block: their byte, and the right shift of
+            their bits; the same for their upper bits.
+        widths: bits of a code there, and upper bits: 0, or negative if the upper bits of four codes
+            are adjacent in one byte.
+        bits, flip: bits per code in the panels, and the mask of bits to invert in each byte.
     """
     operands = rows, size, places, widths, data, first, step, header, bits, np.uint32(flip)
     parallel_for(_pack_codes, -(-len(rows) // PANEL), num_workers, operands)
@@ -119,13 +119,13 @@ def _pack_lines(numbers, data, first, step, block, groups, stride, lanes, lo, hi
 
 @compiled(fastmath=())
 def pack_lines(numbers, data, first, step, block, groups, stride, lanes, num_workers):
-    """Writes numbers [N, G] of groups, 16 outputs side by side, from byte `first` of data on, which
-    is where the first panel's first block has those of its first group.
+    """Writes values [N, G] of groups, 16 adjacent outputs, from byte `first` of data on, which is
+    the location of the first group of the first block in the first panel.
 
     Args:
         step, block, stride: bytes from panel to panel, block to block and group to group.
-        groups: of a block; those after the last one are 0.
-        lanes: outputs of a panel that are written, those after the last row as 0.
+        groups: groups per block; those after the last one are 0.
+        lanes: outputs of a panel that are written; outputs after the last row are 0.
     """
     operands = numbers, data, first, step, block, groups, stride, lanes
     parallel_for(_pack_lines, -(-len(numbers) // PANEL), num_workers, operands)

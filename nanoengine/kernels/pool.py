@@ -1,31 +1,32 @@
-"""parallel_for: a kernel's work in pieces, done by the caller and by whichever workers are free.
+"""parallel_for: a kernel's work in pieces, done by the caller and by the workers that are free.
 
     caller   publishes a job ─ takes pieces ─ takes pieces of others ─ waits for pieces begun ─►
     worker   ───────────────── takes pieces ─ takes pieces of others ─ waits for the next job
 
-Each of them begins with pieces of its own, the same ones of every job, so that a weight stays near
-the core that reads it. Who has none left takes those of others. So a core that another program
-keeps busy costs its share and no more, and nobody ever waits for a worker that does not come: a
-job is done without any. Workers wait briefly in a loop, for the next job of a step begins within
-microseconds; then they sleep a little at a time, which leaves the core to others; and after a while
-they go back to Python, where `threads.py` wakes them.
+Each thread begins with its own pieces, the same ones in every job, so that a weight stays near the
+core that reads it. A thread without pieces takes pieces of others. A core that another program
+keeps busy therefore costs its share and no more, and no thread waits for a worker that does not
+come: a job can finish without any. Workers first wait in a short loop, since the next job of a step
+begins within microseconds. Then they sleep for short times, which leaves the core to others. After
+a while they return to Python, where `threads.py` wakes them.
 
-A core that another program wants is a trap: systems give it to each for milliseconds, and a worker
-that loses it within a piece has all others wait for that piece. So a worker whose clocks say that
-it had no core for a while makes room: it leaves between two pieces, sleeps for some milliseconds,
-works for one, and so on, and what it leaves behind is done by others. Where the caller loses its
-core, one of the workers makes room. (Systems then bring those that share a core apart.)
+A core that another program wants is a problem: the system gives it to each for milliseconds. If a
+worker loses it within a piece, all others wait for that piece. So a worker whose clocks show that
+it had no core for a while yields: it leaves between two pieces, sleeps for some milliseconds, works
+for one, and so on, and others do its pieces. If the caller loses its core, one of the workers
+yields. (Systems then move the threads that share a core apart.)
 
-Results never depend on who did a piece: pieces write apart, and each has the same bits anywhere.
+Results never depend on which thread did a piece: pieces write to separate memory, and each has the
+same bits anywhere.
 
-Why not numba's `prange`: its threads are OpenMP's, which spin until all have arrived, so that a
-busy core took two thirds of the rate; and it compiles each loop as one more function. Perf:
+Why not numba's `prange`: it uses OpenMP threads, which spin until all have arrived, so that a busy
+core cost two thirds of the throughput; and it compiles each loop as one more function. Perf:
 docs/benchmarks.md.
 
-One job runs at a time. A thread that finds another's does its pieces alone.
+One job runs at a time. A thread that finds another thread's job running does its pieces alone.
 
 Source: work stealing, Blumofe and Leiserson, "Scheduling Multithreaded Computations by Work
-Stealing" (1999); here pieces are few and known before, so a counter a worker takes the place of
+Stealing" (1999); here pieces are few and known in advance, so one counter per worker replaces the
 queues.
 """
 
@@ -47,46 +48,47 @@ from nanoengine.kernels.emit import writes
 from nanoengine.kernels.jit import compiled
 
 MOST = 4095  # pieces of a job, and workers: 12 bits
-SMALL = 8192  # elements; about 2 us of work, the price of a parallel region
-PIECES = 4  # a worker: what one who comes late leaves to others
+SMALL = 8192  # elements; about 2 us of work, the cost of a parallel region
+PIECES = 4  # per worker: a late worker leaves some of them to others
 
-# Words of the memory that all threads share; each has a cache line of its own.
+# Words of the memory that all threads share; each has a separate cache line.
 LINE = 8  # words
 JOB, FUNCTION, ARGUMENTS, LEFT, BUSY, STOP, LOOKS, CORE, CROWDED, TAKEN = (
     i * LINE for i in range(10)
 )
-# JOB: number of the job << 24 | workers << 12 | pieces. TAKEN: from here on a line for each worker,
-# number of the job << 24 | the piece of its own that is taken next. LOOKS: how often a thread that
-# waits looks at the memory before it sleeps, which `threads.py` has measured. CORE: the caller's.
-# CROWDED: the caller has lost it for a while, and no worker has made room since.
+# JOB: number of the job << 24 | workers << 12 | pieces. TAKEN: from here on one line per worker:
+# number of the job << 24 | the worker's next piece. LOOKS: how often a waiting thread looks at the
+# memory before it sleeps, measured by `threads.py`. CORE: the caller's. CROWDED: the caller has
+# lost its core for a while, and no worker has yielded since.
 
-# Words behind that of TAKEN, which the worker alone reads, the caller being the first: its clocks
-# when it last looked at them; when it made room last, or ended a job as the caller; how often it
-# will do so yet, and was to when it began; when it last found that it had lost its core [ns].
+# Words after a worker's TAKEN, which only this worker reads; the caller is worker 0: its clocks
+# when it last looked at them; when it last yielded, or ended a job as the caller; how many more
+# times it will yield, and the initial number; when it last found that it had lost its core [ns].
 WALL, CPU, ENDED, REST, RESTS, LOSS = range(1, 7)
 
 NAP = 50  # us
-NAPS = 1000  # before a worker goes back to Python
+NAPS = 1000  # before a worker returns to Python
 
 TURN = 1_000_000  # ns of work between two looks at the clocks
-LOST = 1_000_000  # ns in which it had no core: another program has it
-CALM = 20_000_000  # ns after which a core that is lost again is another matter
+LOST = 1_000_000  # ns without a core: another program has it
+CALM = 20_000_000  # ns after which losing the core again is a new event
 MOST_RESTS = 64
 BESIDE = 4  # jobs in a row on the caller's core
 
 IDLE, CROWD, MOVE = range(3)
-"""Why a worker goes back to Python: nothing to do; to make room; it is where the caller is."""
+"""Why a worker returns to Python: nothing to do; to yield its core; it runs on the caller's
+core."""
 
 FOLLOWS = sys.platform == "linux"
-"""Whether workers ask for clocks and cores; other systems have other calls for them."""
+"""Whether workers query clocks and cores; other systems have other calls for them."""
 
 _memory = np.zeros(TAKEN + (MOST + 1) * LINE, np.int64)
 WORDS = _memory[-_memory.ctypes.data % 64 // 8 :]
-"""The shared memory: int64, from the begin of a cache line on."""
+"""The shared memory: int64, aligned to a cache line."""
 
 
 def _system() -> tuple[Any, Any]:
-    """The system's function that sleeps, which takes one number, and the number for `NAP`."""
+    """The system's sleep function, which takes one number, and the number for `NAP`."""
     if sys.platform == "win32":
         return ctypes.WinDLL("kernel32").Sleep, 1
     return ctypes.CDLL(None).usleep, NAP
@@ -125,7 +127,7 @@ def _store(emit, place, value):
 
 @writes(types.boolean)
 def _replace(emit, place, expected, value):
-    """Whether the word was what is expected, and so has got the value."""
+    """Compare-and-swap: stores the value and returns True if the word is `expected`."""
     word = _word(emit.builder, place)
     found = emit.builder.cmpxchg(word, expected, value, "acq_rel", "acquire")
     return emit.builder.extract_value(found, 1)
@@ -138,7 +140,7 @@ def _subtract(emit, place, value):
 
 @writes()
 def _rest(emit):
-    """Tells the core that a loop waits."""
+    """Hints to the core that this is a spin loop."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         emit.call("llvm.aarch64.hint", ir.VoidType(), INT(1))  # the one called YIELD
     else:
@@ -152,7 +154,7 @@ def _nap(emit):
 
 @writes(types.int64)
 def _time(emit, of_thread):
-    """By the clock on the wall, or that of this thread's time on a core [ns]."""
+    """The wall clock, or this thread's CPU time [ns]."""
     if not FOLLOWS:
         return WORD(0)
     builder = emit.builder
@@ -165,7 +167,7 @@ def _time(emit, of_thread):
 
 @writes(types.int64)
 def _core(emit):
-    """The number of the core that this runs on."""
+    """The number of the core on which this runs."""
     if not FOLLOWS:
         return WORD(0)
     return emit.builder.sext(emit.call("nanoengine_sched_getcpu", INT), WORD)
@@ -180,13 +182,13 @@ def _do(emit, function, arguments, piece):
 
 @compiled(fastmath=(), part=True)
 def share_of(count, worker, workers):
-    """(lo, hi): of `count` things in a row those from lo to hi - 1 are this worker's."""
+    """(lo, hi): of `count` items in a row, this worker's are lo to hi - 1."""
     return count * worker // workers, count * (worker + 1) // workers
 
 
 @compiled(fastmath=())
 def _stamp(worker):
-    """Looks at the clocks: what they were before counts no more."""
+    """Stores the clocks; time before this call no longer counts."""
     place = TAKEN + worker * LINE
     _store(place + WALL, _time(False))
     _store(place + CPU, _time(True))
@@ -194,10 +196,10 @@ def _stamp(worker):
 
 @compiled(fastmath=())
 def _has_lost_core(worker, now):
-    """Whether another program had it since the last look, and shortly before that too.
+    """Whether another program had the core since the last look, and also shortly before.
 
     Why twice: a daemon that wakes takes a core for a moment and gives it back, which costs less
-    than making room. A program that goes on takes it again and again.
+    than yielding. A program that keeps running takes it again and again.
     """
     place = TAKEN + worker * LINE
     wall, cpu = _load(place + WALL), _load(place + CPU)
@@ -211,7 +213,8 @@ def _has_lost_core(worker, now):
 
 @compiled(fastmath=())
 def _makes_room(worker):
-    """Whether a worker leaves now: twice as often in a row when it had to again, right behind."""
+    """Whether a worker leaves now. If it must yield again shortly after, it does so twice as often
+    in a row."""
     place = TAKEN + worker * LINE
     now = _time(False)
     if now - _load(place + WALL) < TURN:
@@ -230,12 +233,13 @@ def _makes_room(worker):
 
 @compiled(fastmath=())
 def _work(job, worker):
-    """Does pieces of a job until none is left that nobody has begun, or this worker is to make
-    room: whether it is.
+    """Does pieces of a job until all have been taken, or until this worker must yield; returns
+    whether it must.
 
-    A word of TAKEN only grows. So one who still has an older job in mind takes no piece: all of
-    that job's were taken before the next one was published. And who has taken one finds the job's
-    function and arguments in their place, as nothing is published before the piece is done.
+    A word of TAKEN only grows. A thread that still has an older job in mind therefore takes no
+    piece: all pieces of that job were taken before the next job was published. A thread that has
+    taken a piece finds the job's function and arguments unchanged, as nothing is published before
+    the piece is done.
     """
     number, workers, done = job >> 24 << 24, job >> 12 & MOST, 0
     for i in range(workers):
@@ -261,7 +265,7 @@ def _work(job, worker):
 
 @compiled(fastmath=())
 def _run(function, arguments, pieces, workers):
-    """Has each piece done, and waits for those that workers have begun."""
+    """Runs all pieces, and waits for the pieces that workers have begun."""
     if not _replace(BUSY, 0, 1):
         for piece in range(pieces):
             _do(function, arguments, piece)
@@ -293,7 +297,7 @@ def _run(function, arguments, pieces, workers):
 
 @compiled(fastmath=())
 def serve(worker):
-    """Works on the jobs of others; returns why no longer."""
+    """Works on other threads' jobs; returns the reason for stopping."""
     seen, looks, most, beside = _load(JOB), 0, _load(LOOKS), 0
     _stamp(worker)
     while looks < most + NAPS and not _load(STOP):
@@ -317,7 +321,7 @@ def serve(worker):
 
 @compiled(fastmath=())
 def look(times):
-    """Looks at the memory so many times, as one who waits does."""
+    """Looks at the memory this many times, like a waiting thread."""
     for _ in range(times):
         if _load(STOP) < 2:
             _rest()
@@ -328,11 +332,11 @@ RUN = types.Dispatcher(_run)
 
 @intrinsic
 def parallel_for(typing_context, kernel, count, workers, arguments):
-    """kernel(*arguments, lo, hi) for parts of range(count) that make up all of it, on up to
-    `workers` threads. With one worker, or one thing to do, it is one call.
+    """kernel(*arguments, lo, hi) for parts that cover range(count), on up to `workers` threads.
+    With one worker or one item it is a single call.
 
     Raises:
-        MemoryError: raised by a piece; others may be done.
+        MemoryError: raised by a piece; other pieces may have run.
     """
     every = (*(types.unliteral(of) for of in arguments), types.int64, types.int64)
     called = kernel.get_call_type(typing_context, every, {})
@@ -340,7 +344,7 @@ def parallel_for(typing_context, kernel, count, workers, arguments):
     signature = types.void(kernel, types.int64, types.int64, arguments)
 
     def call(context, builder, values, lo, hi):
-        """Whether the call failed."""
+        """Writes a call of the kernel; returns whether the call failed."""
         described = kernel.dispatcher.overloads[called.args].fndesc
         function = context.declare_function(builder.module, described)
         status, _ = context.call_conv.call_function(
@@ -349,7 +353,7 @@ def parallel_for(typing_context, kernel, count, workers, arguments):
         return status.is_error
 
     def written(context, module, kind):
-        """A function that does one piece: of (failed, count, pieces, *values) in memory."""
+        """A function that does one piece, with (failed, count, pieces, *values) in memory."""
         function = ir.Function(module, DOES_A_PIECE, module.get_unique_name("piece"))
         function.linkage = "internal"
         builder = ir.IRBuilder(function.append_basic_block())
@@ -401,7 +405,7 @@ def parallel_for(typing_context, kernel, count, workers, arguments):
     return signature, codegen
 
 
-PAGE = 4096  # bytes; of a larger page the first touch counts for all
+PAGE = 4096  # bytes; for larger pages only the first touch matters
 
 
 @compiled(fastmath=())
@@ -412,10 +416,10 @@ def _touch(memory, lo, hi):
 
 @compiled(fastmath=())
 def touch(memory, workers):
-    """Touches each page of flat bytes, which hold nothing yet, by the worker that is to read it.
+    """Touches each page of flat bytes, not yet initialised, from the worker that will read it.
 
-    A system with several sockets gives a page to the socket whose thread touches it first. Why by
-    bytes: panels are equally long, so all but one panel where two shares meet is touched by the
-    worker that reads it.
+    A system with several sockets places a page on the socket whose thread touches it first. Why by
+    bytes: panels are equally long, so each panel is touched by the worker that reads it, except
+    where two shares meet.
     """
     parallel_for(_touch, len(memory), workers, (memory,))

@@ -1,4 +1,4 @@
-"""The threads that do the pieces of kernels (`pool.py`): as many as torch uses."""
+"""The threads that run pieces of kernels (`pool.py`): as many as torch uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanoengine.kernels import pool
 from nanoengine.settings.cores import BINDING, affinity, allowed_cores, cpu_quota
 
 WAIT = 200e-6  # seconds that a thread looks for work before it sleeps
-REST = 3e-3  # seconds that one who makes room sleeps; Perf: the best of 1, 3 and 8 ms
+REST = 3e-3  # seconds of sleep to free a core; Perf: the best of 1, 3 and 8 ms
 SAMPLE = 2000  # looks, 30 us or so
 
 _awake = threading.Event()
@@ -23,7 +23,7 @@ _threads: list[threading.Thread] = []
 
 
 def num_workers() -> int:
-    """Threads that a kernel may use: as many as torch uses. Those that sleep are woken."""
+    """Number of threads that a kernel may use, the same as torch's. Wakes those that sleep."""
     workers = min(torch.get_num_threads(), pool.MOST)
     if len(_threads) < workers - 1:
         start_workers()
@@ -33,7 +33,7 @@ def num_workers() -> int:
 
 
 def start_workers() -> None:
-    """Starts the threads that are not there yet; the one that calls kernels is the first."""
+    """Starts the missing threads; the thread that calls kernels counts as the first."""
     pool.serve.compile((types.int64,))
     if not pool.WORDS[pool.LOOKS]:
         pool.WORDS[pool.LOOKS] = _looks_in(WAIT)
@@ -45,8 +45,8 @@ def start_workers() -> None:
 
 
 def _looks_in(seconds: float) -> int:
-    """How often one who waits looks at the memory in that time."""
-    pool.look(1)  # compiled
+    """How often a waiting thread can look at the memory in this time."""
+    pool.look(1)  # compiles it
     start = time.perf_counter()
     pool.look(SAMPLE)
     return int(SAMPLE * seconds / (time.perf_counter() - start)) + 1
@@ -56,11 +56,11 @@ def _work(worker: int) -> None:
     # Why: OpenMP has left the thread that started this one with one core.
     if BINDING & os.environ.keys() and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    cores: set[int] = set()  # those that it may use, while it uses but some of them
+    cores: set[int] = set()  # cores of this thread, while it is restricted to some of them
     while not pool.WORDS[pool.STOP]:
         why = pool.serve(worker)
         if cores or why != pool.IDLE:
-            with contextlib.suppress(OSError):  # forbidden, or the cores are others by now
+            with contextlib.suppress(OSError):  # forbidden, or the cores have changed
                 cores = cores or os.sched_getaffinity(0)
                 away = {int(pool.WORDS[pool.CORE])} if why != pool.IDLE else set()
                 os.sched_setaffinity(0, cores - away or cores)
@@ -74,7 +74,8 @@ def _work(worker: int) -> None:
 
 @atexit.register
 def _stop() -> None:
-    """Why: a thread that comes back from compiled code finds no Python once it has ended."""
+    """Stops the threads. Why: a thread that returns from compiled code needs a running
+    interpreter."""
     pool.WORDS[pool.STOP] = 1
     _awake.set()
     for thread in _threads:
@@ -82,7 +83,7 @@ def _stop() -> None:
 
 
 def _forget() -> None:
-    """In a process that was forked, which has none of the threads."""
+    """Called in a forked process, which has none of the threads."""
     _threads.clear()
     pool.WORDS[pool.BUSY] = 0
 
@@ -92,7 +93,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def why_so_many() -> str:
-    """What decides `num_workers`, for people."""
+    """What determines `num_workers`, as a text for users."""
     if "OMP_NUM_THREADS" in os.environ:
         return f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
     if torch.get_num_threads() == allowed_cores() < affinity():

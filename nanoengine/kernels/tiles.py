@@ -1,22 +1,23 @@
 """tile: rows of inputs times panels of weights, all sums in registers; the core of `cpu_linear`.
 
-    panel, line after line of 64 bytes      16 outputs side by side
+    panel, line after line of 64 bytes      16 adjacent outputs
     float32            input k                   line k
     float16            inputs 2 k, 2 k + 1       half a line each
-    bfloat16, pairs    inputs 2 k, 2 k + 1       the high and the low half of 32 bits an output
+    bfloat16, pairs    inputs 2 k, 2 k + 1       high and low half of 32 bits per output
 
-A tile of `rows` x `panels` reads one line of each panel a turn and adds its products with one or
-two inputs of each row. **Each sum is one chain of fused multiply-adds over the inputs in order**,
-whatever the tile and however wide its vectors, so a row has the same bits in any of them.
+A tile of `rows` x `panels` reads one line of each panel per iteration. It adds the products of the
+line with one or two inputs of each row. **Each sum is one chain of fused multiply-adds over the
+inputs in order**, whatever the shape of the tile and the width of its vectors, so a row has the
+same bits in any tile.
 
-16-bit weights become float32 in registers, exactly. `pairs` are bfloat16 weights for inputs that
-are bfloat16 too, both 32 bits wide: `vdpbf16ps` adds the product of the high halves to a sum, then
-that of the low halves, each with one rounding, so the order of the layout is that of the chain. Its
-sums are those of `bfloat16` weights and the same inputs as float32, but that it takes numbers below
-1e-38 as zeros.
+16-bit weights are converted to float32 in registers, exactly. `pairs` are bfloat16 weights for
+bfloat16 inputs, both in 32-bit words. `vdpbf16ps` adds the product of the high halves to a sum,
+then the product of the low halves, each with one rounding, so the layout gives the order of the
+chain. The sums equal those with `bfloat16` weights and the same inputs as float32, except that
+numbers below 1e-38 count as zeros.
 
-How many rows and panels make a tile is a matter of registers: `ROWS` and `PANELS`. Each tile is a
-function of its own, so that its loop has all registers and it is compiled once, whoever calls it.
+The registers determine the rows and panels of a tile: `ROWS` and `PANELS`. Each tile is a separate
+function, so that its loop has all registers and it is compiled once for all callers.
 """
 
 from __future__ import annotations
@@ -31,28 +32,29 @@ from nanoengine.kernels.emit import I32, Emit, writes, written_by
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import by_types
 
-PANEL = 16  # outputs side by side
-LINE = 64  # bytes of a panel that a tile reads each turn
+PANEL = 16  # adjacent outputs
+LINE = 64  # bytes of a panel that a tile reads per iteration
 
 I8, I16, I64, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.FloatType()
 
 
 def tile_rows(isa: ISA) -> int:
-    """Rows of the largest tile: sums, the weights of a turn and an input fill the registers."""
+    """Rows of the largest tile: sums, the weights of an iteration and an input fill the
+    registers."""
     vectors = PANEL * 32 // isa.vector_bits * tile_panels(isa)
     # Why 8: more rows of 512 bits are no faster.
     return min(8, (isa.registers - vectors - 1) // vectors)
 
 
 def tile_panels(isa: ISA) -> int:
-    """Panels of a tile of many rows: a register holds a whole line at 512 bits, so that one panel
-    would have a load for each multiplication."""
+    """Panels of a tile of many rows. At 512 bits a register holds a whole line, so with one panel
+    there would be one load per multiplication."""
     return 2 if isa.vector_bits == 8 * LINE else 1
 
 
 def few_rows(isa: ISA) -> dict[int, int]:
-    """Panels of a tile by its number of rows, where these are so few that one panel would leave the
-    multipliers waiting for their own sums."""
+    """Panels of a tile by its number of rows, for so few rows that with one panel the FMA units
+    would wait for their own sums."""
     if tile_panels(isa) == 2:
         return {1: 2}
     vectors, most = PANEL * 32 // isa.vector_bits, isa.registers // 4 * 3  # sums in registers
@@ -70,26 +72,26 @@ FEW = few_rows(CURRENT)
 
 
 def kind_of(array_type) -> str:
-    """What the numbers of a packed weight are.
+    """The format of the elements of a packed weight.
 
-    numba has no 16-bit floats on a CPU, so their bits come as whole numbers: int16 is float16,
-    uint16 bfloat16, uint32 pairs of the latter.
+    numba has no 16-bit floats on a CPU, so their bits are stored as integers: int16 is float16,
+    uint16 bfloat16, uint32 pairs of bfloat16.
     """
     names = {types.float32: "float32", types.int16: "float16", types.uint16: "bfloat16"}
     return names.get(array_type.dtype, "pairs")
 
 
 class FloatTile(Emit):
-    """Writes the turns of a tile: what a line of weights and an input are."""
+    """Writes the loop body of a tile: reads a line of weights, and an input."""
 
     def __init__(self, builder, isa: ISA, kind: str):
         super().__init__(None, builder, bits=isa.vector_bits, isa=isa)
         self.kind = kind
-        self.inputs = 1 if kind in ("float32", "pairs") else 2  # of a row, each turn
+        self.inputs = 1 if kind in ("float32", "pairs") else 2  # of a row, per iteration
 
     def weights(self, line, k: int) -> list:
-        """The vectors of one line for input k of a turn. Why not of both: where sums fill the
-        registers, there is room for those of one."""
+        """The vectors of one line for input k of an iteration. Why not for both inputs: if sums
+        fill the registers, only the vectors of one fit."""
         of_a_word = PANEL // self.width
         if self.kind == "float16":
             halves = ir.VectorType(I16, self.width)
@@ -103,7 +105,7 @@ class FloatTile(Emit):
         return pairs if self.kind == "pairs" else [self.halves(pair)[k] for pair in pairs]
 
     def value(self, row, turn, k: int):
-        """Input k of a row for a turn, in all lanes."""
+        """Input k of a row for an iteration, in all lanes."""
         if self.kind == "pairs":
             return self.splat(self.get(I32, self.at(row, turn)), self.words)
         return self.broadcast(self.at(row, self.builder.mul(turn, I64(self.inputs)), I64(k)))
@@ -115,9 +117,9 @@ POINTERS = {f"{name}*": kind.as_pointer() for name, kind in {
 
 
 def tile_function(arguments: str):
-    """Has a tile's writer make a function of it: `make(module, isa, *shape)` gives the one of the
-    module, written where there is none yet. Its arguments are pointers where a kind is said, else
-    whole numbers of 64 bits.
+    """Makes a decorator for the writer of a tile. The writer becomes `make(module, isa, *shape)`,
+    which returns the tile's function in the module and writes it if it is not there. Arguments with
+    a type are pointers, the others 64-bit integers.
 
     Why functions: kernels that are compiled together share one, and its loop has all registers.
     """
@@ -146,9 +148,10 @@ def tile_function(arguments: str):
 
 
 def tile_call(shapes, make):
-    """Has compiled code call the tile of so many rows and panels, the last two arguments: one of
-    `shapes(isa)`, made by `make(module, kinds, rows, panels)`. The arguments before are the tile's,
-    but that a pointer is an array and a place in it."""
+    """A decorator for a function that compiled code calls: it calls the tile for the last two
+    arguments, rows and panels. They are one of `shapes(isa)`; `make(module, kinds, rows, panels)`
+    makes the tile. The other arguments are the tile's, with an array and an index for each
+    pointer."""
 
     def write(emit, *values):
         builder, operands = emit.builder, emit.operands(*values[:-2])
@@ -164,7 +167,7 @@ def tile_call(shapes, make):
 
 
 def switched(builder, rows, panels, shapes, write):
-    """Writes a case for each of `shapes`, (rows, panels); the one of these numbers runs."""
+    """Writes a switch with a case for each of `shapes`, selected by (rows, panels)."""
     unknown, done = builder.append_basic_block(), builder.append_basic_block()
     switch = builder.switch(builder.add(builder.mul(rows, I64(PANEL)), panels), unknown)
     for shape in shapes:
@@ -185,12 +188,12 @@ def switched(builder, rows, panels, shapes, write):
 def float_tile(builder, isa: ISA, of, kind: str, rows: int, panels: int):
     """out[r, 16 p + j] = start[r, 16 p + j] + sum over all inputs k of x[r, k] * w[p, k, j].
 
-    x holds floats, or pairs. Strides of w and what is `ahead` are bytes, the others numbers. With
-    each turn it prefetches the byte `ahead` + turn * `ahead_stride` after each panel's first.
+    x holds floats, or pairs. Strides of w and `ahead` are in bytes, the others in elements.
+    Iteration i prefetches the byte `ahead` + i * `ahead_stride` after the start of each panel.
     """
     tile = FloatTile(builder, isa, kind)
     inputs = tile.rows(of.x, of.x_stride, rows)
-    # Why moving places, and the second panel as a distance: pointers fill all other registers.
+    # Why moving pointers, and the second panel as an offset: pointers fill all other registers.
     place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
     outputs = tile.rows(of.out, of.out_stride, rows)
     lanes = [I64(i) for i in range(0, PANEL * panels, tile.width)]
@@ -206,20 +209,21 @@ def float_tile(builder, isa: ISA, of, kind: str, rows: int, panels: int):
     def weights_of_inputs(lines):
         for k in range(tile.inputs):
             if k and pairs and rows > 1:
-                # Why: the same words at another place, for all that LLVM knows. It would keep those
-                # of the first inputs in a register that is not there.
+                # Why: so LLVM can't know that these are the same words. It would keep the words of
+                # the first inputs in a register that is not available.
                 same = ir.FunctionType(lines[0].type, [lines[0].type])
                 lines = [builder.asm(same, "", "=r,0", [line], False) for line in lines]
             yield [vector for line in lines for vector in tile.weights(line, k)]
 
     def step(turn):
-        # Why not for one row: it reads in order at the speed of memory, and asking takes a tenth of
-        # that. Halves made floats take two steps of the chain a line, which leaves time to ask.
+        # Why not for one row: it reads in order at the speed of memory, and prefetching takes a
+        # tenth of that. Halves converted to floats take two chain steps per line, which leaves time
+        # to prefetch.
         if rows > 1 or tile.inputs == 2:
             for line in tile.rows(tile.moved(asked, of.ahead_stride), of.w_stride, panels):
                 tile.prefetch(line, level=2 if rows > 1 else 0)
         of_inputs = weights_of_inputs(tile.rows(tile.moved(place, I64(LINE)), of.w_stride, panels))
-        # Why: one row would wait for each vector; many have no registers for those of two inputs.
+        # Why: one row would wait for each vector; many rows have no registers for two inputs.
         for k, weights in enumerate(list(of_inputs) if pairs and rows == 1 else of_inputs):
             for row, cells in zip(inputs, sums, strict=True):
                 value = tile.value(row, turn, k)
@@ -233,9 +237,9 @@ def float_tile(builder, isa: ISA, of, kind: str, rows: int, panels: int):
 
 
 def unrolled(isa: ISA, kind: str, rows: int, panels: int) -> int:
-    """Turns of a tile's loop that are written out. Why few where sums fill the registers: LLVM
-    would load the weights of all turns first, and keep sums in memory meanwhile, as
-    `tests/kernels/test_assembly.py` sees."""
+    """How many iterations of a tile's loop are unrolled. Why few if sums fill the registers: LLVM
+    would load the weights of all iterations first and spill the sums meanwhile, see
+    `tests/kernels/test_assembly.py`."""
     full = rows * panels * (PANEL * 32 // isa.vector_bits) >= 3 * isa.registers // 8
     if kind == "float32" and isa.vector_bits < 512:
         return 2 if full and isa.registers == 32 else 4
@@ -253,7 +257,7 @@ def tile(x, x_at, x_stride, w, w_at, w_stride, turns, start, start_at, start_str
 
 @writes(types.float32)
 def number(emit, array, at):
-    """The number at a place, as float32: of weights in any form, and of inputs in pairs."""
+    """The element at an index, as float32: of weights in any form, and of inputs in pairs."""
     builder, kind = emit.builder, kind_of(emit.kinds.array)
     data = emit.pointer(emit.kinds.array, array, I64(0))
     if kind == "float32":
@@ -268,7 +272,8 @@ def number(emit, array, at):
 
 @by_types()
 def place(w, k, j, width):
-    """Where input k of output j is in a panel of `width` outputs, in numbers of 16 bits or more."""
+    """Index of input k of output j in a panel of `width` outputs, in elements of 16 bits or
+    more."""
     if kind_of(w) in ("float32", "float16"):
         return lambda w, k, j, width: k * width + j
     return lambda w, k, j, width: (k // 2 * width + j) * 2 + 1 - k % 2
@@ -276,6 +281,6 @@ def place(w, k, j, width):
 
 @by_types()
 def inputs_in(x):
-    """How many inputs one number of x stands for."""
+    """How many inputs one element of x holds."""
     count = 1 if x.dtype == types.float32 else 2
     return lambda x: count

@@ -1,12 +1,12 @@
-"""The experts of a step on a GPU: products whose rows each have a weight of their own, in Triton.
+"""The experts' products on a GPU in Triton: each row is multiplied by the weight of its expert.
 
     rows sorted by expert    a a a a a | b | c c c         starts: 0, 5, 6, 9
     tiles of M = 4 rows      [a a a a][a][b][c c c]        tiles: 0, 2, 3
 
-Called by `layers/triton_experts.py` alone. The grid is made for the most tiles that there can be,
-and each program finds its expert by counting first tiles, so nothing waits for the host and a
-launch may be captured in a CUDA graph. Each output is one sum over the inputs in tiles of one size:
-where the caller keeps to that size, a row has the same bits alone and among others.
+Called by `layers/triton_experts.py` alone. The grid has the maximum number of tiles, and each
+program finds its expert by comparing first tiles. So nothing waits for the host, and a launch can
+be captured in a CUDA graph. Each output is one sum over the inputs in tiles of one size: if the
+caller keeps that size, a row has the same bits alone and among others.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
@@ -36,9 +36,9 @@ def expert_gemm_kernel(
     [tiles * (OUT / N rounded up)]; programs that run together share rows of x.
 
     order [R], starts [E + 1], tiles [E]: see `align_kernel`. SORTED: x has the sorted rows, and
-    results go to their pairs' places. Else x has the tokens' rows, and results stay sorted.
-    WIDTH: E rounded up to a power of two. FORM, if not "": weight, scales and zeros are as in
-    `quantized_products`, those of an expert after another.
+    results go to the places of their (token, choice) pairs. Else x has the tokens' rows, and
+    results stay sorted. WIDTH: E rounded up to a power of two. FORM, if not "": weight, scales and
+    zeros are as in `quantized_products`, for one expert after the other.
     """
     across: tl.constexpr = (OUT + N - 1) // N
     tile, experts = tl.program_id(0) // across, tl.arange(0, WIDTH)

@@ -1,9 +1,9 @@
 """A matrix multiplication in Triton whose rows don't depend on each other.
 
 Called by `layers/triton_linear.py`; products of experts share its parts. Each output is one sum
-over the inputs, from the first to the last, in tiles of a fixed size: no split of the sum, no
-choice by the number of rows. So a row has the same bits alone and among thousands, which a library
-that picks its algorithm by shape does not promise.
+over the inputs, from the first to the last, in tiles of a fixed size. The sum is never split, and
+nothing depends on the number of rows. So a row has the same bits alone and among thousands. A
+library that chooses its algorithm by shape does not guarantee that.
 
 The kernel has run in Triton's interpreter and been compiled to machine code ahead of time; it has
 not run on a GPU yet.
@@ -23,7 +23,7 @@ def products(
 ):  # fmt: skip
     """Rows of x times the `columns` [N] of weight [OUT, IN].T, + bias: [M, N] of out's dtype.
 
-    x_rows [M, 1] says where the rows begin, inside [M, 1] which there are.
+    x_rows [M, 1]: pointers to the rows; inside [M, 1]: which rows exist.
     """
     acc = tl.full([M, N], 0, tl.float32)
     there = (columns < OUT)[:, None]
@@ -57,8 +57,8 @@ def gemm_kernel(
 ):  # fmt: skip
     """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias. Grid: [T / M, OUT / N, 1], rounded up.
 
-    Its first axis goes over rows: programs that run together then share their weights. HEADS, if
-    not None: its third axis goes over products, which begin so far apart in out, x and weight.
+    The first axis of the grid is rows: programs that run together then share weights. HEADS, if not
+    None: the third axis is a batch of products, with these strides in out, x and weight.
     """
     if HEADS is not None:
         head = tl.program_id(2)

@@ -1,14 +1,13 @@
 """The Triton kernels between matrix multiplications: RMSNorm, with or without a sum, and gates.
 
-Called by `models/triton.py` alone, which chooses grids and widths. One program computes one
-row, or a part of a row where elements don't meet, so a row's result never depends on its
-neighbours. All arithmetic is float32; where plain torch would round to the model's dtype in
-between, so do these.
+Called by `models/triton.py` alone, which chooses grids and widths. One program computes one row, or
+a part of a row if its elements are independent, so a row's result never depends on other rows. All
+arithmetic is float32, with intermediate rounding to the model's dtype where plain torch rounds.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
 
-Source: fusing the residual sum into the norm is what vLLM and TensorRT-LLM do; the code is our own.
+Source: vLLM and TensorRT-LLM also fuse the residual sum into the norm; the code is our own.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def rms_norm_kernel(
 ):  # fmt: skip
     """out [T, SIZE] = norm(x) * weight. Grid: [T]. WIDTH is SIZE rounded up to a power of two.
 
-    ADD: x + residual, rounded to x's dtype, is what is normed, and takes residual's place. `out`
-    may be x: a row is stored after all of it was read, which its sum waits for.
+    ADD: x + residual, rounded to x's dtype, is normed and replaces the residual. `out` may be x: a
+    row is stored after all of it was read, which its sum waits for.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
@@ -47,8 +46,8 @@ def rms_norm_kernel(
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """act(gate) * up of float32 numbers, rounded to DTYPE at each step as separate layers would;
-    the clamped form of gpt-oss is one layer, so it is rounded once."""
+    """act(gate) * up of float32 values, rounded to DTYPE at each step as separate layers would; the
+    clamped form of gpt-oss is one layer, so it is rounded once."""
     if ACTIVATION == "clamped_swiglu":
         gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)

@@ -1,13 +1,13 @@
 """Mamba-2 on a GPU, in Triton.
 
-    mamba_gates_kernel  how long each head's step is at each token, and how much it forgets
-    mamba_step_kernel   single tokens: a matrix forgets, takes in, is read; read and written once
+    mamba_gates_kernel  step size and decay of each head at each token
+    mamba_step_kernel   single tokens: decay, update and output of a state; read and written once
     mamba_scan_kernel   many tokens of several sequences, each through all of its pieces
-    mamba_norm_kernel   what heads have read, weighed by the gate and normed, in either order
+    mamba_norm_kernel   the output of the heads, gated and normed, in either order
 
-Called by `layers/triton_mamba.py` alone. The readable forms are `MambaHeads` and
+Called by `layers/triton_mamba.py` alone. The reference implementations are `MambaHeads` and
 `MambaMixer.gated` (`models/mamba.py`), `step` and `scan` (`layers/mamba2.py`). Pieces, slots and
-what a program owns are those of `kernels/triton_states.py`, whose convolutions stand before.
+the parts that a program owns are as in `kernels/triton_states.py`, whose convolutions run before.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
@@ -30,8 +30,8 @@ def mamba_gates_kernel(
     RAW_ROW: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """dt, decay [T, H] from what the layer projects, whose rows are RAW_ROW numbers apart. Grid:
-    [T]. dt stays between LEAST and MOST."""
+    """dt, decay [T, H] from the layer's projection, whose rows are RAW_ROW elements apart. Grid:
+    [T]. dt is clamped to [LEAST, MOST]."""
     token, heads = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     mask = heads < HEADS
     x = tl.load(raw + token * RAW_ROW + heads, mask=mask, other=0.0).to(tl.float32)
@@ -49,12 +49,12 @@ def mamba_step_kernel(
     STATE_ROW: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [D, H, V] = what each head reads of its matrix, and d of what comes. Grid: [D, H,
-    V / WIDTH rounded up].
+    """out [D, H, V] = each head's output from its state, plus d times its input.
+    Grid: [D, H, V / WIDTH rounded up].
 
-    mixed [D, H V + 2 G E]: x, b and c as the convolution left them, without their activation. dt,
-    decay [D, H]; d [H]. states: rows of STATE_ROW numbers, of which the first [H, E, V] are the
-    matrices. KEYS: E rounded up to a power of two.
+    mixed [D, H V + 2 G E]: x, b and c from the convolution, before their activation. dt and decay
+    [D, H]; d [H]. states: rows of STATE_ROW elements; the first [H, E, V] are the matrices. KEYS: E
+    rounded up to a power of two.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, columns = tl.arange(0, KEYS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
@@ -85,9 +85,9 @@ def mamba_scan_kernel(
     """out [T, H, V], and the states that the sequences write. Grid: [N, H, V / WIDTH rounded up].
 
     Arguments as in `mamba_step_kernel`; piece `firsts[n]` is the first of sequence n. A sequence's
-    matrix lives where its last piece leaves it: it stays in the GPU's cache, and passes through
-    registers in slices of K rows. PRECISION: of products, as `tl.dot` has it; what a model in 16
-    bits reads is rounded more than "tf32" rounds.
+    matrix is in the slot that its last piece writes. It stays in the GPU's cache, and passes
+    through registers in slices of K rows. PRECISION: of products, as in `tl.dot`; a 16-bit model
+    rounds its inputs more than "tf32" does.
     """
     begin, behind = tl.load(firsts + tl.program_id(0)), tl.load(firsts + tl.program_id(0) + 1)
     head, local = tl.program_id(1), tl.arange(0, P)
@@ -101,7 +101,7 @@ def mamba_scan_kernel(
         tokens, slot = tl.load(piece) + local, tl.load(piece + 4)
         live, gates = tokens < tl.load(piece + 1), tokens * HEADS + head
         snapshot = states + slot * STATE_ROW
-        # Why zeros do no harm: a token without dt and decay neither changes anything nor forgets.
+        # Why zeros are harmless: a token without dt and decay does not change the state.
         since = tl.cumsum(tl.load(decay + gates, mask=live, other=0.0), 0)
         last = tl.min(since, 0)  # decays are at most 0
         keeps, xs = live[:, None], mixed + tokens[:, None] * (HEADS * VALUE + 2 * GROUPS * KEY)
@@ -147,8 +147,8 @@ def mamba_norm_kernel(
 ):  # fmt: skip
     """out [L, G SIZE] = x [L, G SIZE] times the silu of its gate, normed by group. Grid: [L, G].
 
-    NORM: "before" the gate, "behind" it, or "" for none. Rows of the gate are GATE_ROW numbers
-    apart.
+    NORM: "before" the gate, "behind" it (after), or "" for none. Rows of the gate are GATE_ROW
+    elements apart.
     """
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     mask, part = columns < SIZE, tl.program_id(1) * SIZE + columns

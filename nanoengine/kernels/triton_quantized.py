@@ -1,10 +1,10 @@
-"""A matrix multiplication in Triton by weights of 4 and 8 bits, which are widened in registers; and
-rows of activations as fp8, for products of fp8 by fp8.
+"""Matrix multiplication in Triton by weights of 4 and 8 bits, which are dequantized in registers;
+and quantization of activations to fp8, for products of fp8 by fp8.
 
 Called by `layers/triton_quantized.py`, and for products of experts by `triton_experts.py`. A weight
-is (code - zero) * scale in float32, rounded to the dtype of the rows: the number that
-`QuantizedWeight.dequantized` gives, so that the products differ from those by floats in the order
-of a sum at most.
+is (code - zero) * scale in float32, rounded to the dtype of the rows. It equals
+`QuantizedWeight.dequantized`, so the results differ from float products at most in the order of
+summation.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
@@ -24,9 +24,9 @@ def widened(
     OUT: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
     HIGH: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Stored bytes [N, K] as floats, whose inputs begin at `start` and share one group: [N, K].
+    """Dequantizes stored bytes [N, K] whose inputs begin at `start` and share one group: [N, K].
 
-    HIGH: of forms of 4 bits the high halves.
+    HIGH: for 4-bit forms, the high halves.
     """
     codes = stored
     if FORM == "int4" or FORM == "e2m1":
@@ -61,10 +61,10 @@ def quantized_products(
     """`products` of triton_gemm.py by a weight in one of these forms, whose rows are bytes.
 
     FORM "int4" or "e2m1": [OUT, IN / 2] uint8, whose low halves are the first half of the inputs
-    and whose high halves the second: plus 8, or the bits of floats of which a weight has twice the
-    number. Why: a load then gives two tiles of inputs, and no value moves between threads. "int8":
-    [OUT, IN] int8. "e4m3": [OUT, IN] int8, the bits of floats. scales, zeros: [IN / GROUP, OUT]
-    float32. K divides GROUP, and IN (of 4 bits its half).
+    and whose high halves the second. int4 is stored plus 8; e2m1 as its bits, for twice the number.
+    Why: one load then gives two tiles of inputs, and no value moves between threads. "int8": [OUT,
+    IN] int8. "e4m3": [OUT, IN] int8, the bits of floats. scales, zeros: [IN / GROUP, OUT] float32.
+    K divides GROUP, and IN (with 4 bits, half of it).
     """
     HALVES: tl.constexpr = 2 if FORM == "int4" or FORM == "e2m1" else 1
     WIDTH: tl.constexpr = IN // HALVES
@@ -112,8 +112,8 @@ def e4m3_rows_kernel(
 ):  # fmt: skip
     """x [T, SIZE] is about codes * scales: codes [T, SIZE] e4m3, scales [T] float32. Grid: [T].
 
-    The largest magnitude of a row becomes 448, the largest number of e4m3. A row that holds NaN or
-    infinity gets NaN.
+    The largest magnitude of a row becomes 448, the largest value of e4m3. A row that contains NaN
+    or infinity becomes NaN.
     """
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = columns < SIZE

@@ -1,11 +1,11 @@
-"""Which experts the tokens of a step take, on a GPU: scores, choices, and the choices by expert.
+"""MoE routing on a GPU: scores, the experts of each token, and the choices sorted by expert.
 
-    route_kernel    logits -> each token's experts and their weights; how often each block took each
+    route_kernel    logits -> each token's experts and weights; counts per block and expert
     align_kernel    these counts -> where each expert's rows begin, and the choices in that order
 
-Called by `layers/triton_experts.py` alone. A program has a block of tokens, one tile of `ROWS`
-after the other. Counts of whole blocks take the place of atomic additions, so the order is that of
-a stable sort, and nothing waits for the host. What the kernels compute is `layers.moe.Router`, or
+Called by `layers/triton_experts.py` alone. A program processes a block of tokens in tiles of
+`ROWS`. Counts of whole blocks replace atomic additions, so the order is the same as after a stable
+sort, and nothing waits for the host. The kernels compute `layers.moe.Router`, or
 `layers.routers.SparseMixer`, and a stable sort by expert; of equal scores the expert with the
 lowest index is taken, as on the CPU.
 
@@ -19,12 +19,14 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-(2**31))
-"""The key of what can't be taken any more. Below that of -inf, so that no expert is taken twice."""
+"""The key of entries that can't be taken any more. Below the key of -inf, so that no expert is
+taken twice."""
 
 
 @triton.jit
 def keys_of(values, there):
-    """Integers in the order of float32 values, NaN last as in torch; `LOWEST` where nothing is."""
+    """Integers in the order of float32 values, NaN last as in torch; `LOWEST` where `there` is
+    false."""
     bits = values.to(tl.int32, bitcast=True)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(there, tl.where(values == values, keys, 0x7FFFFFFF), LOWEST)
@@ -32,7 +34,7 @@ def keys_of(values, there):
 
 @triton.jit
 def take_largest(keys, lanes):
-    """The place of each row's largest key, the first of equals; the keys without it."""
+    """The index of each row's largest key, the first of equals; and the keys without it."""
     best = tl.argmax(keys, 1)
     return best, tl.where(lanes[None, :] == best[:, None], LOWEST, keys)
 
@@ -42,8 +44,8 @@ def best_groups(
     preferred, experts, ROWS: tl.constexpr, SIZE: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
 ):  # fmt: skip
-    """The scores, -inf in all groups of SIZE experts but a row's KEPT best, by the sum of their
-    BEST experts, one or two."""
+    """The scores, -inf outside the KEPT best groups of SIZE experts per row. Groups are compared by
+    the sum of their BEST (1 or 2) largest scores."""
     groups, group_of = tl.arange(0, WIDTH), experts // SIZE
     sums = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
     for group in range(GROUPS):
@@ -70,12 +72,13 @@ def route_kernel(
     NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr, FACTOR: tl.constexpr,
     NEAR: tl.constexpr = None,
 ):  # fmt: skip
-    """ids [T, k] int32, weights [T, k] of logits [T, E]; counts [blocks, E]: how many of a block's
-    tokens took each expert. Grid: [blocks] of steps * ROWS tokens.
+    """ids [T, k] int32 and weights [T, k] from logits [T, E]; counts [blocks, E]: how many of a
+    block's tokens chose each expert. Grid: [blocks] of steps * ROWS tokens.
 
-    correction [E] float32, if CORRECTED. NEAR, if not None: a weight is a share among the experts
-    that were not taken before it and come so near to it, as in `SparseMixer`. WIDTH, CHOICES,
-    GROUP_WIDTH: E, k and the number of groups rounded up to powers of two.
+    correction [E] float32, if CORRECTED. NEAR, if not None: a weight is the share among the experts
+    that were not taken before and whose logits are within a relative distance NEAR, as in
+    `SparseMixer`. WIDTH, CHOICES, GROUP_WIDTH: E, k and the number of groups rounded up to powers
+    of two.
     """
     experts, choices = tl.arange(0, WIDTH), tl.arange(0, CHOICES)
     real = (experts < EXPERTS)[None, :]
@@ -130,10 +133,9 @@ def align_kernel(
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    """order [T * k]: the pairs of token and choice, token * k + choice, expert after expert, and of
-    one in their order; starts [E + 1]: where each expert's begin; tiles [E]: which of the tiles of
-    M such rows is its first. Grid, ids and counts: those of `route_kernel`.
-    """
+    """order [T * k]: token * k + choice, sorted by expert and in ascending order per expert; starts
+    [E + 1]: where each expert's entries begin; tiles [E]: index of its first tile, with tiles of M
+    rows. Grid, ids and counts: as in `route_kernel`."""
     block, experts = tl.program_id(0), tl.arange(0, WIDTH)
     real = experts < EXPERTS
     total, before = tl.full([WIDTH], 0, tl.int32), tl.full([WIDTH], 0, tl.int32)

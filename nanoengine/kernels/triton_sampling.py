@@ -1,34 +1,34 @@
 """The Triton kernel that samples a token from a line of logits: greedy, drawn, or drawn from the
 likeliest.
 
-Called by `runner/sampling/triton_sampling.py` alone; the same steps in plain torch are
-`runner/sampling/draw.py`. One program samples one line and passes over it as often as it must, so
-nothing waits for the host and nothing but the token is written:
+Called by `runner/sampling/triton_sampling.py` alone; `runner/sampling/draw.py` has the same steps
+in plain torch. One program samples one line in as many passes as it needs, so nothing waits for the
+host and only the token is written:
 
-    greedy      once: the best logit, and which token has it
-    drawn       twice, and a part of it: the sum of weights a tile, then the tile where they pass
-    filtered    twice, or three times without a top_k of at most `width`: the candidates, and what
-                all weigh. Mostly the filters leave no other; if they do, once for each halving of
-                an interval, two or three times: where do counts or weights pass?
+    greedy      one pass: the best logit and its token
+    drawn       two passes, and a part of one: the sum of weights per tile, then the tile that
+                contains the target
+    filtered    two passes, or three without a top_k of at most `width`: the candidates, and the
+                total weight. Usually the candidates include all that the filters keep; else two
+                or three binary searches over counts or weights, with one pass per step
 
 A filter keeps a prefix of the tokens in order of likelihood. Floats as integers keep their order
-(see `to_keys`), so the end of a prefix is found by halving an interval of integers; a pass tells
-how many tokens, or what weight, lie above its middle. Bits that are zero in all 16-bit logits are
-shifted out, and no search looks where tokens have no weight.
+(see `to_keys`), so a binary search over integers finds the end of a prefix; a pass computes how
+many tokens, or what weight, are above the middle. Bits that are zero in all 16-bit logits are
+shifted out, and no search covers keys whose tokens have no weight.
 
 The candidates are the `width` likeliest tokens and some more, found without a search over the line:
-each of `block` lanes has kept the best of its tokens, so `width` tokens reach the last of so many.
+each of `block` lanes has kept its best token, and the `width` best of these give a lower bound.
 
-Weights are whole numbers, summed in 64-bit integers: exact in any order, so neither tile sizes nor
-neighbours change a token. From torch's tokens these differ only where the last bit of an
-exponential decides.
+Weights are integers, summed in 64 bits: exact in any order, so neither tile sizes nor other lines
+change a token. Tokens differ from torch's only if the last bit of an exponential decides.
 
-A line's law is what its weights follow from: (its largest logit, temperature, min_p).
+`law` determines a line's weights: (its largest logit, temperature, min_p).
 
 The kernel has run in Triton's interpreter and been compiled ahead of time, but not on a GPU yet.
 
-Source: threshold search in place of a sort is how FlashInfer samples; drawing by inverse transform
-over whole-number weights is ours.
+Source: FlashInfer also samples with a threshold search instead of a sort; drawing by inverse
+transform over integer weights is ours.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ SCALE = tl.constexpr(2.0**34)
 """Weight of a line's most likely token, as in `runner/sampling/draw.py`."""
 
 REACH = tl.constexpr(24.0)
-"""So many temperatures below the largest logit a weight is less than 1, so nothing: from 34 ln 2 on
-exp(-x) * SCALE is, and roundings are far smaller than what 24 has above that."""
+"""A logit this many temperatures below the largest has weight 0. exp(-x) * SCALE is less than 1
+from x = 34 ln 2 on, and roundings are far smaller than the margin of 24 above that."""
 
 
 class SamplingConstants(NamedTuple):
-    """What the compiler knows of a launch; the kernels' S.
+    """Compile-time constants of a launch; the kernels' S.
 
     Attributes:
-        line, size: from line to line of logits, and how many one has.
-        block, tiles, stages: logits in a tile, tiles of a line, of them in flight.
+        line, size: stride of the lines of logits, and their length.
+        block, tiles, stages: logits per tile, tiles per line, tiles in flight.
         shift: low bits that are zero in any logit, as float32.
-        width, room: the likeliest tokens that a filtered line gathers, and what there is room for.
+        width, room: the number of likeliest tokens that a filtered line gathers, and the capacity.
     """
 
     line: int
@@ -82,7 +82,7 @@ def to_keys(x, S: tl.constexpr):
 
 @triton.jit
 def from_key(key, S: tl.constexpr):
-    """The float that has this key."""
+    """The float with this key."""
     bits = key << S.shift
     if key < 0:
         bits = bits | ((1 << S.shift) - 1)
@@ -100,8 +100,8 @@ def weigh(x, law):
 
 @triton.jit
 def best_token(row, S: tl.constexpr):
-    """The largest logit, the first token that has it, whether it is a number (no NaN in the line,
-    and no infinity on top), and the best of each lane with its tile's start, [block]."""
+    """The largest logit, the first token with it, whether it is valid (no NaN in the line, and the
+    largest is finite), and the best logit of each lane with its tile's start, [block]."""
     best = tl.full([S.block], float("-inf"), tl.float32)
     best_at = tl.full([S.block], 0, tl.int32)
     wrong = tl.full([S.block], 0, tl.int32)
@@ -119,7 +119,7 @@ def best_token(row, S: tl.constexpr):
 
 @triton.jit
 def weightless_key(law, S: tl.constexpr):
-    """A key whose tokens have no weight, nor have those of lower ones; int64.
+    """A key at and below which tokens have no weight; int64.
 
     Why one below: the difference may be rounded up, even to `largest`.
     """
@@ -148,8 +148,8 @@ def collect(row, candidates, best, best_at, wanted, law, low, S: tl.constexpr):
     """Writes the likeliest tokens to `candidates` [2, room] int32, in any order: the bits of their
     logits, and their ids. Returns how many.
 
-    They are all tokens down to some logit: at least `wanted`, or all above the key `low`. More than
-    `room`, among many equals, end it: what is written then is of no use.
+    They are all tokens down to some logit: at least `wanted`, or all above the key `low`. If there
+    are more than `room`, due to many equal logits, it stops, and the candidates are unusable.
     """
     least = low
     high = to_keys(law[0], S).to(tl.int64) + 1
@@ -176,7 +176,7 @@ def collect(row, candidates, best, best_at, wanted, law, low, S: tl.constexpr):
             more = 0
         if more > 0:
             best, best_at = next_best(row, best, best_at, S)
-    # Why: threads read from here on what others have written.
+    # Why: from here on threads read what others have written.
     tl.debug_barrier()
     return count
 
@@ -193,13 +193,13 @@ def load_candidates(candidates, start, count, law, STEP: tl.constexpr, S: tl.con
 
 @triton.jit
 def draw_candidate(candidates, count, total, top_k, top_p, uniform, law, S: tl.constexpr):
-    """A token of those that the filters leave, and whether they leave candidates alone.
+    """A token drawn from those that the filters keep, and whether they keep only candidates.
 
-    `total` is the weight that top_p is a share of, if no top_k cuts.
+    `total` is the weight to which top_p refers if no top_k applies.
     """
     STEP: tl.constexpr = 16
     x, ids, weights = load_candidates(candidates, 0, count, law, S.room, S)
-    # How many are likelier, and what these weigh.
+    # How many are likelier, and their weight.
     ranks = tl.full([S.room], 0, tl.int32)
     before = tl.full([S.room], 0, tl.int64)
     for start in range(0, count, STEP):
@@ -221,7 +221,7 @@ def draw_candidate(candidates, count, total, top_k, top_p, uniform, law, S: tl.c
 
 @triton.jit
 def amounts(row, start, key, law, S: tl.constexpr, BY_KEY: tl.constexpr):
-    """What each token of a tile adds: BY_KEY 1 where it has this key, else its weight."""
+    """The amount that each token of a tile adds: BY_KEY 1 if it has this key, else its weight."""
     x = load_tile(row, start, S)
     return (to_keys(x, S) == key).to(tl.int64) if BY_KEY else weigh(x, law)
 
@@ -238,7 +238,7 @@ def tile_sums(row, key, law, S: tl.constexpr, BY_KEY: tl.constexpr):
 
 @triton.jit
 def token_above(row, sums, target, key, law, S: tl.constexpr, BY_KEY: tl.constexpr):
-    """The first token, by id, with which the running sum of `amounts` is above the target."""
+    """The first token, by id, at which the running sum of `amounts` exceeds the target."""
     passed = tl.cumsum(sums, 0) <= target
     start = tl.sum(passed.to(tl.int32), 0) * S.block
     before = tl.sum(tl.where(passed, sums, 0), 0)
@@ -248,8 +248,8 @@ def token_above(row, sums, target, key, law, S: tl.constexpr, BY_KEY: tl.constex
 
 @triton.jit
 def amount_from(row, key, law, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
-    """The count, or the weight, of the tokens whose key is at least this one, which is not that of
-    -inf."""
+    """The count, or the weight, of the tokens whose key is at least this one, which must not be the
+    key of -inf."""
     total = tl.full([S.block], 0, tl.int64 if BY_WEIGHT else tl.int32)
     for start in tl.range(0, S.size, S.block, num_stages=S.stages):
         x = load_tile(row, start, S)
@@ -263,11 +263,11 @@ def amount_from(row, key, law, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
 
 @triton.jit
 def find(row, wanted, low, law, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
-    """The likeliest key down to which the count, or the weight, is at least `wanted`, and how much
-    of it lies above that key. Down to `low` there is as much, or it is `low`.
+    """The largest key down to which the count, or the weight, is at least `wanted`, and the amount
+    above that key. The amount down to `low` must suffice, or the result is `low`.
 
-    Halves the interval by key and by logit in turn. Why: half of all keys are those of logits next
-    to 0, and no line has many of these; but it may.
+    Halves the interval alternately by key and by logit. Why: half of all keys belong to logits
+    close to 0. Lines usually have few of these, but some may have many.
     """
     before = wanted * 0
     high = to_keys(law[0], S).to(tl.int64) + 1
@@ -290,19 +290,19 @@ def find(row, wanted, low, law, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
 
 @triton.jit
 def draw_target(uniform, total):
-    """Which unit of the weight is drawn, 0 ... total - 1."""
+    """The unit of the weight that is drawn, 0 ... total - 1."""
     return tl.minimum(tl.floor(uniform * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
 @triton.jit
 def weight_needed(top_p, total):
-    """What tokens that top_p leaves weigh at least; sums are whole, so it is the next whole one."""
+    """Minimum weight of the tokens that top_p keeps; sums are integers, so it is rounded up."""
     return tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def draw_filtered(row, candidates, best, best_at, top_k, top_p, uniform, law, S: tl.constexpr):
-    """A token of those that min_p, top_k and then top_p leave; see `draw_top_k`."""
+    """A token drawn from those that min_p, top_k and then top_p keep; see `draw_top_k`."""
     low = weightless_key(law, S)
     count = collect(row, candidates, best, best_at, tl.minimum(top_k, S.width), law, low, S)
     total = low * 0
@@ -320,17 +320,17 @@ def draw_filtered(row, candidates, best, best_at, top_k, top_p, uniform, law, S:
 
 @triton.jit
 def search(row, low, kept, top_k, top_p, uniform, law, S: tl.constexpr):
-    """The token that `draw_filtered` draws, whatever the line and the filters.
+    """The token that `draw_filtered` draws, for any line and any filters.
 
-    Tokens of the key `low` and below have no weight; `kept` is that of all, if no top_k cuts.
+    Tokens with keys up to `low` have no weight; `kept` is the total weight if no top_k applies.
     """
     if top_k < S.size:
-        # What tokens without weight it would also count adds nothing to what is kept.
+        # Tokens without weight that would also count add nothing to what is kept.
         low, before = find(row, top_k, low, law, S, False)
         each = weigh(from_key(low, S), law)
         kept = (top_k - before) * each + amount_from(row, low + 1, law, S, True)
     rank = kept * 0
-    # First where top_p cuts, if it does; then where the token to draw lies.
+    # First the end of what top_p keeps, if it applies; then the token to draw.
     for drawing in range(tl.where(top_p < 1.0, 0, 1), 2):
         needed = weight_needed(top_p, kept)
         wanted = tl.where(drawing == 1, draw_target(uniform, kept) + 1, needed)
@@ -347,11 +347,12 @@ def sample_kernel(
     ids, valid, candidates, logits, draw_params, param_stride,
     S: tl.constexpr, DRAW: tl.constexpr, FILTER: tl.constexpr,
 ):  # fmt: skip
-    """A token of each line of logits [L, V]: ids [L] int64, and whether it has one. Grid: [L].
+    """Samples a token for each line of logits [L, V]: ids [L] int64, and whether it is valid. Grid:
+    [L].
 
-    `draw_params` [5, L] float64 are those of `DrawParams`. Without DRAW all lines are greedy,
-    without FILTER none filters. A line without a valid token gets 0. `candidates`
-    [L, 2, room] int32 is for lines that filter.
+    `draw_params` [5, L] float64 are as in `DrawParams`. Without DRAW all lines are greedy, without
+    FILTER none filters. A line without a valid token gets 0. `candidates` [L, 2, room] int32 is for
+    lines that filter.
     """
     line = tl.program_id(0).to(tl.int64)
     row = logits + line * S.line

@@ -1,28 +1,27 @@
-"""Layers that keep states on a GPU, in Triton: the convolution and the gated delta rule.
+"""Linear attention on a GPU, in Triton: the convolution and the gated delta rule.
 
-    gates_kernel         how much each head forgets at each token, and how much it learns
-    gate_norm_kernel     what a head has read, normed and weighed by its gate
-    conv_step_kernel     a token of each of several sequences: its taps; the inputs move by one
-    delta_step_kernel    the same tokens: a matrix forgets, learns, is asked; read and written once
-    conv_scan_kernel     many tokens of several sequences: their taps
-    conv_keep_kernel     what these sequences keep of their inputs
-    delta_chunks_kernel  the same tokens: what each piece does to a matrix, whichever it is
+    gates_kernel         decay and learning rate (beta) of each head at each token
+    gate_norm_kernel     the output of a head, normed and gated
+    conv_step_kernel     one token of each of several sequences: convolution; shifts the inputs
+    delta_step_kernel    the same tokens: decay, update and output of a state; read, written once
+    conv_scan_kernel     many tokens of several sequences: convolution
+    conv_keep_kernel     the inputs that these sequences keep
+    delta_chunks_kernel  the same tokens: what each piece does to any state matrix
     delta_scan_kernel    the matrices of these sequences, each through all of its pieces
 
-Called by `layers/triton_states.py` alone. The readable forms are `Decay` and `GateNorm`
+Called by `layers/triton_states.py` alone. The reference implementations are `Decay` and `GateNorm`
 (`models/states.py`), `CausalConv.step` and `scan` (`layers/causal_conv.py`), `step` and `scan`
-(`layers/delta_rule.py`). A program owns what it writes
-of a state, and reads nothing else of it, so a sequence may go on in the state that it starts from.
-Nothing is written to slot 0.
+(`layers/delta_rule.py`). A program owns the part of a state that it writes, and reads no other
+part, so a sequence may continue in the state from which it starts. Nothing is written to slot 0.
 
-The sequences of a scan come in pieces, PIECE numbers each: see `attention/batch.py::Pieces`. A loop
-over a sequence's pieces is inside a kernel, so launches don't depend on how many there are.
+The sequences of a scan come in pieces of PIECE numbers each: see `attention/batch.py::Pieces`. The
+loop over a sequence's pieces is inside a kernel, so launches don't depend on their number.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
 
-Source: a kernel for what chunks do, and one for the states through them, are how
-flash-linear-attention computes the rule; its triangular systems, too, are solved row by row.
+Source: flash-linear-attention also has one kernel for chunks and one for the states through them,
+and solves its triangular systems row by row.
 
 Legend: T tokens, D tokens of a decode, N sequences, C channels, H / G value / key heads, E / V size
 of a key / value, P tokens of a piece.
@@ -42,11 +41,11 @@ def conv_step_kernel(
     X_ROW: tl.constexpr, STATE_ROW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     BIAS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [D, C] = the taps of each token, added from the oldest on. Grid: [D, C / WIDTH rounded
-    up].
+    """out [D, C] = the convolution of each token, added from the oldest tap on. Grid: [D, C / WIDTH
+    rounded up].
 
-    states: rows of STATE_ROW numbers, of which the first [TAPS - 1, C] are the inputs kept; token t
-    starts from row reads[t], and its own go to row writes[t]. weight [TAPS, C]; bias [C].
+    states: rows of STATE_ROW elements; the first [TAPS - 1, C] are the kept inputs. Token t starts
+    from row reads[t], and its own inputs go to row writes[t]. weight [TAPS, C]; bias [C].
     """
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -80,7 +79,7 @@ def _silu(x):
 def gates_kernel(
     beta, decay, ba, a_log, dt_bias, ROW: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """beta, decay [T, H] from ba [T, 2 H], whose second half is that of decays. Grid: [T]."""
+    """beta, decay [T, H] from ba [T, 2 H], whose second half is for decays. Grid: [T]."""
     token, heads = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     mask = heads < HEADS
     b = tl.load(ba + token * ROW + heads, mask=mask, other=0.0).to(tl.float32)
@@ -99,7 +98,7 @@ def gate_norm_kernel(
     EPS: tl.constexpr,
 ):  # fmt: skip
     """out [L, H, V] = the norm of each head of x [L, H, V], times the silu of its gate, whose rows
-    are GATE_ROW numbers apart. Grid: [L, H]."""
+    are GATE_ROW elements apart. Grid: [L, H]."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, WIDTH)
     mask, cells = columns < SIZE, (row * HEADS + head) * SIZE + columns
@@ -117,11 +116,11 @@ def delta_step_kernel(
     STATE_ROW: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [D, H, V] = what each head reads of its matrix. Grid: [D, H, V / WIDTH rounded up].
+    """out [D, H, V] = each head's output from its state. Grid: [D, H, V / WIDTH rounded up].
 
-    mixed [D, 2 G E + H V]: queries, keys and values as the convolution left them, without their
-    activation. decay, beta [D, H]; decays are logarithms. states: rows of STATE_ROW numbers, of
-    which the first [H, E, V] are the matrices. KEYS: E rounded up to a power of two.
+    mixed [D, 2 G E + H V]: queries, keys and values from the convolution, before their activation.
+    decay, beta [D, H]; decays are logarithms. states: rows of STATE_ROW elements; the first [H, E,
+    V] are the matrices. KEYS: E rounded up to a power of two.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, columns = tl.arange(0, KEYS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
@@ -156,7 +155,7 @@ def conv_scan_kernel(
     X_ROW: tl.constexpr, STATE_ROW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     BIAS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [T, C] = the taps of each token of the pieces, added as in a step. Grid: [pieces,
+    """out [T, C] = the convolution of each token of the pieces, added as in a step. Grid: [pieces,
     C / WIDTH rounded up]. Arguments as in `conv_step_kernel`."""
     piece = pieces + tl.program_id(0) * PIECE
     start, end, first = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
@@ -188,11 +187,11 @@ def conv_keep_kernel(
     X_ROW: tl.constexpr, STATE_ROW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     BIAS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Each state that the sequences write gets the last inputs before it. Grid: [N, C / WIDTH
-    rounded up]. Piece `firsts[n]` is the first of sequence n.
+    """Stores in each state that the sequences write the last inputs before its end.
+    Grid: [N, C / WIDTH rounded up]. Piece `firsts[n]` is the first of sequence n.
 
-    Why from the last piece on: the state that a sequence starts from may become the first that it
-    writes, and pieces shorter than the taps look at it.
+    Why from the last piece on: the state from which a sequence starts may be the first that it
+    writes, and pieces shorter than the taps read it.
     """
     begin, behind = tl.load(firsts + tl.program_id(0)), tl.load(firsts + tl.program_id(0) + 1)
     channels = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -222,12 +221,12 @@ def delta_chunks_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     P: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """What each piece does to a head's matrix, as `delta_rule.Chunks` has it, but by tokens: read,
+    """What each piece does to a head's matrix, as in `delta_rule.Chunks`, but by tokens: read,
     recalls and write [T, H, E], values [T, H, V], attended [T, H, P]; forget [pieces, H]. Grid:
     [pieces, H].
 
     mixed, decay and beta as in `delta_step_kernel`. Keys and values pass through registers in
-    slices of K, twice: a product of keys is as good before they get length 1 as behind it.
+    slices of K, twice: keys can be multiplied before they are normalized to length 1.
     """
     piece, head = pieces + tl.program_id(0) * PIECE, tl.program_id(1)
     start, end, local = tl.load(piece), tl.load(piece + 1), tl.arange(0, P)
@@ -248,7 +247,8 @@ def delta_chunks_kernel(
         system = tl.dot(k, tl.trans(k), system, input_precision="tf32x3")
         pairs = tl.dot(q, tl.trans(k), pairs, input_precision="tf32x3")
     q_scale, k_scale = 1 / tl.sqrt(q_length * KEY), 1 / tl.sqrt(k_length)
-    # Why zeros do no harm: a token without key, decay and beta neither reads nor changes anything.
+    # Why zeros are harmless: a token without key, decay and beta neither reads nor changes
+    # anything.
     since = tl.cumsum(tl.load(decay + gates, mask=live, other=0.0), 0)
     learns = tl.load(beta + gates, mask=live, other=0.0)
     last = tl.min(since, 0)  # decays are at most 0
@@ -258,7 +258,7 @@ def delta_chunks_kernel(
     between *= k_scale[None, :]
     cells = gates[:, None] * P + column
     tl.store(attended + cells, pairs * between * q_scale[:, None], mask=live[:, None])
-    # The inverse of the system, row by row: each takes from its own the rows above it.
+    # The inverse of the system, row by row: each row is reduced by the rows above it.
     system = tl.where(row > column, -system * between * (learns * k_scale)[:, None], 0.0)
     for solved in range(1, P):
         line = tl.sum(tl.where(row == solved, system, 0.0), 0)
@@ -291,9 +291,9 @@ def delta_scan_kernel(
 ):  # fmt: skip
     """out [T, H, V], and the states that the sequences write. Grid: [N, H, V / WIDTH rounded up].
 
-    What each piece does to a state is that of `delta_chunks_kernel`; `firsts` as in
-    `conv_keep_kernel`. A sequence's matrix lives where its last piece leaves it: it stays in the
-    GPU's cache, and passes through registers in slices of K keys.
+    `delta_chunks_kernel` gives what each piece does to a state; `firsts` as in `conv_keep_kernel`.
+    A sequence's matrix is in the slot that its last piece writes. It stays in the GPU's cache, and
+    passes through registers in slices of K keys.
     """
     begin, behind = tl.load(firsts + tl.program_id(0)), tl.load(firsts + tl.program_id(0) + 1)
     head, local = tl.program_id(1), tl.arange(0, P)

@@ -1,12 +1,11 @@
-"""widen: small numbers of a panel as floats, a line of 16 at a time; for
-`cpu_weight_only.py`.
+"""widen: converts quantized elements of a panel to floats, 16 at a time, for `cpu_weight_only.py`.
 
-Many rows multiply floats that were written down once; one row multiplies them in registers, as
-`multiply_widened` has them, with the same bits.
+Many rows multiply floats that were written to memory once. One row multiplies them in registers
+(`multiply_widened`), with the same bits.
 
-Why written out: the arrays that are read and written may overlap for all that the compiler knows,
-so it looks before each line whether they do, which takes seven times as long. Vectors have 16
-lanes, which LLVM cuts to those of the CPU.
+Why explicit instructions: for all the compiler knows, the arrays that are read and written may
+overlap. It would check that before each line, which takes seven times as long. Vectors have 16
+lanes, which LLVM splits to the CPU's width.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from nanoengine.kernels.grouped_tiles import TABLES
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import I8, I16, I64, PANEL, tile_call, tile_function
 
-AHEAD = 4096  # bytes of a panel, asked for before they are needed
-LOOKS_UP = CURRENT.vector_bits == 512 and CURRENT.byte_dots != "generic"  # numbers in a table of 16
+AHEAD = 4096  # bytes of a panel, prefetched before they are needed
+LOOKS_UP = CURRENT.vector_bits == 512 and CURRENT.byte_dots != "generic"  # codes in a table of 16
 AT_ONCE = 4 if CURRENT.vector_bits == 512 else 2  # panels of one row, which waits for its own sums
-E2M1, E4M3 = 2, 3  # forms of small floats; those of whole numbers are their bits, 4 or 8
-ZEROS = 16  # added to a form that has zeros
+E2M1, E4M3 = 2, 3  # small float formats; integer formats are their bits, 4 or 8
+ZEROS = 16  # added to a form that has zero points
 SHORTS, HALVES = ir.VectorType(I16, PANEL), ir.VectorType(ir.HalfType(), PANEL)
 BYTES = ir.VectorType(I8, PANEL)
 WORDS, FLOATS = ir.VectorType(I32, PANEL), ir.VectorType(ir.FloatType(), PANEL)
@@ -46,8 +45,8 @@ def _whole(build, line, i):
 
 
 def _of_table(build, line, i, table):
-    """The float that each code of 4 bits stands for, where it `LOOKS_UP`."""
-    words = build.sext(line, WORDS)  # whose lowest 4 bits say which
+    """The float value of each 4-bit code, if the CPU `LOOKS_UP`."""
+    words = build.sext(line, WORDS)  # their lowest 4 bits are the index
     words = build.ashr(words, _every(4)) if i else words
     table = ir.Constant(FLOATS, [*map(float, table)])
     return call_named(build, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, words)
@@ -60,10 +59,10 @@ def _less_eight(build, line, i):
 
 
 def _e4m3(build, line, i):
-    """A sign and 7 other bits, which go to where a float32 has its own, 20 up. What comes out is
-    too small by the exponents' middles; scaling also makes their smallest numbers normal ones."""
+    """Moves the sign and the 7 other bits to their place in a float32, 20 bits higher. The result
+    is too small by the difference of the exponent biases; scaling also normalizes subnormals."""
     kind, bits, shift, scale = WORDS, 32, 20, 2.0**120
-    if CURRENT.halves:  # By way of these, whose smallest numbers take no longer than others.
+    if CURRENT.halves:  # Through float16, whose subnormals are not slower than other numbers.
         kind, bits, shift, scale = SHORTS, 16, 7, 2.0**8
     words = build.sext(line, kind)
     sign = build.and_(build.shl(words, _every(bits - 8, kind)), _every(1 << bits - 1, kind))
@@ -93,14 +92,14 @@ def _e2m1(build, line, i):
 
 
 FORMS = {8: (_whole, 1), 4: (_less_eight, 2), E4M3: (_e4m3, 1), E2M1: (_e2m1, 2)}
-"""What makes floats of a form, and how many inputs are in a byte."""
+"""For each form: the function that converts it to floats, and the inputs per byte."""
 
 
 @tile_function("byte* w, float* zeros, float* scales, float* out, count")
 def widened_lines(builder, isa: ISA, of, form: int):
-    """out[k, j] = (value j of input k - zeros[j]) * scales[j] for k < count: whole numbers, those
-    of 4 bits plus 8, or small floats, none of them NaN. Inputs 2 i and 2 i + 1 of 4 bits are the
-    halves of a byte."""
+    """out[k, j] = (value j of input k - zeros[j]) * scales[j] for k < count. Values are integers
+    (4-bit ones are stored plus 8) or small floats, none of them NaN. 4-bit inputs 2 i and 2 i + 1
+    are the halves of a byte."""
     emit, (convert, inputs) = Emit(None, builder, isa=isa), FORMS[form]
     less, times = (emit.get(FLOATS, each) for each in (of.zeros, of.scales))
 
@@ -130,11 +129,11 @@ def widen(w, at, zeros, zeros_at, scales, scales_at, out, out_at, count, form, o
 )
 def widened_tile(builder, isa: ISA, of, form: int, panels: int):
     """out[16 p + j] = start[16 p + j] + the sum over inputs k of x[k] * (value[p, k, j] - zero[j])
-    * scale[j], in the steps of `widened_lines` and `float_tile`; a form + `ZEROS` has zeros.
+    * scale[j], in the steps of `widened_lines` and `float_tile`; a form + `ZEROS` has zero points.
 
-    A panel begins `w_step` bytes behind the one before, its scales and zeros `step` numbers. Of
-    `size` inputs each `group` has its own. Panels ask for what they will read `AHEAD` bytes later;
-    near their end, for panels behind those of this tile.
+    Panels are `w_step` bytes apart, their scales and zero points `step` elements. Each `group` of
+    the `size` inputs has its own. Panels prefetch what they read `AHEAD` bytes later; near their
+    end, data of the panels after this tile.
     """
     emit, (convert, inputs) = Emit(None, builder, isa=isa), FORMS[form % ZEROS]
     sums = [emit.variable(emit.get(FLOATS, at)) for at in emit.rows(of.start, I64(PANEL), panels)]

@@ -1,19 +1,18 @@
-"""DecodeStep: a step of one token for every sequence, done on the device from end to end.
+"""DecodeStep: a step of one token per sequence, done on the device from end to end.
 
     batch_rows ─► gather ─► forward ─► LM head ─► sample ─► advance
 
-`held` is what the device keeps of each row (`device_rows.py`); a step's inputs are gathered from
+`held` is the device's copy of each row (`device_rows.py`); the inputs of a step are gathered from
 it.
 
-`load` uploads what the device can't know: new rows, new blocks, and which rows run, if these have
-changed. From one decode to the next that is a block now and then, and mostly nothing. `forward` and
-`sample` read only what is on the device, so the same functions run eagerly and are captured by a
-CUDA graph.
+`load` uploads what the device can't know: new rows, new blocks, and the set of running rows if it
+has changed. Between two decodes this is usually nothing, and sometimes one block. `forward` and
+`sample` read only device memory, so the same functions run eagerly and are captured by a CUDA
+graph.
 
 Called by `GraphedDecode`.
 
-Source: rows that stay on the GPU, from which kernels build a step's inputs, are the idea of vLLM's
-second model runner.
+Source: vLLM's second model runner also keeps rows on the GPU and lets kernels build the inputs.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from nanoengine.runner.transfers import ship
 
 
 class DecodeStep:
-    """The device's side of all rows, and the step that advances them.
+    """The device's copy of all rows, and the step that advances them.
 
     Args:
-        model, backend: what runs.
-        rows: the host's side of all rows.
-        sampler: has their sampling parameters.
-        dtype: of the logits.
+        model, backend: the model and its attention backend.
+        rows: the host's copy of all rows.
+        sampler: has the sampling parameters of the rows.
+        dtype: dtype of the logits.
     """
 
     def __init__(
@@ -63,14 +62,14 @@ class DecodeStep:
         self._query_start_loc = torch.arange(with_padding, dtype=torch.int32, device=device)
         shape = (self.num_rows, sampler.vocab_size)
         self._logits_out = torch.zeros(shape, dtype=dtype, device=device)
-        # What the device holds: the host compares plans with it, to see what the device lacks.
+        # What the device holds. The host compares plans with it to find what must be uploaded.
         self._held_lengths = np.zeros(with_padding, np.int64)
         self._held_rows = np.full(self.num_rows, self.num_rows)
         self._stale: dict[tuple[int, int], tuple[int, int]] = {}  # (group, row) -> table entries
 
     def fits(self, plan: StepPlan) -> bool:
-        """True if each row of a plan computes one token, and samples after it; with states, if none
-        starts from what another one writes."""
+        """Returns True if each row of the plan computes one token and samples after it. With
+        recurrent states, no row may start from a state that another row of the step writes."""
         one, rows = {1}, self._rows
         if set(plan.num_scheduled_tokens) != one or set(plan.num_logits) != one:
             return False
@@ -98,7 +97,7 @@ class DecodeStep:
         changed = np.array(sorted(self._sampler.changed), np.int64)
         same_rows = np.array_equal(self._held_rows[:size], padded)
         if self._stale or len(moved) + len(unknown) + len(changed) or not same_rows:
-            self._held_rows[:size] = -1  # Why: until all of it is sent, nothing is known
+            self._held_rows[:size] = -1  # Why: until everything is sent, nothing is known
             held, sampler = self.held, self._sampler
             tokens = self._rows.token_ids[rows[unknown], starts[unknown]].astype(np.int64)
             self._upload(
@@ -123,7 +122,7 @@ class DecodeStep:
         )
 
     def _stale_entries(self) -> tuple[Ints, Ints]:
-        """Changed entries of block tables, by their place in `tables`, and what they hold now."""
+        """Indices in `tables` of the changed block table entries, and their current values."""
         places, block_ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
         for (group, row), (first, last) in self._stale.items():
             table = group * (self.num_rows + 1) + row
@@ -132,8 +131,11 @@ class DecodeStep:
         return np.concatenate(places), np.concatenate(block_ids)
 
     def _upload(self, padded: Ints, *changes: tuple[torch.Tensor, Ints, Ints]) -> None:
-        """One transfer, and a scatter for each kind of change that there is: a tensor, at which of
-        its last places, and what is there now."""
+        """Uploads all changes in one transfer, followed by one scatter per non-empty change.
+
+        Args:
+            changes: for each: the tensor, indices of its last dimension, and the new values there.
+        """
         arrays = [array for _, *pair in changes for array in pair]
         rows, *sent = ship(self._device, padded, *arrays)
         self.batch_rows[: len(padded)].copy_(rows)
@@ -142,8 +144,8 @@ class DecodeStep:
                 target.index_copy_(-1, at, values)
 
     def forward(self, size: int) -> tuple[torch.Tensor]:
-        """The logits [size, V] of the first `size` of `batch_rows`, in a buffer that all sizes
-        share."""
+        """The logits [size, V] of the first `size` of `batch_rows`, in a buffer shared by all
+        sizes."""
         batch = Batch(
             **self.held.gather(self.batch_rows[:size]),
             query_start_loc=self._query_start_loc[: size + 1],
@@ -158,13 +160,13 @@ class DecodeStep:
             states = batch.block_tables[-1], self._rows.first_state, self._rows.block_size
             batch.state_waves = (decode_wave(batch.positions, *states),)
         batch.attention = self._backend.prepare(batch)
-        # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
+        # Why one buffer: graphs keep their outputs, and logits of every size take gigabytes.
         out, model = self._logits_out[:size], self._model
         return (out.copy_(model.logits(model(batch))),)
 
     def sample(self, size: int, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens from the logits of `forward`, [size] int64, and whether they are valid, [size]
-        bool; the rows advance by them."""
+        """Samples from the logits of `forward` and advances the rows. Returns token ids [size]
+        int64, and whether each is valid, [size] bool."""
         params = DrawParams(self.held.draw_params[:, :size])
         token_ids, valid = sample_on_device(self._logits_out[:size], params, kind)
         self.held.advance(self.batch_rows[:size], token_ids)

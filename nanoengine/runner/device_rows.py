@@ -1,14 +1,14 @@
-"""DeviceRows: what the device keeps of each row, a decode's inputs made from it, and its advance.
+"""DeviceRows: the device's copy of each row; gathers the inputs of a decode and advances the rows.
 
-    one entry for each row; the last entry belongs to padding, and stays 0
-        pool       the token that comes next            (`RowBuffers.pool`)
+    one entry per row; the last entry belongs to padding, and stays 0
+        pool       the next token                       (`RowBuffers.pool`)
         lengths    its position                         tables    block ids
         columns    temperature, top_k, top_p, min_p     seeds     mixed
 
     rows of a batch ─► gather ─► forward, sample ─► advance
 
-The DecodeStep uses them. `gather` and `advance` are 40 small kernels of torch, which have fixed
-shapes and never wait for the host, so a CUDA graph holds them.
+The DecodeStep uses them. `gather` and `advance` are 40 small torch kernels. They have fixed shapes
+and never wait for the host, so a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class DeviceRows:
     """The tensors of all rows.
 
     Args:
-        pool: the next token of each row, and 0 for padding, [R + 1] int64; of `RowBuffers`.
+        pool: the next token of each row, and 0 for padding, [R + 1] int64; owned by `RowBuffers`.
         num_groups, num_blocks: shape of a row's block tables.
-        block_size: tokens of a block.
+        block_size: tokens per block.
 
     Attributes:
-        draw_params: those of `DrawParams` for the rows last gathered, [5, R + 1] float64.
+        draw_params: `DrawParams` of the rows last gathered, [5, R + 1] float64.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class DeviceRows:
         self.draw_params = torch.zeros((5, size), dtype=torch.float64, device=device)
 
     def gather(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The inputs of a decode of these rows [S] int64, under the names that they have in a
-        `Batch`: token_ids and positions [S] int64, slot_mapping [G, S] int64, seq_lens [S] int32,
-        block_tables [G, S, M] int32. Fills `draw_params`."""
+        """The inputs of a decode of these rows [S] int64, named as in `Batch`: token_ids and
+        positions [S] int64, slot_mapping [G, S] int64, seq_lens [S] int32, block_tables [G, S, M]
+        int32. Fills `draw_params`."""
         positions = self.lengths.index_select(0, rows)
         tables = self.tables.index_select(1, rows)  # [G, S, M]
         at = (positions // self.block_size).expand(len(tables), -1)[:, :, None]
@@ -61,7 +61,7 @@ class DeviceRows:
         }
 
     def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Makes these tokens [S] the next ones, one position further; padding stays where it is."""
+        """Stores the next tokens [S] and increments the positions; the padding entry stays 0."""
         self.pool.index_copy_(0, rows, token_ids)
         self.lengths.index_copy_(0, rows, self.lengths.index_select(0, rows) + 1)
         self.pool[-1:].zero_()

@@ -1,4 +1,4 @@
-"""A GPU's clock: moments as events of its stream. Called by a runner on a GPU and its steps."""
+"""Timing on a GPU with CUDA events on its stream. Called by a runner on a GPU and its steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def event_now() -> torch.cuda.Event:
-    """The moment at which all work that a GPU was given so far is done.
+    """The point in time at which all GPU work issued so far is done.
 
-    Why an event: to time a GPU's work by the host's clock, the host would have to wait for it.
+    Why an event: to time GPU work with the host's clock, the host would have to wait for it.
     """
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -19,5 +19,5 @@ def event_now() -> torch.cuda.Event:
 
 
 def event_seconds(marks: Sequence[torch.cuda.Event]) -> list[float]:
-    """Time from each event to the next, once the last of them has been reached."""
+    """Seconds from each event to the next, after the last of them has been reached."""
     return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]

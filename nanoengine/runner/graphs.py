@@ -8,15 +8,15 @@ takes longer than running them. A graph launches all of them at once, for one fi
     batch of 5 decodes                  |---> rows 5..7 are padding
     batch with a prompt                       runs eagerly, as any batch with a longer query
 
-A graph holds all that a step does (`DecodeStep`), so the host only launches it. A step takes two
-graphs, because a forward in the graph of every kind would make five times as many nodes, and each
-node costs memory of the driver and time at the start.
+A graph contains all that a step does (`DecodeStep`), so the host only launches it. A step uses two
+graphs. If each kind's graph contained the forward pass, there would be five times as many nodes,
+and each node costs driver memory and start-up time.
 
 The ModelRunner makes a GraphedDecode after the KV cache is bound to the layers, because a graph
-keeps addresses. Tests run it on the CPU with a stand-in that
-records and replays operators; capture itself has not run on a GPU yet.
+keeps addresses. Tests run it on the CPU with a substitute that records and replays operators;
+capture itself has not run on a GPU yet.
 
-Source: CUDA graphs in one shared pool, largest first, are how vLLM and nano-vllm capture decodes.
+Source: vLLM and nano-vllm also capture decodes as CUDA graphs in one shared pool, largest first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nanoengine.runner.step import LaunchedStep
 
 Outputs = tuple[torch.Tensor, ...]
 Captured = tuple[Callable[[], None], Outputs]
-"""What replays a capture, and the tensors that a replay fills."""
+"""A function that replays a capture, and the tensors that a replay fills."""
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -46,7 +46,7 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     >>> capture_sizes(20)
     [1, 2, 4, 8, 16, 20]
 
-    Why the last one: every batch that the scheduler can make has a size that covers it.
+    Why the last one: it covers every batch that the scheduler can make.
     """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs, 16)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
@@ -55,8 +55,8 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 class CudaGraphs:
     """Captures functions as CUDA graphs that share one memory pool.
 
-    Why one pool: the graphs never run at the same time, so the intermediates of all of them fit
-    into the memory of the largest.
+    Why one pool: the graphs never run at the same time, so the memory of the largest suffices for
+    the intermediates of all.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class CudaGraphs:
     def capture(self, function: Callable[[], Outputs]) -> Captured:
         """Runs `function` once to warm up and once to record it."""
         # Why warm up, and on another stream: kernels compile and libraries allocate at their first
-        # call, which a capture forbids; the default stream can't be captured.
+        # call, which is not allowed in a capture; the default stream can't be captured.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             function()
@@ -81,8 +81,8 @@ class CudaGraphs:
 def capture_stream(device_index: int) -> torch.cuda.Stream:
     """The stream on which all captures of a device warm up and record.
 
-    Why one: cuBLAS keeps a workspace for every stream that it has run on, 32 MiB on a Hopper, and
-    torch gives out 32 streams in turn. A stream for each capture would hold 1 GiB for nothing.
+    Why one: cuBLAS keeps a workspace per stream, 32 MiB on a Hopper, and torch cycles through 32
+    streams. One stream per capture would waste 1 GiB.
     """
     return torch.cuda.Stream(device_index)
 
@@ -91,11 +91,11 @@ class GraphedDecode:
     """A decode step for every batch size.
 
     Args:
-        step: what to capture; its rows must all be padding until then, since capturing runs it.
-        graphs: what captures; on a GPU a `CudaGraphs`.
+        step: what to capture; all its rows must be padding until then, since capturing runs it.
+        graphs: captures functions; on a GPU a `CudaGraphs`.
 
     Attributes:
-        sizes: of batches, up to all rows.
+        sizes: batch sizes, up to all rows.
     """
 
     def __init__(self, step: DecodeStep, graphs: CudaGraphs) -> None:
@@ -105,7 +105,7 @@ class GraphedDecode:
 
     def capture(self, sizes: Sequence[int]) -> None:
         """Captures the step for these sizes. Why from the largest on: it fills the pool, and the
-        others reuse that."""
+        others reuse that memory."""
         for size in sorted(sizes, reverse=True):
             forward = functools.partial(self.step.forward, size)
             self._captured[size, None] = self._graphs.capture(forward)
@@ -114,22 +114,23 @@ class GraphedDecode:
                 self._captured[size, kind] = self._graphs.capture(sample)
 
     def size_for(self, num_seqs: int) -> int:
-        """The smallest size that holds so many sequences."""
+        """The smallest captured size that holds this many sequences."""
         return self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
 
     def __call__(self, size: int, kind: SamplingKind | None) -> Outputs:
-        """Replays; what it returns is valid until the next call. Without a kind: the logits."""
+        """Replays; the outputs are valid until the next call. Without a kind: the logits."""
         for part in (None, kind) if kind else (None,):
             replay, outputs = self._captured[size, part]
             replay()
         return outputs
 
     def run(self, step: LaunchedStep, step_sampler: StepSampler) -> list[torch.Tensor]:
-        """A step of decodes, its inputs being on the device; returns what the host wants to see."""
+        """Runs a step of decodes whose inputs are on the device; returns the tensors for the
+        host."""
         num_rows, decode = len(step.plan.rows), self.step
         size = self.size_for(num_rows)
         step.lines = lines = decode.load(step.plan, size)
-        by_host = step_sampler.sampler.looks_at_logits(lines.rows)  # the graph then stops at them
+        by_host = step_sampler.sampler.looks_at_logits(lines.rows)  # the graph ends before them
         step.times.prepare_s = time.perf_counter() - step.started - step.times.load_s
         step.marks.append(step.now())
         outputs = self(size, None if by_host else step_sampler.sampler.kind(lines.rows))
@@ -146,13 +147,14 @@ class GraphedDecode:
 
 
 def graph_bytes(make: Callable[[], GraphedDecode], free_bytes: Callable[[], int]) -> int:
-    """What the graphs of all sizes will take of a GPU, by capturing the two largest.
+    """GPU memory that the graphs of all sizes will need, measured by capturing the two largest.
 
-    The first fills the pool that all of them share. The second takes what every other one does: the
-    driver's own memory, which torch doesn't count.
+    The first fills the pool that all of them share. The second needs what every further graph does:
+    the driver's own memory, which torch doesn't count.
 
     Args:
-        make: a decode with nothing captured; its own buffers count.
+        make: makes a decode with nothing captured; its own buffers count.
+        free_bytes: returns the free memory of the GPU.
     """
     free = [free_bytes()]
     graphed = make()

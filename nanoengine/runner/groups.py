@@ -1,6 +1,6 @@
-"""The KV groups of models whose layers don't all keep the same of a token: windows, states, shapes.
+"""KV groups of models whose layers cache different things: windows, states, head shapes.
 
-Called by `kv_cache.make_groups`, which has the one group of all other models.
+Called by `kv_cache.make_groups`, which handles the models with a single group.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def other_groups(
     block_bytes: Callable[..., int],
     state_dtype: torch.dtype,
 ) -> tuple[KVGroup, ...]:
-    """See `make_groups`, and for `block_bytes` too. Snapshots are as far apart on any number of
+    """See `make_groups`, also for `block_bytes`. The snapshot interval is the same on any number of
     ranks.
 
     Raises:
-        ConfigError: a cache of bytes for layers whose rows are parts of one another.
+        ConfigError: an 8-bit cache for layers whose keys and values share memory.
     """
     windows, states, varied = config.sliding_windows, config.states, config.plan.gemma4
     if kv_dtype.itemsize == 1 and (varied is not None or config.plan.latent is not None):

@@ -1,14 +1,13 @@
 """KVCache: one tensor for all keys and values, and how blocks are copied.
 
-    kv [2, layers of a group, num_blocks, P, K, D]      P tokens a block, K KV heads, D head dim
+    kv [2, layers of a group, num_blocks, P, K, D]      P tokens per block, K KV heads, D head dim
         │        │                                  (heads first, [K, P, D], if the backend asks)
         keys,    layer i of every group uses slice i: groups share the pool, never a block
-        values                                      (D + 4 of int8: a float32 scale behind D codes)
-    kv [1, ...]    where values are parts of their keys, `AttentionSpec.value_dim`
+        values                                  (int8: D + 4, a float32 scale after D codes)
+    kv [1, ...]    if values are parts of their keys, `AttentionSpec.value_dim`
+    states [layers, 1 + num_states, elements of a state]     slot 0 stays zero
 
-    states [layers, 1 + num_states, numbers of a state]     slot 0 stays zero
-
-The ModelRunner allocates it once, at its start; nothing grows while the engine runs.
+The ModelRunner allocates it once, when it starts; nothing grows while the engine runs.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ if TYPE_CHECKING:
 
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANON} if hasattr(mmap, "MAP_PRIVATE") else {}
-"""Memory of no other process. Windows has no flags, and no process sees what has no name."""
+"""Flags for private memory. Windows has no such flags, and anonymous memory is private there."""
 
 
 def block_bytes(
     *, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype,
     parts: int = 2,
 ) -> int:  # fmt: skip
-    """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers; `parts`
-    1: values are parts of the keys, which are all that is kept.
+    """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers. With
+    `parts` 1 only keys are stored, and the values are parts of them.
 
     >>> f16 = torch.float16
     >>> block_bytes(block_size=16, num_kv_heads=32, head_dim=128, num_layers=1, dtype=f16)
@@ -57,24 +56,24 @@ def block_bytes(
 
 
 def stored_dim(head_dim: int, kv_dtype: torch.dtype) -> int:
-    """Numbers of a cache for a row of `head_dim`: int8 has a float32 scale beside each."""
+    """Stored elements per head and token: int8 adds a float32 scale, which takes 4 elements."""
     return head_dim + 4 if kv_dtype == torch.int8 else head_dim
 
 
 def state_dtype_for(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states: float32 or wider, because each token adds to what all before it left."""
+    """The dtype of recurrent states: at least float32, because they accumulate every token."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def state_bytes(layers: Iterable[StatePlan], dtype: torch.dtype) -> int:
-    """Bytes of one state of a model of `dtype`, over these layers."""
+    """Bytes of one recurrent state over these layers, for a model of `dtype`."""
     return sum(plan.size for plan in layers) * state_dtype_for(dtype).itemsize
 
 
 def make_groups(
     config: ModelConfig, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> tuple[KVGroup, ...]:
-    """The KV groups of a model of `dtype`: one, where all layers keep the same of a token."""
+    """The KV groups of a model of `dtype`: one if all layers cache the same per token."""
     plan = config.plan
     others = config.states, plan.gemma4, plan.latent, *config.sliding_windows
     if not any(others):
@@ -86,7 +85,7 @@ def make_groups(
 
 
 def in_a_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:
-    """How many layers share a slice, in each group; [] where none do."""
+    """Number of layers that share a slice, per group; [] if no layers share one."""
     varied = config.plan.gemma4
     return [varied.in_a_slice(group.sliding_window) for group in groups] if varied else []
 
@@ -102,8 +101,8 @@ class KVCache:
 
     Args:
         layout: layers of a group share block tables; the largest group sets the number of slices.
-        order: inside a block, the attention backend's.
-        state_dtype: of the state group; `bind` makes the tensor.
+        order: the attention backend's order of dimensions inside a block.
+        state_dtype: dtype of the state group; `bind` allocates its tensor.
         parts: 2: keys and values; 1: see `block_bytes`.
     """
 
@@ -129,8 +128,8 @@ class KVCache:
         self.states: torch.Tensor | None = None
 
     def bind(self, layers: Sequence[Attention], state_layers: Sequence[StateLayer] = ()) -> None:
-        """Gives each attention layer its k_cache and v_cache slice and its group, and each state
-        layer its slice of the states."""
+        """Gives each attention layer its k_cache and v_cache slice and its group, and each layer
+        with a recurrent state its slice of the states."""
         numbers = sorted(number for group in self.groups for number in group.layers)
         by_number = dict(zip(numbers, layers, strict=True))
         for index, group in enumerate(self.groups):
@@ -144,7 +143,8 @@ class KVCache:
                 state_layer.bind(states)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks, and states, over all layers, all sources before any target."""
+        """Copies blocks and states over all layers; all sources are read before any target is
+        written."""
         pairs = np.array(copies, np.int64)
         if self.states is not None:
             is_state = pairs[:, 0] >= self.num_blocks
@@ -154,25 +154,26 @@ class KVCache:
                 _copy(self.states, 1, state_slots(pairs[is_state], self.num_blocks))
             pairs = pairs[~is_state]
         if len(pairs):
-            # Why bytes: index_copy_ does not know fp8.
+            # Why bytes: index_copy_ does not support fp8.
             is_fp8 = self.kv.dtype == torch.float8_e4m3fn
             _copy(self.kv.view(torch.uint8) if is_fp8 else self.kv, 2, pairs)
 
 
 def _copy(tensor: torch.Tensor, dim: int, pairs: NDArray[np.int64]) -> None:
-    """Copies entries of a dimension, [.., 2] from and to, all sources before any target."""
+    """Copies entries along a dimension, pairs [.., 2] of source and target; reads all sources
+    first."""
     src, dst = ship(tensor.device, pairs)[0].unbind(1)
     # Why index_copy_: `kv[:, :, dst] = ...` on a view made by indexing would write a temporary.
     tensor.index_copy_(dim, dst, tensor.index_select(dim, src))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor; a CPU's system gives it memory only where it is first written.
+    """A zeroed tensor; on a CPU the system allocates its memory only where it is first written.
 
     Why zeros at all: padding rows read the null block, where uninitialised memory might be NaN.
 
     Raises:
-        MemoryError: the machine has not that much.
+        MemoryError: the machine has too little memory.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -182,8 +183,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     except OSError as error:
         raise MemoryError(f"no room for {num_bytes / GIB:,.1f} GiB of KV blocks") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # Why: it is touched block by block, row by row. Perf: the first touch runs at 1.4 GB/s
-        # in pieces of 4 KiB, at 0.3 in those of 2 MiB, which a virtual machine has to fetch from
-        # its host.
+        # Why: pages are first touched block by block and row by row. Perf: the first touch runs at
+        # 1.4 GB/s with 4 KiB pages, and at 0.3 GB/s with 2 MiB pages, which a virtual machine has
+        # to get from its host.
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

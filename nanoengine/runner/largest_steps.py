@@ -1,7 +1,7 @@
-"""What the largest steps take of a GPU, measured by running them.
+"""GPU memory that the largest steps need, measured by running them.
 
-Called at the start of a ModelRunner on a GPU, before KV blocks are allocated. The cache that its
-layers are bound to needs no block but the null block, and one state.
+Called at the start of a ModelRunner on a GPU, before KV blocks are allocated. The cache bound to
+the layers needs only the null block, and one state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanoengine.settings.params import SamplingParams
 
 
 def peak_bytes(model: CausalLM, backend: AttentionBackend, rows: RowBuffers, budget: int) -> int:
-    """Activations, logits and sampling, at the step that takes most. Arguments as for
+    """Peak bytes of activations, logits and sampling over the largest steps. Arguments as for
     `largest_batches`."""
     peaks = []
     for batch in largest_batches(rows, budget):
@@ -34,31 +34,31 @@ def peak_bytes(model: CausalLM, backend: AttentionBackend, rows: RowBuffers, bud
 
 
 def largest_batches(rows: RowBuffers, budget: int) -> list[Batch]:
-    """Prompts, which have the widest activations, and decodes of the longest sequences, which have
-    a scratch for split contexts.
+    """A batch of prompts, which has the widest activations, and a batch of decodes of the longest
+    sequences, which need scratch memory for split contexts.
 
     Args:
-        rows: fresh ones, as long as the longest sequence, so that all tokens are in the null block.
-        budget: most tokens of a step.
+        rows: fresh ones for the maximum length; all their tokens are in the null block.
+        budget: maximum number of tokens per step.
     """
     num_rows, columns = rows.token_ids.shape
     longest = columns - 1
     prompts, decodes = StepPlan(step=0), StepPlan(step=0)
     for number, done in enumerate(range(0, budget, longest)):
         count = min(longest, budget - done)
-        # Why all logits: where prompts are scored, all rows go on to the end. Why modulo: any row
-        # does, since they are alike.
+        # Why all logits: if prompts are scored, the last layer computes all tokens. Why modulo: all
+        # rows are alike, so any row serves.
         prompts.add(number % num_rows, 0, count, num_logits=count)
     for row in range(num_rows):
         decodes.add(row, longest - 1, 1, num_logits=1)
-    if rows.first_state is not None:  # each writes the one state, behind its last token
+    if rows.first_state is not None:  # each writes the one state, after its last token
         rows.block_tables[-1, :, (longest - 1) // rows.block_size] = rows.first_state
         rows.block_tables[-1, prompts.rows[-1], (count - 1) // rows.block_size] = rows.first_state
     return [rows.make_batch(plan)[0] for plan in (prompts, decodes)]
 
 
 def run(model: CausalLM, batch: Batch, num_logits: int) -> None:
-    """A forward of all rows, with so many logits, sampled as filters want it."""
+    """Runs a forward pass of all rows with this many logits, and samples with filters."""
     hidden = model(batch)[:num_logits]
     if model.config.headless:
         return

@@ -1,12 +1,12 @@
-"""Where the memory goes: how many KV blocks fit, and what the largest steps take beside them.
+"""Memory planning: how many KV blocks fit, and how much memory the largest steps need.
 
-    GPU   a share of all memory, less what is used already, the weights among it
-          less the activations of the largest steps, measured by running them (`largest_steps.py`)
-          less CUDA graphs, measured by capturing two, and the staging buffers of a host tier
+    GPU   a share of all memory, minus the memory in use, which includes the weights
+          minus the activations of the largest steps, measured by running them (`largest_steps.py`)
+          minus CUDA graphs, measured by capturing two, and the staging buffers of a host tier
     CPU   a share of the free memory, or 4 GiB if that is less
 
-What is left, or what the config asks for, is divided into blocks (`plan_memory`). The ModelRunner
-calls this at its start. Nothing here allocates KV blocks.
+The rest, or the size set in the config, is divided into blocks (`plan_memory`). The ModelRunner
+calls this when it starts. Nothing here allocates KV blocks.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from nanoengine.settings.config import EngineConfig
 
 GIB = 2**30
 STAGING_BYTES = 2**27
-"""Each of two buffers on a GPU in which a host tier gathers blocks: 2.7 ms of 50 GB/s."""
+"""Size of each of the two GPU buffers in which a host tier gathers blocks: 2.7 ms at 50 GB/s."""
 CPU_DEFAULT_FRAC = 0.3
 CPU_DEFAULT_MAX_BYTES = 4 * GIB
 GPU_DEFAULT_FRAC = 0.9
 LEAST_STATES = 4
-"""States of a pool however small: two sequences that each read one and write another."""
+"""The minimum number of states: two sequences that each read one and write another."""
 SNAPSHOT_TOKENS = 512
-"""Most tokens between two snapshots."""
+"""Maximum number of tokens between two snapshots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Where the memory goes; bytes. `max_model_len` is what the pool was found to allow.
+    """How the memory is used, in bytes. `max_model_len` is the length that the pool allows.
 
-    `graph_bytes` is what a GPU lost to the decode step, its graphs and the driver's copies of them;
-    `staging_bytes` are buffers between the GPU and a host tier.
+    `graph_bytes` is the GPU memory used by the decode step, its graphs and the driver's copies of
+    them; `staging_bytes` are the buffers between the GPU and a host tier.
     """
 
     layout: KVLayout
@@ -98,22 +98,22 @@ def plan_memory(
 ) -> MemoryPlan:
     """Decides the number of blocks and of states, and the effective max_model_len.
 
-    States take at most as much memory as blocks: two for each row, one that the sequence holds and
-    one for a snapshot, or as many as half of the memory holds.
+    States take at most as much memory as blocks. There are two per row, one for the sequence and
+    one for a snapshot, or as many as fit in half of the memory.
 
     Args:
-        layout: what a block and a state are; how many there are is found here.
-        context_len: the model's longest context [tokens].
-        measure: returns the bytes that activations and CUDA graphs take; called only on a GPU, and
-            only where no setting gives the size of the pool.
-        ranks: all of them take the least of their numbers of blocks.
+        layout: sizes of a block and of a state; this function sets their numbers.
+        context_len: the model's maximum context [tokens].
+        measure: returns the bytes of activations and of CUDA graphs. Called only on a GPU, and only
+            if no setting gives the size of the pool.
+        ranks: all ranks use the smallest of their numbers of blocks.
 
     Raises:
         ConfigError: a setting asks for more memory than there is, or `max_model_len` for more
             blocks than fit.
     """
     block_bytes, state_bytes = layout.block_bytes, layout.state_bytes
-    # Why on a GPU alone: there a host tier copies by way of buffers.
+    # Why only on a GPU: only there does a host tier copy through buffers.
     staged = (block_bytes, state_bytes) if device.type == "cuda" and config.kv_tiers else ()
     staging_bytes = sum(2 * staging_blocks(size) * size for size in staged if size)
     activation_bytes = graph_bytes = 0
@@ -136,7 +136,7 @@ def plan_memory(
         if config.kv_cache_gib is None:
             longest = -(-(config.max_model_len or context_len) // layout.block_size)
             longest *= len(kv_groups(layout.groups))
-            # Why the bound: with these blocks every row has the longest sequence.
+            # Why the bound: with this many blocks every row can have the maximum length.
             num_blocks = min(num_blocks, config.max_num_seqs * longest + 1)
     layout = replace(layout, num_blocks=ranks.least(num_blocks), num_states=num_states)
     return MemoryPlan(
@@ -155,18 +155,18 @@ def kv_groups(groups: Iterable[KVGroup]) -> tuple[KVGroup, ...]:
 
 
 def _num_states(config: EngineConfig, num_bytes: int, state_bytes: int) -> int:
-    """How many states are kept in at most these bytes; a few in any case."""
+    """The number of states that fit in these bytes, but at least `LEAST_STATES`."""
     if not state_bytes:
         return 0
     return min(2 * config.max_num_seqs, max(num_bytes // state_bytes, LEAST_STATES))
 
 
 def _max_model_len(asked: int | None, context_len: int, layout: KVLayout) -> int:
-    """What is asked for, else the longest sequence that the pool holds [tokens]."""
+    """The requested length, or else the longest sequence that fits the pool [tokens]."""
     num_blocks, block_size = layout.num_blocks, layout.block_size
     if all(group.sliding_window is None for group in layout.groups):
         tokens = (num_blocks - 1) * block_size
-    else:  # a window may hold far less than the length: the scheduler judges each request
+    else:  # a window may hold far less than the length: the scheduler checks each request
         tokens = context_len if num_blocks > len(kv_groups(layout.groups)) else 0
     if (asked or 2) > tokens:
         lower = f"the largest that fits is {tokens}: lower max_model_len, or " if tokens > 1 else ""
@@ -179,8 +179,8 @@ def _max_model_len(asked: int | None, context_len: int, layout: KVLayout) -> int
 
 
 def blocks_between_snapshots(state_bytes: int, block_bytes: int, block_size: int) -> int:
-    """So many that a snapshot takes no more memory than the keys and values between two of them,
-    within `SNAPSHOT_TOKENS`.
+    """The snapshot interval in blocks. A snapshot takes at most the memory of the keys and values
+    between two snapshots, unless `SNAPSHOT_TOKENS` limits the interval.
 
     >>> blocks_between_snapshots(160_000, block_bytes=400_000, block_size=16)
     1
@@ -191,7 +191,7 @@ def blocks_between_snapshots(state_bytes: int, block_bytes: int, block_size: int
 
 
 def num_blocks_for_bytes(num_bytes: int, block_bytes: int) -> int:
-    """Whole blocks in a memory budget.
+    """Number of whole blocks in a memory budget.
 
     >>> num_blocks_for_bytes(43 * 10**9, 5_242_880)
     8201
@@ -212,7 +212,7 @@ def _gpu_budget(config: EngineConfig, device: torch.device) -> int:
 
 
 def free_cpu_bytes() -> int:
-    """Memory that a new allocation can have without swapping."""
+    """Memory available to new allocations without swapping."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -225,19 +225,19 @@ def total_cpu_bytes() -> int:
     """All memory of this machine."""
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    import psutil  # Why here: Windows alone installs it.
+    import psutil  # Why here: it is installed only on Windows.
 
     return int(psutil.virtual_memory().total)
 
 
 def free_gpu_bytes(device: torch.device) -> int:
-    """A GPU's free memory once all work issued so far is done."""
+    """A GPU's free memory after all work issued so far is done."""
     torch.cuda.synchronize(device)
     return torch.cuda.mem_get_info(device)[0]
 
 
 def require_memory(setting: str, num_bytes: float, device: torch.device) -> None:
-    """Raises ConfigError if a setting asks for more than all the memory that there is."""
+    """Raises ConfigError if a setting asks for more memory than the device has in total."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -250,5 +250,5 @@ def require_memory(setting: str, num_bytes: float, device: torch.device) -> None
 
 
 def staging_blocks(block_bytes: int) -> int:
-    """Blocks that one of the two buffers of a host tier holds."""
+    """Number of blocks that one of the two staging buffers of a host tier holds."""
     return max(1, STAGING_BYTES // block_bytes)

@@ -4,9 +4,11 @@
     result()   of the `LaunchedStep` that it returns: waits for the download
 
 A plan may also copy blocks, load blocks from tiers before the forward, and store some after it.
-Implements `Executor`. The runner decides nothing.
-Special: start.py (load, measure, allocate), sampling/step_sampler.py (draws, edits,
-drafts), graphs.py (decodes that replay a CUDA graph; `tests/runner/test_graphs.py` compares).
+
+Implements `Executor`. The runner makes no scheduling decisions.
+
+Related files: start.py (load, measure, allocate), sampling/step_sampler.py (draws, edits, drafts),
+graphs.py (decodes that replay a CUDA graph; `tests/runner/test_graphs.py` compares).
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from nanoengine.runner.step import LaunchedStep
 
 
 class ModelRunner(RunnerParts):
-    """Runs one model on one device; `RunnerParts` has its arguments.
+    """Runs one model on one device; `RunnerParts` documents its arguments.
 
     Attributes:
-        step_sampler: samples what is not plain; None until a row is not.
+        step_sampler: samples rows that are not plain; None until there is such a row.
     """
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Carries out one plan, in the order of its fields.
 
-        On a GPU it waits for nothing but loads from a tier, and processors that follow the tokens
-        of the step before.
+        On a GPU it waits only for loads from a tier, and for logits processors that need the tokens
+        of the previous step.
         """
         started = time.perf_counter()
         step = LaunchedStep(plan=plan, rows=self.rows, now=self.now, started=started)
@@ -52,7 +54,7 @@ class ModelRunner(RunnerParts):
         return step
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """Brings the rows up to date, and what the step sampler keeps of them."""
+        """Updates the rows and the step sampler's copy of their parameters."""
         if plan.draft_token_ids or not all(map(is_plain, plan.admitted)):
             self.need_step_sampler()
         self.rows.update(plan)
@@ -62,7 +64,7 @@ class ModelRunner(RunnerParts):
             self.graphed.step.update(plan)
 
     def _run(self, step: LaunchedStep) -> list[torch.Tensor]:
-        """Computes the step; returns what the host wants to see of it."""
+        """Computes the step; returns the tensors for the host."""
         plan, sampler = step.plan, self.step_sampler
         if self.graphed is not None and self.graphed.step.fits(plan):
             return self.graphed.run(step, sampler)
@@ -85,7 +87,7 @@ class ModelRunner(RunnerParts):
     # --- blocks between tiers, and copies -----------------------------------------------------
 
     def _bring_blocks(self, plan: StepPlan, step: LaunchedStep) -> None:
-        """Brings blocks up from the tiers, then copies blocks that are about to be written."""
+        """Loads blocks from the tiers, then copies blocks that are about to be written."""
         step.times.load_s = sum(
             self.tier_storage[transfer.tier].load(transfer.tier_ids, transfer.device_ids)
             for transfer in plan.transfers
@@ -95,7 +97,7 @@ class ModelRunner(RunnerParts):
             self.kv_cache.copy_blocks(plan.block_copies)
 
     def _store_blocks(self, plan: StepPlan, step: LaunchedStep) -> None:
-        """Copies blocks that are full now to the tiers."""
+        """Stores blocks that are now full in the tiers."""
         for transfer in plan.transfers:
             if transfer.kind == "store":
                 storage = self.tier_storage[transfer.tier]
@@ -104,7 +106,7 @@ class ModelRunner(RunnerParts):
     # --- end ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Drops weights and KV cache and returns a GPU's memory to the system."""
+        """Frees the weights and the KV cache and returns a GPU's memory to the system."""
         self.tier_storage = {}
         # Why the backend too: it keeps views of the cache.
         parts = ("model", "graphed", "kv_cache", "rows", "step_sampler", "backend")

@@ -1,11 +1,12 @@
-"""New weights for a model that has started: checked as a whole, then written over the old ones.
+"""New weights for a running model: all of them are checked, then they overwrite the old ones.
 
-    tensors, or a folder ─ names, shapes, dtypes ─ slots of the layers ─ the memory that is there
+    tensors, or a folder ─ names, shapes, dtypes ─ slots of the layers ─ the existing memory
 
-Each tensor goes through the slot by which `models/loader.py` has filled the model. So fused,
-packed and quantized weights come out as they do at a start; and since they stay where they are,
-CUDA graphs and compiled calls remain valid. Called by `features/new_weights.py`, and by a rank of a
-model. Knows no requests and no prefix cache, whose keys and values are of the old weights.
+Each tensor is stored through the slot with which `models/loader.py` has filled the model. Fused,
+packed and quantized weights are therefore the same as after a fresh load. The weights keep their
+addresses, so CUDA graphs and compiled calls remain valid. Called by `features/new_weights.py` and
+by the ranks of a model. It does not know requests or the prefix cache, whose keys and values belong
+to the old weights.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from nanoengine.settings.checks import listed
 from nanoengine.settings.files import is_gguf
 
 Source = Mapping[str, torch.Tensor] | Path
-"""Tensors by the names of a checkpoint, or the folder of one."""
+"""Tensors by their checkpoint names, or the folder of a checkpoint."""
 
 NAMES = {**DTYPES, torch.float32: "F32", torch.float64: "F64"}
 
 NOT_COMPARED = {"dtype", "ends", "generation_defaults", "left_out"}
-"""Fields of a ModelConfig that change nothing of what layers compute."""
+"""Fields of a ModelConfig that don't affect what the layers compute."""
 
 
 def load_weights(runner: RunnerParts, source: Source) -> list[str]:
-    """Puts new weights in place of those of the same names; the names.
+    """Replaces the weights that `source` names; returns their names.
 
     Raises:
-        WeightLoadError: they don't fit, and nothing was written.
-        EngineDeadError: one can't be read or written, so that the model has a part of them.
+        WeightLoadError: the weights don't fit, and nothing was written.
+        EngineDeadError: a weight can't be read or written, so the model has only a part of them.
     """
     slots = _slots_for(runner, source)
     try:
@@ -60,7 +61,7 @@ def load_weights(runner: RunnerParts, source: Source) -> list[str]:
 
 
 def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
-    """The slots of all given tensors, which fit into them."""
+    """The slots of all given tensors, after checking that the tensors fit them."""
     config = runner.model_config
     why = "it gives vectors or classes, no text" if config.headless else ""
     if config.quantization is not None:
@@ -87,8 +88,8 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
     ours = weight_slots(runner.model)
     if config.tie_word_embeddings:
         ours["lm_head.weight"] = ours["model.embed_tokens.weight"]
-    # Why several: a part of all tensors may not show the prefix, and the names in the memory of
-    # transformers are not always those of its files.
+    # Why several: a subset of the tensors may not reveal the prefix, and transformers' names in
+    # memory can differ from the names in its files.
     schemes = [
         TensorNames(parts, [f"{prefix}{parts.get(NAME, NAME).removeprefix('model.')}.weight"])
         for parts in (config.tensor_names, {})
@@ -106,14 +107,14 @@ def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
         warnings.warn(
             f"new weights are rounded to {kept}, in which this model has kept its own since it was"
             f" loaded: load it from a checkpoint of {runner.dtype} to keep all digits",
-            stacklevel=5,  # at the call of `LLM.load_weights`
+            stacklevel=5,  # the caller of `LLM.load_weights`
         )
     return slots
 
 
 def _require_same_model(config: ModelConfig, folder: Path) -> None:
-    """Raises WeightLoadError if the folder, or GGUF file, says that its model computes something
-    else."""
+    """Raises WeightLoadError if the config in the folder or GGUF file computes something
+    different."""
     if not is_gguf(folder) and not (folder / "config.json").is_file():
         return
     other = load_model_config(folder)
@@ -126,7 +127,7 @@ def _require_same_model(config: ModelConfig, folder: Path) -> None:
 
 
 def _taken(slots: Mapping[str, WeightSlot], stored: Collection[str]) -> dict[str, WeightSlot]:
-    """The slots, or pieces of slots, of these names."""
+    """The slots, or pieces of slots, with these names."""
     found: dict[str, WeightSlot] = {}
     for name, slot in slots.items():
         if name in stored:
@@ -137,7 +138,7 @@ def _taken(slots: Mapping[str, WeightSlot], stored: Collection[str]) -> dict[str
 
 
 def _drop_tied(source: Source, stored: dict[str, Stored], head: str, embedding: str) -> None:
-    """Leaves out a head that is the embedding once more; raises WeightLoadError if they differ."""
+    """Drops a head that is tied to the embedding; raises WeightLoadError if the two differ."""
     if not {head, embedding} <= stored.keys():
         return
     if isinstance(source, Path):
@@ -171,9 +172,9 @@ def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) 
 
 
 def _parts(source: Source, slots: Mapping[str, WeightSlot]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of each tensor what this rank takes."""
+    """The part of each tensor that belongs to this rank."""
     if not isinstance(source, Path):
-        for name in slots:  # Why whole: several ranks are given a folder.
+        for name in slots:  # Why whole: several ranks get a folder.
             yield name, source[name].detach()
         return
     by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""RunnerOptions: which model runs, on which device and by which kernels; its numbers and kernels.
+"""RunnerOptions: the model to run, its device, dtype and kernels.
 
 Called by the ModelRunner before it loads a model. Nothing is allocated here.
 """
@@ -30,19 +30,20 @@ OWN = ("naive", "triton")
 """Attention backends whose kernel set does not depend on the device."""
 
 NUMBERS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
-"""Variables in which a user says how many threads there are."""
+"""Environment variables with which a user sets the number of threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
-    """What an executor runs; a rank is sent the same.
+    """What an executor runs; all ranks get the same options.
 
     Attributes:
         config: the user's settings.
-        model_config: of the checkpoint in `directory`.
+        model_config: config of the checkpoint in `directory`.
         device, dtype, backend: as resolved from "auto".
-        quantization: of linear layers; None: floats of `dtype`, however they are stored.
-        processors: makes those of logits that run after those of SamplingParams.
+        quantization: quantization of linear layers; None: floats of `dtype`, however they are
+            stored.
+        processors: makes the logits processors that run after those for SamplingParams.
     """
 
     config: EngineConfig
@@ -58,10 +59,10 @@ class RunnerOptions:
 def make_context(
     options: RunnerOptions, backend: AttentionBackend, ranks: Collectives
 ) -> ModelContext:
-    """What the layers of the model need.
+    """Makes the context that the layers of the model need.
 
     Raises:
-        ConfigError: the layers' sizes are odd, or `deterministic` can't be had.
+        ConfigError: the sizes of layers are not supported, or `deterministic` is not.
     """
     config, model_config, quantization = options.config, options.model_config, options.quantization
     device, dtype = options.device, options.dtype
@@ -103,10 +104,10 @@ def make_kernels(
     dtype: torch.dtype,
     quantization: Quantization | None = None,
 ) -> Kernels:
-    """The kernel set of a device: with the naive backend, or in a dtype for which there are no
-    kernels, plain torch.
+    """The kernel set of a device. It is plain torch for the naive backend, and for dtypes without
+    kernels.
 
-    Why imported here: so that an engine on a GPU starts without numba, one on a CPU without Triton,
+    Why imported here: an engine on a GPU then starts without numba, one on a CPU without Triton,
     and a naive one without either.
     """
     name, kind = backend.name, "" if backend.name in OWN else device.type
@@ -129,10 +130,10 @@ def make_kernels(
 
 
 def use_isa(config: EngineConfig) -> None:
-    """Obeys `cpu_isa`, before the first kernel is imported.
+    """Applies `cpu_isa`, before the first kernel is imported.
 
     Raises:
-        ConfigError: a set that the CPU lacks, or not the one that this process uses already.
+        ConfigError: the CPU lacks this instruction set, or the process already uses another one.
     """
     if config.cpu_isa is not None:
         from nanoengine.kernels import isa
@@ -141,9 +142,10 @@ def use_isa(config: EngineConfig) -> None:
 
 
 def use_allowed_cores() -> None:
-    """Holds torch, and so the kernels, to as many threads as the system gives cores.
+    """Limits the threads of torch, and so of the kernels, to the cores that the process may use.
 
-    Somebody's own number stays: one of `NUMBERS`, or what torch would not have taken by itself.
+    A number that the user has set is kept: one of the variables in `NUMBERS`, or a number of
+    threads that torch would not choose by itself.
     """
     threads, allowed = torch.get_num_threads(), cores.allowed_cores()
     if threads > allowed and threads in cores.usual_threads() and not NUMBERS & os.environ.keys():

@@ -1,12 +1,12 @@
-"""Pooler: hidden states of a step to vectors, for the rows that ask for one.
+"""Pooler: makes vectors from a step's hidden states, for the rows that ask for one.
 
     hidden [.., hidden_size] of a step's pooled positions
-      last, cls   one position's                          goes on as it is
-      mean        the sum of a chunk, added to the row's  is divided at the end of the prompt
-      all         those of a chunk, behind the row's      go on as they are
+      last, cls   of one position                          copied
+      mean        sum of the chunk, added to the row's     divided at the end of the prompt
+      all         of all positions, appended to the row's  copied
 
-Made by `StepSampler` at the first pooled row. A prompt that is preempted begins anew with its row,
-and so does its sum.
+Made by `StepSampler` at the first pooled row. A prompt that is preempted starts again with a new
+row and a new sum.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ NOT_FINITE = "the hidden states hold NaN or infinity, so the prompt has no vecto
 
 @dataclass(slots=True)
 class _Row:
-    """A row's prompt, and what its computed part has come to, [hidden_size] or more of them."""
+    """A row's prompt and the result of its computed part: one or more vectors [hidden_size]."""
 
     pooling: States
     num_tokens: int
     found: torch.Tensor | None = None
 
     def positions(self, start: int, count: int) -> tuple[int, int]:
-        """Of so many tokens from `start` on: how many are passed over, and how many count then."""
+        """For `count` tokens from `start` on: how many positions are skipped, and how many are
+        pooled."""
         if self.pooling == "last":
             return count - 1, int(start + count == self.num_tokens)
         return 0, int(start == 0) if self.pooling == "cls" else count
@@ -49,7 +50,7 @@ class _Row:
             self.found = hidden[0].clone()
 
     def vector(self) -> torch.Tensor:
-        """[hidden_size], or of all tokens [num_tokens, hidden_size], float32."""
+        """The result in float32: [hidden_size], or [num_tokens, hidden_size] for "all"."""
         return (self.found / (self.num_tokens if self.pooling == "mean" else 1)).float()
 
 
@@ -68,7 +69,7 @@ class Pooler:
         self._rows.pop(row, None)
 
     def join(self, plan: StepPlan, scored: tuple[Ints, Ints] | None) -> tuple[Ints, Ints] | None:
-        """The positions of `PromptScorer.scored`, and those that pooled rows need beside them."""
+        """Adds the positions that pooled rows need to the positions of `PromptScorer.scored`."""
         if self._rows.keys().isdisjoint(plan.rows):
             return scored
         skipped, counts = np.zeros((2, len(plan.rows)), np.int64) if scored is None else scored
@@ -81,13 +82,13 @@ class Pooler:
     def take(
         self, plan: StepPlan, counts: Ints, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Takes pooled rows' part of the hidden states of a step's scored positions.
+        """Pools the hidden states of a step's scored positions that belong to pooled rows.
 
         Args:
-            counts: [E], how many of them each entry has; 0 afterwards where they were taken.
+            counts: [E], number of scored positions per entry; set to 0 for pooled rows.
 
         Returns:
-            The hidden states that are left, and by entry the vectors of the prompts that end.
+            The remaining hidden states, and by entry the vectors of prompts that end in this step.
         """
         parts, ended = list(hidden.split(counts.tolist())), dict[int, torch.Tensor]()
         for entry, row in enumerate(plan.rows):
@@ -104,8 +105,8 @@ def tell(shapes: Mapping[int, torch.Size], numbers: torch.Tensor, result: StepRe
     """Puts vectors into a step's result.
 
     Args:
-        shapes: of the vector of each entry.
-        numbers: of all of them, one behind the other, on the host now.
+        shapes: shape of the vector of each entry.
+        numbers: elements of all vectors, concatenated, on the host.
     """
     parts = numbers.split([shape.numel() for shape in shapes.values()])
     for (entry, shape), vector in zip(shapes.items(), parts, strict=True):

@@ -1,16 +1,16 @@
-"""RowBuffers: what the executor remembers of running sequences, from which it builds a Batch.
+"""RowBuffers: what the executor keeps of running sequences, and from which it builds a Batch.
 
-    plan ──update──► token_ids     [R, max_model_len + 1]      one numpy row a running sequence,
-                     block_tables  [G, R, M]                   changed in place
+    plan ──update──► token_ids     [R, max_model_len + 1]      one numpy row per running sequence,
+                     block_tables  [G, R, M]                   updated in place
     plan ──make_batch──► Batch, SamplingLines              gathered by index, no loop over sequences
     sampled ──keep──► pool         [R + 1]                     on the device: each row's last token
 
-A sampled token goes into the pool at once, and the next step reads it there. The host learns it
-when the device has finished (`write`), on a CPU at once. So a step can be launched before the
-tokens of the step before it are known.
+A sampled token is written to the pool at once, and the next step reads it there. The host receives
+it when the device has finished (`write`); on a CPU that is immediately. A step can therefore be
+launched before the tokens of the previous step are known on the host.
 
-The ModelRunner calls it. Legend: R rows, G KV groups, M blocks of the longest table, T tokens,
-S sequences, L rows of logits, E entries of the plan's parallel lists.
+The ModelRunner calls it. Legend: R rows, G KV groups, M blocks of the longest table, T tokens, S
+sequences, L rows of logits, E entries of the plan's parallel lists.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLines:
-    """The lines of logits from which a token is sampled, and for whom. Parallel int64 arrays.
+    """The lines of logits from which tokens are sampled, as parallel int64 arrays.
 
     Attributes:
         entries: index into `plan.rows`.
         rows: the row that samples.
-        seq_ids: whose row it was then.
-        positions: where the sampled token goes in its sequence.
+        seq_ids: the sequence that owned the row at that time.
+        positions: position of the sampled token in its sequence.
         rows_on_device: `rows` on the device.
     """
 
@@ -53,19 +53,19 @@ class RowBuffers:
 
     Args:
         max_num_seqs: R.
-        max_model_len: [tokens]; one column more holds a token that is sampled but never computed.
+        max_model_len: [tokens]; one extra column holds a token that is sampled but never computed.
         block_size: [tokens].
-        num_groups: G, the state group included.
-        device: of the batches' tensors and of the pool.
-        first_state: the id of the first state; None: there is no state group.
-        in_a_slice: how many layers share a slice of the cache, in each group: so many blocks of a
-            layer lie in one of the pool. Empty: one in all.
+        num_groups: G, including the state group.
+        device: device of the batch tensors and of the pool.
+        first_state: id of the first recurrent state; None: there is no state group.
+        in_a_slice: number of layers per cache slice, for each group. A block of the pool holds that
+            many blocks of one layer. Empty: one everywhere.
 
     Attributes:
-        pool: [R + 1] int64 on the device, the token that each row has sampled last; the last
-            entry belongs to padding.
-        pool_positions: [R], that token's position in its sequence; -1: the pool holds none.
-        seq_ids: [R], whose row it is; -1: nobody's.
+        pool: [R + 1] int64 on the device, the last sampled token per row; the last entry is
+            padding.
+        pool_positions: [R], position of that token in its sequence; -1: the pool holds none.
+        seq_ids: [R], the sequence that owns the row; -1: the row is free.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RowBuffers:
     ) -> None:
         self.block_size, self.first_state, self._device = block_size, first_state, device
         self.num_kv_groups, self.in_a_slice = num_groups - (first_state is not None), in_a_slice
-        # Why not numpy's: of a large array it would have memory in pieces of 2 MiB, see `zeros`.
+        # Why not numpy: it backs a large array with 2 MiB pages, see `zeros`.
         host, tokens = torch.device("cpu"), (max_num_seqs, max_model_len + 1)
         self.token_ids = zeros(tokens, torch.int32, host).numpy()
         max_blocks = -(-max_model_len // block_size) + 1
@@ -91,7 +91,7 @@ class RowBuffers:
         self.pool_positions, self.seq_ids = np.full((2, max_num_seqs), -1)
 
     def update(self, plan: StepPlan) -> None:
-        """Carries out the plan's changes of rows, in its order."""
+        """Applies the plan's row changes, in the plan's order."""
         if plan.released:
             self._forget(plan.released)
         for new in plan.admitted:
@@ -118,8 +118,8 @@ class RowBuffers:
         self.pool_positions[rows] = self.seq_ids[rows] = -1
 
     def keep(self, lines: SamplingLines, token_ids: torch.Tensor) -> None:
-        """Puts sampled tokens [L] into the pool, one a row, where the next step finds them; on a
-        CPU, where they are at once, into the host's buffers."""
+        """Writes sampled tokens [L] to the pool, one per row, for the next step. On a CPU, where
+        they are available at once, writes them to the host buffers instead."""
         if self._device.type == "cpu":
             self.write(lines, token_ids.numpy())
             return
@@ -127,8 +127,8 @@ class RowBuffers:
         self.pool_positions[lines.rows] = lines.positions
 
     def write(self, lines: SamplingLines, token_ids: Ints) -> None:
-        """Writes sampled tokens [L] into the host's buffers, where a row still belongs to the
-        sequence that sampled it."""
+        """Writes sampled tokens [L] to the host buffers, for rows that still belong to the sequence
+        that sampled them."""
         still = self.seq_ids[lines.rows] == lines.seq_ids
         self.token_ids[lines.rows[still], lines.positions[still]] = token_ids[still]
 
@@ -137,19 +137,20 @@ class RowBuffers:
     ) -> tuple[Batch, SamplingLines]:
         """Builds the tensors of a step; sequences with one query token come first.
 
-        Logits are needed of the lines that sample, and behind them of the `scored` positions of
-        each entry, if any are: how many are before them, and how many they are, each [E].
+        Logits are computed for the lines that sample, followed by the `scored` positions of each
+        entry. `scored` holds two arrays [E]: how many positions to skip, and how many to score.
         """
         rows = np.array(plan.rows, np.int64)
         starts = np.array(plan.starts, np.int64)
         counts = np.array(plan.num_scheduled_tokens, np.int64)
         if plan.num_logits == plan.num_scheduled_tokens == [1] * len(rows) and scored is None:
-            # Why apart, what follows gives the same: of one stream it takes a share of each token.
+            # Why: a fast path with the same result; with one stream the general path costs time per
+            # token.
             offsets = np.arange(len(rows) + 1)
             order = entries = wanted = offsets[:-1]
             seq_rows, seq_starts, seq_counts, back = rows, starts, counts, counts
         else:
-            # The batch's sequences are the entries that compute something, decodes first.
+            # The batch contains the entries that compute something, decodes first.
             computing = np.flatnonzero(counts)
             order = computing[np.argsort(counts[computing] != 1, kind="stable")]
             seq_rows, seq_starts, seq_counts = rows[order], starts[order], counts[order]
@@ -203,11 +204,11 @@ class RowBuffers:
         return batch, lines
 
     def _gather_tokens(self, rows: Ints, starts: Ints, counts: Ints) -> tuple[Ints, ...]:
-        """The tokens that these sequences [S] compute, sequence after sequence.
+        """The tokens that these sequences [S] compute, sequence by sequence.
 
         Returns:
-            Ids [T], positions [T] and slots [G, T]; then which of the ids the host does not know,
-            because they are in the pool, and of which rows.
+            Token ids [T], positions [T] and slots [G, T]; then the indices of the ids that only the
+            device pool holds, and their rows.
         """
         positions, seq_of_token = _ranges(starts, counts)
         token_rows = rows[seq_of_token]
@@ -226,15 +227,15 @@ class RowBuffers:
 def _wanted_logits(
     plan: StepPlan, ends: Ints, counts: Ints, scored: tuple[Ints, Ints] | None
 ) -> tuple[Ints, Ints, Ints]:
-    """Which of the step's tokens [T] give logits, by their place.
+    """Indices of the step's tokens [T] that produce logits.
 
     Args:
-        ends: [E], where each entry's tokens end in [T].
-        counts: [E], tokens of each entry.
+        ends: [E], end of each entry's tokens in [T].
+        counts: [E], tokens per entry.
 
     Returns:
-        Places [L], of the lines that sample and then of those that are scored; of each line that
-        samples its entry, and how far before its entry's end it lies, 1 or more.
+        Indices [L] of the sampling lines, followed by the scored ones; for each sampling line its
+        entry, and its distance from the end of its entry (at least 1).
     """
     num_logits = np.array(plan.num_logits, np.int64)
     scoring = ends[:0]
@@ -247,7 +248,7 @@ def _wanted_logits(
 
 
 def _lend_ends(plan: StepPlan, ends: Ints) -> None:
-    """A fork of this step computes nothing: it samples from its parent's last position."""
+    """Makes a fork of this step, which computes nothing, sample from its parent's last position."""
     entry_of_row = {row: entry for entry, row in enumerate(plan.rows)}
     for fork in plan.forks:
         child = entry_of_row.get(fork.row)
@@ -256,9 +257,9 @@ def _lend_ends(plan: StepPlan, ends: Ints) -> None:
 
 
 def _ranges(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-    """start, start + 1, ... of each range, range after range, maybe in `starts` itself; and which
-    range each belongs to."""
-    if (lengths == 1).all():  # what most steps ask for
+    """The numbers start, start + 1, ... of each range, concatenated; and the range that each number
+    belongs to. The first result may be `starts` itself."""
+    if (lengths == 1).all():  # true in most steps
         return starts, np.arange(len(starts))
     ranges = np.repeat(np.arange(len(starts)), lengths)
     shifts = starts - (np.cumsum(lengths) - lengths)

@@ -1,9 +1,9 @@
-"""RunnerParts: how the parts of a ModelRunner come to be: load, measure, allocate, bind.
+"""RunnerParts: makes the parts of a ModelRunner: load, measure, allocate, bind.
 
     load weights ─► profile the largest steps (GPU) ─► plan the memory ─► allocate the KV cache
     ─► bind each layer's slice of it ─► rows ─► capture CUDA graphs (GPU)
 
-`ModelRunner` adds what happens at each step.
+`ModelRunner` adds what happens in each step.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from nanoengine.runner.sampling.step_sampler import StepSampler
 
 SAMPLER_BYTES = 64
-"""What the Sampler keeps of a row at least: eight numbers."""
+"""Minimum memory of the Sampler per row: eight numbers."""
 
 
 def current_device(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """What makes a GPU the current one for a while.
+    """Returns a function that makes a context manager, in which a GPU is the current device.
 
     Why: Triton launches and CUDA graphs capture on the current device, wherever the tensors are.
     """
@@ -56,7 +56,7 @@ def current_device(device: torch.device) -> Callable[[], contextlib.AbstractCont
 class RunnerParts:
     """The parts of a ModelRunner: model, memory plan, KV cache, rows, backend.
 
-    `ranks` are with whom this one shares each layer; None: with nobody.
+    `ranks` are the ranks that share each layer; None: there is only this one.
     """
 
     def __init__(self, options: RunnerOptions, ranks: Collectives | None = None) -> None:
@@ -80,7 +80,7 @@ class RunnerParts:
         self.groups = kv_cache.make_groups(
             self.model_config, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv_dtype
         )
-        # The latter of a block, for what else is kept of its tokens.
+        # `extra_block_bytes` is for other data that is kept per block.
         self.num_parameters = self.extra_block_bytes = 0
         self.tier_storage: dict[str, TierStorage] = {}
 
@@ -90,7 +90,7 @@ class RunnerParts:
         """Loads the model, sizes and allocates the KV cache.
 
         Raises:
-            ConfigError: `max_model_len` passes the model's context or the memory there is.
+            ConfigError: `max_model_len` exceeds the model's context or the available memory.
             WeightLoadError: see `models.loader.load_model`.
         """
         with torch.inference_mode(), self.as_current():
@@ -156,7 +156,7 @@ class RunnerParts:
         return layout
 
     def load(self) -> None:
-        """Loads the model, once: `start` does, unless it is loaded ahead of that."""
+        """Loads the model, once. `start` calls this if it has not been called before."""
         if self.num_parameters:
             return
         started = time.perf_counter()
@@ -174,21 +174,22 @@ class RunnerParts:
 
     @property
     def kv_sizes(self) -> dict[str, Any]:
-        """What a token takes in the cache, on this rank."""
+        """Sizes of a token's keys and values in the cache, on this rank."""
         spec = self.model.attention_layers[0].spec
         parts = {"parts": 2 if spec.value_dim is None else 1, "dtype": self.kv_dtype}
         return parts | {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
 
     @property
     def _uses_graphs(self) -> bool:
-        """On a GPU, unless eager is asked for, something decides on the host, or ranks share the
-        layers: no graph that holds NCCL's sums has been tried."""
+        """True on a GPU, unless `enforce_eager` is set, the backend or model needs decisions on the
+        host, or ranks share the layers: graphs that contain NCCL reductions are untested."""
         safe = self.backend.graph_safe and self.model.graph_safe and not self.model_config.headless
         eager = self.config.enforce_eager or self.config.tensor_parallel_size > 1
         return self.device.type == "cuda" and safe and not eager
 
     def need_step_sampler(self, *, all_rows: bool = False) -> StepSampler:
-        """What rows ask for beyond the most likely token; made at the first call."""
+        """The StepSampler, made at the first call: samples rows that need more than the most likely
+        token."""
         if self.step_sampler is None:
             from nanoengine.runner.sampling.step_sampler import StepSampler
 
@@ -233,10 +234,10 @@ class RunnerParts:
         return cache
 
     def _measure(self, layout: KVLayout) -> tuple[int, int]:
-        """Bytes that a GPU's largest steps take for activations, and bytes of all CUDA graphs."""
+        """Bytes of activations in a GPU's largest steps, and bytes of all CUDA graphs."""
         from nanoengine.runner.largest_steps import peak_bytes
 
-        # Every slot is in the null block, and every state in one slot.
+        # Every slot is in the null block, and all rows share one state.
         num_states = 1 if layout.state_bytes else 0
         self._allocate(dataclasses.replace(layout, num_blocks=2, num_states=num_states))
         budget, taken = self.config.step_budget(self.device.type), 0
@@ -256,6 +257,6 @@ class RunnerParts:
         return activation_bytes, taken
 
     def _longest_rows(self) -> RowBuffers:
-        """Fresh rows for the longest sequences that the memory may turn out to allow."""
+        """Fresh rows for the longest sequences that the memory plan may allow."""
         longest = self.config.max_model_len or self.model_config.max_position_embeddings
         return self._make_rows(longest, 2)

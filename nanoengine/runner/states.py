@@ -1,6 +1,6 @@
-"""Which states a step reads and writes, of models whose layers keep one in place of a KV cache.
+"""Which recurrent states a step reads and writes, for models with linear attention or SSM layers.
 
-Called by RowBuffers where there is a state group. Legend: S sequences, D sequences with one token.
+Called by RowBuffers if there is a state group. Legend: S sequences, D sequences with one token.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def state_waves(
     counts: Ints,
     offsets: Ints,
 ) -> tuple[StateWave, ...]:
-    """Which states these sequences [S] read and write; `order` is each one's place in the plan.
+    """The states that these sequences [S] read and write; `order` is the index of each in the plan.
 
-    A sequence reads the first state of its table from the block of the token before its own on,
-    and writes all states of the blocks it computes.
+    A sequence reads the first state that its table has from the block of the preceding token on. It
+    writes the states of all blocks that it computes.
     """
     size = block_size
     firsts, lasts = starts // size, (starts + counts - 1) // size
@@ -75,8 +75,9 @@ def state_waves(
 def decode_wave(
     positions: torch.Tensor, table: torch.Tensor, first_state: int, block_size: int
 ) -> StateWave:
-    """As `state_waves`, of decodes that depend on no other one, by their positions [S] and the
-    state group's table [S, M], without a look at the values. Padding reads and writes slot 0."""
+    """Like `state_waves`, for decodes that don't depend on each other. Takes their positions [S]
+    and the state group's table [S, M], and never reads values on the host. Padding reads and writes
+    slot 0."""
     at = torch.stack(((positions - 1).clip(0), positions)) // block_size  # [2, S]
     ids = table.expand(2, *table.shape).gather(2, at[..., None])[..., 0].long()
     before, writes = state_slots(ids, first_state)
@@ -87,13 +88,13 @@ def decode_wave(
 def decodes_are_apart(
     table: NDArray[np.int32], first_state: int, block_size: int, rows: Ints, starts: Ints
 ) -> bool:
-    """Whether none of these decodes starts from what another one writes."""
+    """Whether none of these decodes starts from a state that another one writes."""
     before, writes = _around(table, first_state, block_size, rows, starts, starts // block_size)
     return _are_apart(slots_read(before, writes, starts), writes)
 
 
 def state_slots(ids: Numbers, num_blocks: int) -> Numbers:
-    """Where states lie, by their ids, which follow those of the blocks; slot 0 for the null block.
+    """Slots of states from their ids, which follow the block ids; slot 0 for the null block.
 
     >>> state_slots(np.array([0, 64, 65]), num_blocks=64)
     array([0, 1, 2])
@@ -102,13 +103,13 @@ def state_slots(ids: Numbers, num_blocks: int) -> Numbers:
 
 
 def slots_read(before: Numbers, writes: Numbers, starts: Numbers) -> Numbers:
-    """The slots from which sequences start: that of the block before their first token, or, where
-    none is left there, the one that they write; slot 0 at position 0."""
+    """The slots from which sequences start: the slot of the block before their first token, or the
+    slot that they write if that block has no state; slot 0 at position 0."""
     return (before + writes * (before == 0)) * (starts > 0)
 
 
 def pieces_of(spans: Sequence[Span]) -> tuple[Ints, Ints]:
-    """What `Pieces` has of these spans."""
+    """The two arrays from which `Pieces` is made for these spans."""
     cuts: list[tuple[int, ...]] = []
     firsts = [0]
     for start, end, position, read, writes in spans:
@@ -123,7 +124,8 @@ def pieces_of(spans: Sequence[Span]) -> tuple[Ints, Ints]:
 def _around(
     table: NDArray[np.int32], first_state: int, size: int, rows: Ints, starts: Ints, lasts: Ints
 ) -> tuple[Ints, Ints]:
-    """Slots in the blocks of the tokens before these sequences' own, and of their last ones."""
+    """State slots of the block with the token before each sequence's first, and of its last
+    block."""
     blocks = np.array((np.maximum(starts - 1, 0) // size, lasts))
     before, writes = state_slots(table[rows, blocks].astype(np.int64), first_state)
     return before, writes
@@ -135,7 +137,7 @@ def _are_apart(reads: Ints, writes: Ints) -> bool:
 
 
 def _waves(order: Ints, reads: Ints, writes: Ints, spans: Mapping[int, Span]) -> Ints:
-    """In which wave each sequence [S] runs: behind those that write what it reads.
+    """The wave in which each sequence [S] runs: after the sequences that write the state it reads.
 
     The writer always comes earlier in the plan: a state can be found only after the step that
     writes it has been planned.

@@ -1,11 +1,12 @@
-"""LaunchedStep: a step that the device has been given, and what the host does when it has finished.
+"""LaunchedStep: a step in flight on the device, and the host's work after it has finished.
 
     launch (ModelRunner)   rows ─ forward ─ sampling ─ download starts        nothing waits
-    result (here)          download has arrived ─ plain numbers ─ the rows learn them
+    result (here)          download has arrived ─ plain numbers ─ stored in the rows
 
 The next step may be launched between the two: it takes the sampled tokens from the pool on the
-device (`RowBuffers.pool`). By then a row may have another owner, so a token is told only to a row
-that still belongs to the sequence which sampled it.
+device (`RowBuffers.pool`). By then a row may belong to another sequence. A token is therefore
+written only to rows that still belong to the sequence that sampled it.
+
 Other outputs (drafts, log-probabilities, processors that follow the tokens) are in
 sampling/step_sampler.py.
 """
@@ -24,23 +25,23 @@ from nanoengine.runner.sampling.greedy import NO_TOKEN
 from nanoengine.runner.transfers import Download
 
 Mark = float | torch.cuda.Event
-"""A moment, by the clock of whoever does the work: the host's [s], or a GPU's own."""
+"""A point in time: seconds of the host's clock, or an event of a GPU."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LaunchedStep:
-    """A step under way; implements `Launched`.
+    """A step in flight; implements `Launched`.
 
     Attributes:
-        now: a moment, for the marks.
+        now: returns the current time, for the marks.
         started: when the launch began, by the host's clock [s].
-        times: what is known so far; the marks add forward and sampling.
-        lines: who samples; there are none before the step runs.
-        tensors: what the host wants to see: `SampledTokens.packed` first.
-        download: brings them to the host; None: they are there.
-        marks: before the forward, behind it, behind the sampling.
-        pending: `PendingOutputs` of the StepSampler; None where all rows are plain.
-        stores: each waits for copies to a tier that belong to this step.
+        times: times measured so far; forward and sampling are added from the marks.
+        lines: the lines that sample; not set before the step runs.
+        tensors: tensors for the host; `SampledTokens.packed` is the first.
+        download: copies them to the host; None: they are on the host.
+        marks: times before the forward, after it, and after sampling.
+        pending: `PendingOutputs` of the StepSampler; None if all rows are plain.
+        stores: functions that wait for this step's copies to a tier.
     """
 
     plan: StepPlan
@@ -57,7 +58,7 @@ class LaunchedStep:
     _result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """Waits for the device; the same result each time."""
+        """Waits for the device; returns the same result at each call."""
         if self._result is None:
             result = StepResult(token_ids=[[] for _ in self.plan.rows], times=self.times)
             tensors = self.tensors if self.download is None else self.download.wait()
@@ -82,7 +83,7 @@ class LaunchedStep:
             self.times.forward_s, self.times.sample_s = event_seconds(self.marks)
 
     def _take(self, packed: torch.Tensor, result: StepResult) -> None:
-        """Tells each row its token, and sorts tokens [2, L] by entry of the plan."""
+        """Writes tokens [2, L] to the host's rows and sorts them by entry of the plan."""
         lines, (token_ids, valid) = self.lines, packed.numpy()
         if self.download is not None:
             self.rows.write(lines, token_ids)

@@ -1,13 +1,13 @@
-"""Between host and device: a step's arrays on their way up, what it sampled on its way down.
+"""Transfers between host and device: the inputs of a step, and its sampled tokens.
 
     ship       numpy ──► pinned buffer ──► device      one transfer, in the order of the step
     Download   device ──► pinned buffer ──► numpy      on a side stream, as soon as it is there
 
 Only `Download.wait` makes the host wait. The runner calls this file, which knows no plans.
 
-Why a pinned buffer for each transfer: the device reads and writes it later, when the host already
-builds the next step. torch hands a freed pinned buffer out again once the copies that used it have
-finished, so this costs no allocation after the first steps.
+Why a pinned buffer for each transfer: the device reads and writes it later, while the host builds
+the next step. torch reuses a freed pinned buffer after the copies that used it have finished, so
+this costs no allocation after the first steps.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 
 def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tensor]:
-    """Tensors with the arrays' shapes and dtypes, on the device, by one transfer.
+    """Copies arrays to the device in one transfer; returns tensors of the same shapes and dtypes.
 
-    On a CPU they are the arrays themselves where these are contiguous.
+    On a CPU they share the arrays' memory if the arrays are contiguous.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    # Why 16: kernels load aligned
+    # Why 16: kernels use aligned loads
     ends = accumulate(-(-array.nbytes // 16) * 16 for array in arrays)
     *offsets, size = 0, *ends
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -44,15 +44,15 @@ def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tenso
 
 
 class Download:
-    """Tensors on their way to the host, as they are after all work issued so far.
+    """Copies tensors to the host, as they are after all work issued so far.
 
     Args:
-        stream: a GPU's side stream, on which they travel, so that no step waits for them.
+        stream: a side stream of the GPU for the copies, so that no step waits for them.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
         self._host = []
-        # Why kept: their memory must not get another use before it is copied.
+        # Why kept: their memory must not be reused before it is copied.
         self._sources = list(tensors)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
@@ -62,7 +62,7 @@ class Download:
             self._arrived = stream.record_event()
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors on the host, once they have arrived."""
+        """Waits for the copies; returns the tensors on the host."""
         self._arrived.synchronize()
         self._sources = []
         return self._host

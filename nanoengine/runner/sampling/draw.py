@@ -1,25 +1,25 @@
 """One token from each line of logits: greedy, drawn, or drawn from the most likely ones.
 
 The Sampler and the DecodeStep call these functions. They know tensors and numbers only: no rows, no
-requests. A sampled token depends on its own line alone, bit for bit, whatever the number of lines,
-threads or neighbours. Three rules give that:
+requests. A sampled token depends only on its own line, bit for bit, whatever the number of lines
+and threads and the other lines. Three rules ensure this:
 
-    random numbers   a hash of (seed, position): no generator whose state others could move
-    exact sums       probabilities as integers, which add up to the same in any order
+    random numbers   a hash of (seed, position): no generator with shared state
+    exact sums       probabilities as integers, which sum to the same value in any order
     one order        more likely first, and among equals the lower token id first
 
 On a CPU the Sampler groups lines by their filters, and `draw_widening` looks at values to stop
-early. On a GPU a look at a value makes the host wait, so `sample_on_device` takes all lines
-together, and a captured CUDA graph fits every batch of its `SamplingKind`:
+early. On a GPU the host would have to wait for a value. `sample_on_device` therefore takes all
+lines together, and a captured CUDA graph fits every batch of its `SamplingKind`:
 
     GREEDY      all lines take the most likely token      argmax
     DRAWN       no line filters                           draw from all tokens
     FILTERED    some line filters                         sort, then draw from what the filters keep
 
-On CUDA one kernel does all three (`triton_sampling.py`). This file is its readable form, and serves
-float64. An exponential may differ between the two in its last bit, and now and then that changes a
-token: by estimate once in millions of draws where few tokens are likely, once in ten thousand where
-all are. On one device a seed's tokens are always the same.
+On CUDA one kernel does all three (`triton_sampling.py`). This file is its reference implementation,
+and handles float64. An exponential may differ between the two in its last bit, which rarely changes
+a token: by estimate once in millions of draws if few tokens are likely, and once in ten thousand if
+all are. On one device a seed always gives the same tokens.
 
 Legend: L lines of logits, V vocabulary (a multiple of BLOCK where lines are drawn: see
 `pad_to_blocks`), K candidates.
@@ -41,27 +41,26 @@ from nanoengine.runner.sampling.greedy import MAX_VOCAB_SIZE
 from nanoengine.runner.transfers import ship
 
 CPU_CHUNK = 2**19
-"""Logits worked on at a time on a CPU: so few that all passes over them stay inside the cache."""
+"""Logits processed at a time on a CPU: few enough that all passes over them stay in the cache."""
 
 CHUNK = 2**23
-"""The same on a GPU: so many that launches don't count; a float64 copy takes 64 MiB."""
+"""The same on a GPU: large enough to amortise launches; a float64 copy takes 64 MiB."""
 
 BLOCK = 64
-"""Tokens reduced together before anything is searched: a search reads V / BLOCK numbers, not V."""
+"""Tokens reduced together before a search, which then reads V / BLOCK values instead of V."""
 
 FIRST_WIDTH = 64
-"""Candidates tried first for top_p or min_p: enough where the model is fairly sure."""
+"""Candidates tried first for top_p or min_p: enough if the model is fairly sure."""
 
 SCALE = 2.0**34
-"""Weight of a line's most likely token, as a whole number."""
+"""Integer weight of a line's most likely token."""
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-"""2**64 divided by the golden ratio, odd, as int64: its multiples spread evenly over the 64-bit
-numbers."""
+"""2**64 divided by the golden ratio, odd, as int64: its multiples spread evenly over 64 bits."""
 
 Bits = TypeVar("Bits", NDArray[np.int64], torch.Tensor)
-"""int64, of an array or of a tensor on any device. Numbers wrap as unsigned ones do; only shifts to
-the right must leave the sign behind."""
+"""int64, as an array or as a tensor on any device. They wrap like unsigned integers; only right
+shifts must mask the sign."""
 
 
 def uniforms(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -77,7 +76,7 @@ def random_bits(seeds: Bits, positions: Bits) -> Bits:
     """53 random bits for each (seed, position), int64 [L].
 
     Counter-based: nothing is kept between calls, so a token can be drawn again after preemption.
-    The seed is mixed before the position is added, or else seeds that differ by a multiple of
+    The seed is mixed before the position is added. Otherwise seeds that differ by a multiple of
     GOLDEN would share a stream.
 
     Source: the SplitMix64 output function of Steele, Lea and Flood, "Fast splittable pseudorandom
@@ -103,9 +102,9 @@ class DrawParams:
     """How each of L lines is drawn.
 
     Attributes:
-        packed: temperature, top_k (V where it is off), top_p (1), min_p (0) and the random number
-            of each line, [5, L] float64: one copy to the device.
-        uses_min_p, max_top_k: bounds that are known without asking the device.
+        packed: temperature, top_k (V if off), top_p (1), min_p (0) and the random number per line,
+            [5, L] float64: one copy to the device.
+        uses_min_p, max_top_k: bounds that the host knows without reading from the device.
     """
 
     packed: torch.Tensor
@@ -114,7 +113,7 @@ class DrawParams:
 
     @staticmethod
     def pack(columns: np.ndarray, uniform: np.ndarray, device: torch.device) -> DrawParams:
-        """Of `Sampler.params` [4, L] and random numbers [L]."""
+        """Packs `Sampler.params` [4, L] and random numbers [L]."""
         (packed,) = ship(device, np.vstack((columns, uniform)))
         return DrawParams(packed, bool(columns[3].any()), int(columns[1].max()))
 
@@ -129,7 +128,7 @@ class DrawParams:
 
 
 def line_chunks(logits: torch.Tensor, count: int | None = None) -> Iterator[slice]:
-    """Cuts the lines of logits [L, V], or `count` of them, into slices that are worked on at a
+    """Slices of the lines of logits [L, V], or of `count` lines, that are processed one at a
     time."""
     elements = CPU_CHUNK if logits.device.type == "cpu" else CHUNK
     size = max(1, elements // logits.shape[-1])
@@ -138,7 +137,7 @@ def line_chunks(logits: torch.Tensor, count: int | None = None) -> Iterator[slic
 
 
 def widen(logits: torch.Tensor) -> torch.Tensor:
-    """16-bit logits as float32: differences and quotients of them need the precision."""
+    """16-bit logits as float32: their differences and quotients need the precision."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -154,7 +153,7 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Block maxima first: they vectorise, while an argmax over V does not. A NaN anywhere in a line
     wins and is returned as its logit, so the caller sees it without another pass.
 
-    Perf: 0.05 against 0.16 ms a line at V = 151,936 for torch.argmax (CPU time, one busy Zen 3
+    Perf: 0.05 ms per line at V = 151,936, against 0.16 for torch.argmax (CPU time, one busy Zen 3
     core).
     """
     blocks = pad_to_blocks(logits).unflatten(-1, (-1, BLOCK))  # [L, V / BLOCK, BLOCK]
@@ -165,13 +164,13 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def top_candidates(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `width` largest of each line, sorted; lower id first among equals.
+    """The `width` largest values of each line, sorted; lower id first among equals.
 
-    Returns values and ids [L, width], the same as a stable descending sort cut there. Each of the
-    `width` best tokens lies in one of the `width` best blocks, so only those are searched; value
-    and id are packed into one integer, so equals can't be swapped.
+    Returns values and ids [L, width], the same as the start of a stable descending sort. Each of
+    the `width` best tokens lies in one of the `width` best blocks, so only those are searched.
+    Value and id are packed into one integer, which fixes the order of equals.
 
-    Perf: 0.2 ms a line for 50 of 151,936, against 0.27 for torch.topk, which may swap equals, and
+    Perf: 0.2 ms per line for 50 of 151,936, against 0.27 for torch.topk, which may swap equals, and
     17 for the sort (CPU time, one busy Zen 3 core).
     """
     if values.dtype == torch.float64:  # only log-probabilities of float64 models, in tests
@@ -191,9 +190,9 @@ def top_candidates(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torc
 
 def _largest(values: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
     """The ids of the `width` largest float32 values, sorted; equal values by lower id."""
-    # Why: as integers, floats of one sign keep their order; flipping the other bits turns the
-    # negative ones round. Adding 0.0 makes -0.0 equal to 0.0. The id fills the low 32 bits, negated
-    # so that the lower one is larger.
+    # Why: read as integers, floats of one sign keep their order; inverting the other bits corrects
+    # the order of negative ones. Adding 0.0 makes -0.0 equal to 0.0. The low 32 bits hold the
+    # negated id, so that a lower id compares as larger.
     bits = (values + 0.0).view(torch.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (bits.long() << 32) - ids
@@ -201,10 +200,11 @@ def _largest(values: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tenso
 
 
 def _largest_keys(keys: torch.Tensor, width: int) -> torch.Tensor:
-    """The `width` largest integers of each line, falling. They differ, so there is one answer."""
+    """The `width` largest integers of each line, descending. They are distinct: the result is
+    unique."""
     if keys.device.type != "cpu":
         return keys.topk(width).values
-    # Perf: 0.19 against 0.50 ms for 512 of 151,936, and 1.9 against 10 ms for all of them, as
+    # Perf: 0.19 ms against 0.50 for 512 of 151,936, and 1.9 ms against 10 for all of them, as
     # numpy's integer partition and sort are vectorised (numpy 2.4, torch 2.13, one Zen 3 core).
     unordered = keys.numpy()
     if width < keys.shape[-1]:
@@ -215,11 +215,11 @@ def _largest_keys(keys: torch.Tensor, width: int) -> torch.Tensor:
 def draw(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Draws from all tokens; ids [L].
 
-    Inverse transform in id order: the token where the running sum of weights passes the target.
-    Sums of blocks find the block, and the sum inside it finds the token.
+    Inverse transform in id order: the token at which the running sum of weights exceeds the target.
+    Sums of blocks find the block, and sums inside it find the token.
 
     Args:
-        logits: [L, V] float32 or float64; -inf for what can't be drawn. Not changed.
+        logits: [L, V] float32 or float64; -inf for tokens that can't be drawn. Not changed.
         largest: [L, 1], the largest logit of each line.
     """
     weights = draw_weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
@@ -234,21 +234,21 @@ def draw(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> tor
 
 
 def draw_top_k(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Draws from the tokens that min_p, top_k and then top_p leave; ids [L].
+    """Draws from the tokens that min_p, top_k and then top_p keep; ids [L].
 
-    top_p is a share of the probability that min_p and top_k have left. Arguments as for `draw`.
-    Where `max_top_k` is not known, all tokens are sorted, and no value is looked at.
+    top_p is a share of the probability that remains after min_p and top_k. Arguments as for `draw`.
+    If `max_top_k` is not known, all tokens are sorted, and no value is read on the host.
     """
     width = min(params.max_top_k, logits.shape[-1])
     return _draw_candidates(top_candidates(logits, width), largest, params)[0]
 
 
 def draw_widening(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Draws from the tokens that min_p and then top_p leave, for lines without top_k; ids [L]. All
-    of them have a min_p, or none has. Arguments as for `draw`.
+    """Draws from the tokens that min_p and then top_p keep, for lines without top_k; ids [L].
+    Either all lines have a min_p, or none has. Arguments as for `draw`.
 
-    It is not known beforehand how many tokens the filters keep. So a few candidates are tried, and
-    lines that these don't cover are tried again with eight times as many, at last with all.
+    The number of tokens that the filters keep is not known beforehand. A few candidates are tried
+    first. Lines that these don't cover are tried again with eight times as many, up to all tokens.
     """
     total = None
     if not params.uses_min_p:
@@ -274,19 +274,19 @@ def _draw_candidates(
     params: DrawParams,
     total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from the best tokens, given as `top_candidates` does; ids [L], and whether all that the
-    filters keep are there.
+    """Draws from the best tokens, given as by `top_candidates`; ids [L], and whether the candidates
+    include everything that the filters keep.
 
-    `total` [L, 1] is the weight of all tokens, which top_p is a share of; None takes that of the
+    `total` [L, 1] is the weight of all tokens, to which top_p refers. None uses the sum of the
     candidates, which is the same if min_p or top_k has removed the last of them.
     """
     values, ids = candidates
-    # [L, K], falling along the line: every filter keeps a prefix.
+    # [L, K], descending along the line: every filter keeps a prefix.
     weights = draw_weights(values, largest, params).double()
     weights *= torch.arange(weights.shape[-1], device=ids.device) < params.column("top_k")
     ends = weights.cumsum(-1)
     needed = params.column("top_p") * (ends[:, -1:] if total is None else total)
-    # Why the negations: a line of NaN shall count as covered, or it is sorted for nothing.
+    # Why the negations: a line of NaN must count as covered, or it is sorted for nothing.
     covered = ~(weights[:, -1] > 0) if total is None else ~(ends[:, -1] < needed[:, 0])
     weights *= ends - weights < needed
     kept = weights.cumsum(-1)
@@ -295,10 +295,10 @@ def _draw_candidates(
 
 
 def draw_weights(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Weights [L, V] float32: whole numbers, SCALE for the most likely token; 0 below min_p.
+    """Weights [L, V] float32: integers, SCALE for the most likely token; 0 below min_p.
 
-    Whole numbers below 2**53 add up exactly in float64, so their sums are the same in any order. A
-    token 2**34 times less likely than the best one gets no weight and is never drawn.
+    Integers below 2**53 are summed exactly in float64, so their sums are the same in any order. A
+    token 2**34 times less likely than the best one gets weight 0 and is never drawn.
     """
     relative = (logits - largest).float().div_(params.column("temperature").float()).exp_()
     if params.uses_min_p:
@@ -307,13 +307,14 @@ def draw_weights(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams
 
 
 def draw_target(total: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """A whole number in [0, total - 1]: which unit of weight is drawn. [L, 1] float64."""
-    # Why: rounding may lift uniform * total to total itself when uniform is almost 1.
+    """An integer in [0, total - 1]: the unit of weight that is drawn. [L, 1] float64."""
+    # Why: if uniform is almost 1, uniform * total may round to total itself.
     return torch.minimum((params.column("uniform") * total).floor(), total - 1)
 
 
 def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Index [L, 1] of the first running sum above the target: a token with weight, as it rose."""
+    """Index [L, 1] of the first running sum above the target. The sum rises there, so the token has
+    a weight."""
     # Why the clamp: a line of NaN finds nothing; its index must stay valid until it is discarded.
     return torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[-1] - 1)
 
@@ -328,20 +329,20 @@ def sample_lines(
     drawer: Drawer | None,
     lines: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples a token per line: ids [L] int64, and whether the line has a valid one, [L] bool.
+    """Samples one token per line: ids [L] int64, and whether each is valid, [L] bool.
 
     Args:
-        logits: [L, V], any float dtype; more lines, if `lines` are given.
-        params: temperature 0 for greedy lines. None where all are greedy.
-        drawer: draws the other lines. None where all are greedy.
-        lines: [L] int64, the lines to sample; None: all. Why not taken out before: on a CPU a copy
-            of a few lines at a time stays inside the cache.
+        logits: [L, V], any float dtype; may have more lines if `lines` are given.
+        params: temperature 0 for greedy lines. None if all are greedy.
+        drawer: draws the other lines. None if all are greedy.
+        lines: [L] int64, the lines to sample; None: all. Why not selected before: on a CPU a copy
+            of a few lines at a time stays in the cache.
     """
     if params is None or drawer is None:
         if lines is not None and 2 * len(lines) < len(logits):
             logits, lines = logits[lines], None
-        # Perf: 47 of 48 lines of 151,936 float32 take 2.2 ms, with a copy of them 6.6 (CPU time,
-        # one busy Zen 4 core).
+        # Perf: 47 of 48 lines of 151,936 float32 take 2.2 ms, and 6.6 with a copy of them (CPU
+        # time, one busy Zen 4 core).
         ids, largest = argmax(logits)
         if lines is not None:
             ids, largest = ids[lines], largest[lines]
@@ -360,7 +361,7 @@ def _draw_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = pad_to_blocks(widen(logits))
     ids, largest = argmax(wide)
-    # Greedy lines divide by a temperature of 0, so what they draw is thrown away.
+    # Greedy lines divide by a temperature of 0; their draws are discarded.
     drawn = drawer(wide, largest[:, None], params)
     return torch.where(params.column("temperature")[:, 0] == 0, ids, drawn), largest
 
@@ -376,7 +377,8 @@ class SamplingKind(enum.Enum):
 def sample_on_device(
     logits: torch.Tensor, params: DrawParams, kind: SamplingKind
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample_lines` for lines of one kind, without a look at values; top_k is V if it is off."""
+    """`sample_lines` for lines of one kind, without reading values on the host; top_k is V if
+    off."""
     if has_kernel(logits.device, logits.dtype):
         from nanoengine.runner.sampling import triton_sampling
 

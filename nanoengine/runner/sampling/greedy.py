@@ -1,7 +1,7 @@
-"""The most likely token of each row: all that a plain row asks of its logits.
+"""The most likely token of each row, which is all that a plain row needs.
 
-Called by the ModelRunner. What else rows may ask for (draws, edited logits, log-probabilities) is
-in step_sampler.py.
+Called by the ModelRunner. Everything else (random draws, edited logits, log-probabilities) is in
+step_sampler.py.
 
 Legend: L lines of logits.
 """
@@ -16,12 +16,13 @@ from nanoengine.models.decoder import CausalLM
 from nanoengine.settings.params import GREEDY_BELOW
 
 MAX_VOCAB_SIZE = 2**19
-"""So many tokens of weight `draw.SCALE` add up to 2**53, up to which float64 is exact."""
+"""Largest vocabulary whose token weights, at most `draw.SCALE` each, sum to at most 2**53. Up to
+there float64 represents integers exactly."""
 NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
 
 
 def is_plain(sequence: AdmittedSequence) -> bool:
-    """Whether each token is the most likely one, nothing edits logits and none are reported."""
+    """Whether the row is greedy, and its logits are neither edited nor reported."""
     params = sequence.params
     return params.temperature < GREEDY_BELOW and not (
         sequence.bad_word_ids
@@ -51,10 +52,10 @@ def most_likely_tokens(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def pack_found(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Greedy tokens, as kernels of the CPU find them: the tokens [L] with the largest logits, and
-    these logits [L]. Where one is NaN, there is no token.
+    """Packs greedy tokens found by CPU kernels: token ids [L], and their logits [L]. A token is
+    invalid if its logit is not finite.
 
-    Why numpy: within a step a call of torch takes 10 us, for however few numbers.
+    Why numpy: a torch call within a step takes 10 us, however small the tensors are.
     """
     packed = np.empty((2, len(token_ids)), np.int64)
     packed[1] = valid = np.isfinite(logits.numpy())
@@ -63,11 +64,11 @@ def pack_found(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def pack_tokens(token_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """`SampledTokens.packed` of ids [L] int64 and validity [L] bool, in memory of its own."""
+    """`SampledTokens.packed` from ids [L] int64 and validity [L] bool, in new memory."""
     return torch.stack((token_ids, valid.long()))
 
 
 def check_vocabulary(vocab_size: int) -> None:
-    """Raises ValueError for a vocabulary that can't be sampled from."""
+    """Raises ValueError if the sampler doesn't support a vocabulary of this size."""
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")

@@ -1,16 +1,15 @@
 """Logits processors: they edit logits before a token is sampled, in the order of
 `standard_processors`.
 
-The Sampler calls them, and keeps for every row the states of the processors that it uses. A
-processor is two small classes: one that all rows share, and the state of one row. So a processor
-costs nothing in a step where no row uses it.
+The Sampler calls them. For every row it keeps the states of the processors that the row uses. A
+processor consists of two small classes: one shared by all rows, and the state of one row. A
+processor therefore costs nothing in a step where no row uses it.
 
     allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─┐
         ┌────────────────────────────────────────────────────────────────┘
         └─ the caller's (features/processors.py) ─ grammars (features/structured.py) ─ [a token]
 
-A processor is called once per step. An exception ends the rows that it was called for, and no
-others.
+A processor is called once per step. An exception ends only the rows of that call.
 
 Legend: L lines of logits, V vocabulary.
 """
@@ -34,51 +33,51 @@ logger = logging.getLogger(__name__)
 
 
 class RowState(Protocol):
-    """What one processor remembers about one row.
+    """State of one processor for one row.
 
-    A state may also have `forced_tokens() -> list[int]`: the tokens that must come next; and
-    `error: Exception | None`, which ends this row alone if it is set when the processor has run.
+    Optional members: `forced_tokens() -> list[int]` returns the tokens that must come next;
+    `error: Exception | None` ends only this row if it is set after the processor has run.
     """
 
     def accept(self, token_id: int) -> None:
-        """Takes the row's next token."""
+        """Updates the state with the row's next token."""
 
     def fork(self) -> RowState:
-        """A copy whose later changes don't reach this one; `self` if nothing ever changes."""
+        """A copy that is independent of this state; may be `self` if the state never changes."""
 
 
 class LogitsProcessor(Protocol):
-    """What all rows share of a processor.
+    """The part of a processor that all rows share.
 
-    With an attribute `one_by_one = True` it is called for a single line at a time, so that an
-    exception ends one row. One that only bans tokens may also have
-    `masks(states) -> [L, ceil(V / 32)] int32`, one bit per token, set if the token may come. Greedy
+    If the attribute `one_by_one` is True, the processor is called with a single line at a time, so
+    that an exception ends one row. A processor that only bans tokens may also have
+    `masks(states) -> [L, ceil(V / 32)] int32`, one bit per token, set for allowed tokens. Greedy
     rows then don't need all of their logits.
     """
 
     def admit(self, sequence: AdmittedSequence) -> RowState | None:
         """State of a sequence with all its known tokens accepted; None if it does not use this
-        stage.
+        processor.
 
-        A sequence that comes back from preemption brings its output tokens, and its state must
-        equal the one it lost.
+        A sequence that resumes after preemption brings its output tokens, and its new state must
+        equal the lost one.
         """
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[RowState]) -> None:
-        """Edits `logits[lines]` ([L, V], float32 or float64) in place, one state for each line.
+        """Edits `logits[lines]` ([L, V], float32 or float64) in place, with one state per line.
 
-        The tensor holds the lines that some processor edits; `lines` count within it.
+        The tensor contains the lines that any processor edits; `lines` are indices into it.
         """
 
 
 @dataclass(slots=True, kw_only=True)
 class RowEdits:
-    """What all processors remember about one row.
+    """The states of all processors for one row.
 
     Attributes:
-        processors: all stages; sequence: the row's, as it was admitted.
-        states: those of the stages that edit this row's logits, by the stage's place.
-        error: what a processor has raised for this row, which can't go on.
+        processors: all processors; sequence: the row's sequence, as it was admitted.
+        states: the states of the processors that edit this row's logits, by processor index.
+        error: message of an exception that a processor raised for this row, which then ends.
     """
 
     processors: Sequence[LogitsProcessor]
@@ -90,7 +89,8 @@ class RowEdits:
     def admit(
         cls, processors: Sequence[LogitsProcessor], sequence: AdmittedSequence
     ) -> RowEdits | None:
-        """The states of a sequence with all its known tokens accepted; None: nothing edits it."""
+        """The states of a sequence with all its known tokens accepted; None if nothing edits its
+        logits."""
         row = cls(processors=processors, sequence=sequence)
         for place, processor in enumerate(processors):
             row._guard(place, processor.admit, sequence)
@@ -98,7 +98,7 @@ class RowEdits:
 
     @property
     def only_bans(self) -> bool:
-        """Whether all that edits the row can tell by bits what it bans."""
+        """Whether all processors of this row only ban tokens and can express that as bit masks."""
         ban = all(hasattr(self.processors[place], "masks") for place in self.states)
         return ban and self.error is None
 
@@ -108,20 +108,21 @@ class RowEdits:
         return any(hasattr(state, "forced_tokens") for state in self.states.values())
 
     def accept(self, token_ids: Iterable[int]) -> None:
-        """Takes the row's next tokens."""
+        """Updates the states with the row's next tokens."""
         for token_id in token_ids:
             for place, state in self.states.items():
                 self._guard(place, state.accept, token_id)
 
     def fork(self) -> RowEdits:
-        """A copy whose later changes don't reach this one."""
+        """A copy that is independent of this one."""
         copy = RowEdits(processors=self.processors, sequence=self.sequence, error=self.error)
         for place, state in self.states.items():
             copy._guard(place, state.fork)
         return copy
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that must come next, as far as one of the states knows any."""
+        """The tokens that must come next, from the first state that has `forced_tokens`; else
+        []."""
         for place, state in self.states.items():
             if forced := getattr(state, "forced_tokens", None):
                 try:
@@ -131,7 +132,7 @@ class RowEdits:
         return []
 
     def _guard(self, place: int, call: Callable[..., RowState | None], *args: object) -> None:
-        """Calls a stage or its state; keeps the state that it returns, or what it raises."""
+        """Calls a processor or its state; keeps the returned state, or the exception's message."""
         if self.error is None:
             try:
                 state = call(*args)
@@ -142,7 +143,7 @@ class RowEdits:
                     self.states[place] = state
 
     def fail(self, place: int, error: Exception) -> None:
-        """Ends the row for what the stage at this place has raised."""
+        """Ends the row with the exception that the processor at this index has raised."""
         self.error, where = str(error), error.__cause__
         if not isinstance(error, NanoEngineError):
             name = type(self.processors[place]).__name__
@@ -156,12 +157,12 @@ def run_processors(
     rows: Mapping[int, RowEdits],
     edit: Callable[[Any, list[int], list[Any]], object],
 ) -> None:
-    """Calls `edit` with each processor, in their order, the lines that it edits and their states.
+    """Calls `edit` with each processor in order, the lines that it edits, and their states.
 
-    An exception ends the rows that the call was for; later processors skip them.
+    An exception ends the rows of that call; later processors skip them.
 
     Args:
-        rows: the edited lines, and what processors remember about the row of each.
+        rows: the edited lines, and the processor states of each.
     """
     for place, processor in enumerate(processors):
         lines = [i for i, row in rows.items() if place in row.states and row.error is None]
@@ -179,12 +180,12 @@ def run_processors(
 
 
 def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:
-    """The processors behind SamplingParams, in the order they run (that of vLLM's sampler)."""
+    """The processors that implement SamplingParams, in order (the same as in vLLM's sampler)."""
     return (AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties())
 
 
 class AllowedTokens:
-    """allowed_token_ids: everything else becomes -inf."""
+    """allowed_token_ids: all other tokens become -inf."""
 
     def admit(self, sequence: AdmittedSequence) -> TokenValues | None:
         allowed = sequence.params.allowed_token_ids
@@ -210,7 +211,7 @@ class LogitBias:
 
 
 class TokenValues:
-    """Token ids with a value each, the same for the whole life of a row."""
+    """Token ids with a value each, which stay the same while the row runs."""
 
     def __init__(self, values: dict[int, float]) -> None:
         self.ids = np.fromiter(values, dtype=np.int64)
@@ -224,7 +225,7 @@ class TokenValues:
 
 
 class Bans:
-    """A stage whose states know what is `banned()` now: it becomes -inf."""
+    """A processor whose states return the `banned()` tokens, which become -inf."""
 
     def apply(self, logits: torch.Tensor, lines: list[int], states: list[Any]) -> None:
         line, token = _indices(lines, [state.banned() for state in states], logits.device)
@@ -232,7 +233,8 @@ class Bans:
 
 
 class BadWords(Bans):
-    """bad_words: -inf for the last token of a banned sequence whose other tokens were just seen."""
+    """bad_words: -inf for the last token of a banned sequence if its other tokens come just
+    before."""
 
     def admit(self, sequence: AdmittedSequence) -> BadWordsState | None:
         words = sequence.bad_word_ids
@@ -240,7 +242,7 @@ class BadWords(Bans):
 
 
 class BadWordsState:
-    """The banned sequences and the last tokens of the row, as many as the longest of them needs."""
+    """The banned sequences, and as many of the row's last tokens as the longest of them needs."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...], token_ids: Iterable[int]) -> None:
         self.words = words
@@ -271,7 +273,7 @@ class MinTokens(Bans):
 
     def admit(self, sequence: AdmittedSequence) -> MinTokensState | None:
         params = sequence.params
-        # Why: with ignore_eos an EOS id ends nothing, so it is a token like any other.
+        # Why: with ignore_eos an EOS id ends nothing, so it is an ordinary token.
         eos = () if params.ignore_eos else self.eos_token_ids
         ids = sorted({*eos, *(params.stop_token_ids or ())})
         if not params.min_tokens or not ids:
@@ -282,7 +284,8 @@ class MinTokens(Bans):
 
 @dataclass(eq=False)
 class MinTokensState:
-    """Ids that would end the row, and how many tokens are missing until they may."""
+    """Ids that would end the row, and how many more tokens are needed before they may be
+    sampled."""
 
     ids: np.ndarray
     missing: int
@@ -294,16 +297,16 @@ class MinTokensState:
         return MinTokensState(self.ids, self.missing)
 
     def banned(self) -> np.ndarray:
-        """All of them until no token is missing."""
+        """All of them while tokens are missing, then none."""
         return self.ids if self.missing > 0 else self.ids[:0]
 
 
 class Penalties:
-    """repetition, frequency and presence penalties, on the tokens a row has seen.
+    """repetition, frequency and presence penalties, on the tokens that a row has seen.
 
     Repetition divides positive logits and multiplies negative ones, for tokens of prompt and
-    output; frequency is subtracted per occurrence and presence once, for tokens of the output. The
-    tokens seen are few, so they are listed instead of counted over the whole vocabulary.
+    output. For output tokens, frequency is subtracted per occurrence and presence once. The seen
+    tokens are few, so they are kept in a list and not as counts over the whole vocabulary.
 
     Source: Keskar et al., CTRL, section 4.1 (repetition); the OpenAI API (presence, frequency).
     """
@@ -333,10 +336,10 @@ class Penalties:
 
 @dataclass(eq=False)
 class PenaltyState:
-    """The distinct tokens that a row has seen, and how often each stands in its output.
+    """The distinct tokens that a row has seen, and how often each occurs in its output.
 
     Attributes:
-        index: token id -> its place in the arrays, of which only the first `num_ids` entries count.
+        index: token id -> its index in the arrays, which are valid up to `num_ids`.
     """
 
     repetition: float
@@ -351,7 +354,7 @@ class PenaltyState:
         return len(self.index)
 
     def see(self, token_ids: Iterable[int]) -> None:
-        """Lists tokens of the prompt: they stand zero times in the output."""
+        """Lists prompt tokens, with a count of zero in the output."""
         for token_id in token_ids:
             if token_id not in self.index:
                 if self.num_ids == len(self.ids):
@@ -369,7 +372,7 @@ class PenaltyState:
         return replace(self, index=self.index.copy(), ids=ids, counts=counts)
 
     def subtracted(self) -> np.ndarray:
-        """What presence and frequency take from each listed token's logit."""
+        """The presence and frequency penalty of each listed token."""
         counts = self.counts[: self.num_ids]
         return self.frequency * counts + self.presence * (counts > 0)
 

@@ -3,8 +3,8 @@
     positions of a prompt    0    1    2    3   (hidden states of a step, [T, hidden_size])
     the token it predicts    t1   t2   t3   t4  a prompt token has a score, t4 is sampled
 
-`token_logprobs` runs on the device; `to_records` makes plain records of what came to the host. The
-Sampler calls it for the tokens that it samples, the `PromptScorer` for those of prompts.
+`token_logprobs` runs on the device; `to_records` makes plain records on the host. The Sampler calls
+them for the tokens that it samples, the `PromptScorer` for prompt tokens.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities, E entries of a plan.
 """
@@ -39,7 +39,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 
     Returns:
         [L, 1 + N, 3] float64: (token id, log-probability, rank) of the given token, then of the top
-        N. One tensor, so that it is one copy to the host; see `to_records`.
+        N. One tensor, so that there is one copy to the host; see `to_records`.
     """
     num_top = min(num_top, logits.shape[-1])
     out = logits.new_empty((len(logits), 1 + num_top, 3), dtype=torch.float64)
@@ -50,7 +50,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
         ranks = 1 + (logprobs > values).sum(-1, keepdim=True)
         if num_top:
             top_values, top_ids = top_candidates(logprobs, num_top)
-            # Why: sorted downwards, so the first equal value tells how many are greater.
+            # Why: in descending order, the index of the first equal value is the number of greater
+            # ones.
             top_ranks = 1 + torch.searchsorted(-top_values, -top_values)
             values = torch.cat((values, top_values), -1)
             ids, ranks = torch.cat((ids, top_ids), -1), torch.cat((ranks, top_ranks), -1)
@@ -67,16 +68,17 @@ class PromptScorer:
     """Log-probabilities of prompt tokens, for the rows that asked for them (`prompt_logprobs`).
 
     Args:
+        rows: the runner's, which have the prompts' tokens.
         logits: hidden states -> logits [L, V].
     """
 
     def __init__(self, rows: RowBuffers, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._rows, self._logits = rows, logits
-        # row -> top ones, first position that is scored, prompt tokens
+        # row -> number of top ones, first scored position, number of prompt tokens
         self._asked: dict[int, tuple[int, int, int]] = {}
 
     def admit(self, sequence: AdmittedSequence) -> None:
-        """Notes whether a row asks."""
+        """Notes whether a row asks for prompt log-probabilities."""
         params = sequence.params
         if params.prompt_logprobs is not None:
             asked = params.prompt_logprobs, params.first_scored_position, sequence.num_prompt_tokens
@@ -87,11 +89,12 @@ class PromptScorer:
         self._asked.pop(row, None)
 
     def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
-        """Which positions of each entry are followed by a prompt token to be scored, as
-        `RowBuffers.make_batch` takes them.
+        """The positions of each entry that are followed by a prompt token to score, in the form of
+        `RowBuffers.make_batch`.
 
         Returns:
-            [E], positions before the first of them; [E], how many they are. None: there are none.
+            [E], number of positions before the first scored one; [E], number of scored ones. None
+            if no position is scored.
         """
         if not self._asked:
             return None
@@ -109,10 +112,10 @@ class PromptScorer:
         """Scores the prompt tokens that follow the `scored` positions of each entry.
 
         Args:
-            hidden: of those positions, entry after entry, [sum of their counts, hidden_size].
+            hidden: states of those positions, entry by entry, [sum of their counts, hidden_size].
 
         Returns:
-            Tensors as `token_logprobs` gives them, some for each entry, and whose each is.
+            The entry of each tensor, and the tensors from `token_logprobs`, one or more per entry.
         """
         owners: list[int] = []
         tensors: list[torch.Tensor] = []

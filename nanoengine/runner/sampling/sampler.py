@@ -4,12 +4,12 @@
                 │              └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw
                 └─ log-probabilities, if asked for
 
-Steps of `only_masked` rows skip the Sampler where the model finds their `most_likely` tokens
-without computing all logits.
+Steps of `only_masked` rows skip the Sampler if the model finds their `most_likely` tokens without
+computing all logits.
 
-It knows rows and sampling parameters, but no scheduler, no model and no text. Rows live across
-steps: `admit`, `fork` and `release` follow the plan, and `RowEdits.accept` tells their processors
-which sampled tokens became part of the sequence.
+It knows rows and sampling parameters, but no scheduler, no model and no text. Rows persist across
+steps: `admit`, `fork` and `release` follow the plan, and `RowEdits.accept` passes the tokens that
+became part of the sequence to the processors.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities.
 """
@@ -50,11 +50,11 @@ from nanoengine.runner.transfers import ship
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedTokens:
-    """What a step sampled, as plain numbers. Indices count the lines of logits.
+    """The sampled tokens of a step, as plain numbers. Indices count the lines of logits.
 
     Attributes:
-        token_ids: one a line; 0 in lines named in `errors`.
-        logprobs: index -> the sampled token first, then the top ones (which may name it again).
+        token_ids: one per line; 0 for lines in `errors`.
+        logprobs: index -> the sampled token first, then the top ones (which may include it again).
         errors: index -> why this line has no valid token.
     """
 
@@ -65,15 +65,14 @@ class FetchedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """What a step sampled, still on the device.
+    """The sampled tokens of a step, still on the device.
 
     Attributes:
-        packed: [2, L] int64, of each line its token, 0 where there is no valid one; and whether
-            there is.
+        packed: [2, L] int64, per line the token, 0 if none is valid; and whether it is valid.
         logprob_lines: the lines that asked for log-probabilities, and how many top ones each.
         logprobs: [len(logprob_lines), 1 + N, 3], as `token_logprobs` returns them; None if no line
             asked.
-        errors: of some invalid lines, what a processor has raised.
+        errors: messages of processors that failed, for some of the invalid lines.
     """
 
     packed: torch.Tensor
@@ -88,11 +87,12 @@ class SampledTokens:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What the host wants to see: `packed`, then log-probabilities if any."""
+        """Tensors for the host: `packed`, then log-probabilities if any."""
         return [self.packed] if self.logprobs is None else [self.packed, self.logprobs]
 
     def fetch(self, tensors: Sequence[torch.Tensor] | None = None) -> FetchedTokens:
-        """Plain numbers, from `tensors` once they have come to the host; None: waits for them."""
+        """Plain numbers, from `tensors` if they have been copied to the host; None: waits for the
+        device."""
         tensors = self.tensors if tensors is None else tensors
         token_ids, valid = tensors[0].tolist()
         logprobs = {}
@@ -107,20 +107,20 @@ class SampledTokens:
 
 
 class Sampler:
-    """Samples one token for each line of logits by its row's parameters.
+    """Samples one token for each line of logits with its row's parameters.
 
     Args:
         vocab_size: V, at most 2**19.
         max_num_seqs: rows are 0 ... max_num_seqs - 1.
         eos_token_ids: the model's, masked until min_tokens.
-        processors: further ones, run after those of SamplingParams.
+        processors: further ones, run after those for SamplingParams.
 
     Attributes:
-        seeds: as `uniforms` takes them.
+        seeds: in the form of `uniforms`.
         drawers: how each row's tokens are drawn on a CPU, as an index into DRAWERS.
-        params: temperature (0: greedy), top_k (V where it is off), top_p and min_p of each row.
+        params: temperature (0: greedy), top_k (V if off), top_p and min_p of each row.
         edited: which rows have an entry in `edits`.
-        num_logprobs: -1 where none are asked for.
+        num_logprobs: -1 for rows without log-probabilities.
         forcing: rows with a processor that may know what must come next.
         changed: rows with new parameters; the decode step empties it.
 
@@ -148,9 +148,9 @@ class Sampler:
         self.changed: set[int] = set()
 
     def admit(self, sequence: AdmittedSequence) -> None:
-        """Starts a row, for a new sequence or one that comes back with its output tokens.
+        """Starts a row, for a new sequence or for one that resumes with its output tokens.
 
-        The engine has checked every id that the parameters name against the vocabulary.
+        The engine has checked every id in the parameters against the vocabulary.
         """
         params, row = sequence.params, sequence.row
         # Why the bound: above it float32 has only inf, and -inf / inf would be NaN.
@@ -180,7 +180,7 @@ class Sampler:
                 self.forcing.add(row)
 
     def rewrite(self, row: int, token_ids: np.ndarray) -> None:
-        """Tells that the row's tokens are these: one was chosen in place of the sampled one."""
+        """Replaces the row's tokens after another token was chosen instead of the sampled one."""
         if self.edited[row]:
             sequence = self.edits[row].sequence._replace(token_ids=token_ids.tolist())
             self._set_edits(row, RowEdits.admit(self.processors, sequence))
@@ -194,30 +194,30 @@ class Sampler:
         self._set_edits(row, self.edits[parent].fork() if self.edited[parent] else None)
 
     def release(self, row: int) -> None:
-        """Forgets a row's tokens; its parameters are overwritten by the next `admit`."""
+        """Drops the processor states of a row; the next `admit` overwrites its parameters."""
         self._set_edits(row, None)
 
     def edits_of(self, rows: Sequence[int]) -> dict[int, RowEdits]:
-        """What must see the tokens that these rows are about to sample, by their place in `rows`.
-        `RowEdits.accept` tells it.
+        """Processor states that must accept the tokens that these rows are about to sample, by
+        index in `rows`. See `RowEdits.accept`.
 
-        Why not the rows: by the time the tokens are known, a row may have passed on.
+        Why not the rows: when the tokens are known, a row may belong to another sequence.
         """
         edited = np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)])
         return {int(i): self.edits[rows[i]] for i in edited}
 
     def forced_tokens(self, row: int) -> list[int]:
-        """The tokens that a processor forces on a row next, whatever the logits; none it knows of:
-        empty. They follow the tokens of steps whose result has been asked for."""
+        """The tokens that a processor forces next on a row, whatever the logits; empty if none is
+        known. They follow the tokens of steps whose result has been requested."""
         return self.edits[row].forced_tokens() if row in self.forcing else []
 
     def looks_at_logits(self, rows: np.ndarray) -> bool:
-        """Whether more is done with the logits of these rows than to sample their tokens:
-        processors edit them, or log-probabilities are reported."""
+        """Whether the logits of these rows are used for more than sampling: processors edit them,
+        or log-probabilities are reported."""
         return bool(self.edited[rows].any() or (self.num_logprobs[rows] >= 0).any())
 
     def only_masked(self, rows: np.ndarray) -> bool:
-        """Whether these rows ask for the largest of the model's own logits, but for bans alone."""
+        """Whether these rows need only the largest of the model's logits, after bans at most."""
         return (
             not self.drawers[rows].any()
             and not (self.num_logprobs[rows] >= 0).any()
@@ -227,10 +227,10 @@ class Sampler:
     def masks(
         self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]
     ) -> tuple[np.ndarray, dict[int, str]]:
-        """The tokens that may come in each line, one bit each, [L, ceil(V / 32)] int32; and the
-        errors of lines in which none may, as a processor has raised.
+        """The allowed tokens of each line, one bit each, [L, ceil(V / 32)] int32; and errors of
+        lines whose processor has failed, for which no token is allowed.
 
-        Args: as of `sample`, of rows that are `only_masked`.
+        Args: as for `sample`; the rows are `only_masked`.
         """
         edits = self._edits(rows, drafts)
         masks = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
@@ -250,13 +250,13 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTokens:
-        """Samples one token per line; changes no logits and remembers nothing.
+        """Samples one token per line; changes no logits and keeps no state.
 
         Args:
             logits: [L, V], any float dtype, on any device.
-            rows: the row of each line. A row that verifies drafts has several lines, one after the
-                other; the line after k of its drafts is sampled as if these had been accepted.
-            positions: the position that the sampled token would take in its sequence.
+            rows: the row of each line. A row that verifies drafts has several consecutive lines;
+                the line after k of its drafts is sampled as if these had been accepted.
+            positions: the position that the sampled token would have in its sequence.
             drafts: row -> its draft tokens.
         """
         rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
@@ -276,8 +276,8 @@ class Sampler:
         )
 
     def _edit(self, logits: torch.Tensor, edits: Mapping[int, RowEdits]) -> torch.Tensor:
-        """The edited lines alone, [E, V], as processors make them; nothing but -inf where one has
-        failed. Why not all lines: others would be copied for nothing."""
+        """The edited lines only, [E, V], after the processors; all -inf for lines whose processor
+        failed. Why only these: copying the others would be wasted."""
         (index,) = ship(logits.device, np.fromiter(edits, dtype=np.int64))
         work, states = widen(logits[index]), dict(enumerate(edits.values()))
         run_processors(
@@ -290,10 +290,10 @@ class Sampler:
     def _sample_lines(
         self, logits: torch.Tensor, edited: torch.Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token per line: ids [L] int64, and whether the line has a valid one, [L] bool.
+        """Samples one token per line: ids [L] int64, and whether each is valid, [L] bool.
 
         Args:
-            edited: [E, V], in place of the logits of the rows that are edited.
+            edited: [E, V], replaces the logits of the edited rows.
         """
         device, is_edited = logits.device, self.edited[rows]
         if device.type != "cpu":
@@ -331,7 +331,8 @@ class Sampler:
         return (SamplingKind.GREEDY, SamplingKind.DRAWN, SamplingKind.FILTERED)[min(most, 2)]
 
     def _edits(self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]) -> dict[int, RowEdits]:
-        """What edits these lines: line -> the row's own, or after drafts a fork of it."""
+        """Processor states per line: the row's own, or a fork of it that has accepted the drafts
+        before."""
         found: dict[int, RowEdits] = {}
         latest: dict[int, tuple[int, RowEdits]] = {}  # row -> drafts accepted so far
         for line in np.flatnonzero(self.edited[rows]).tolist():
@@ -348,8 +349,9 @@ class Sampler:
 
 
 DRAWERS: tuple[Drawer | None, ...] = (None, draw, draw_top_k, draw_widening, draw_widening)
-"""How lines are drawn: greedy ones not at all, those without filters from all tokens; else by the
-first filter that they have, of top_k, min_p and top_p, each of which stops early in its own way."""
+"""How lines are drawn on a CPU: None for greedy lines; from all tokens for lines without filters;
+else by the first of the filters top_k, min_p and top_p that is set, since each stops early
+differently."""
 
 
 def _errors(edits: Mapping[int, RowEdits]) -> dict[int, str]:

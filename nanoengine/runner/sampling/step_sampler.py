@@ -2,7 +2,7 @@
 
     update   every row's parameters, once one row is not plain
     run      drafts, edited logits, draws, log-probabilities   Sampler, PromptScorer, Pooler
-    take     which drafts were right; processors and rows learn the tokens
+    take     accepted drafts; passes the tokens to processors and rows
 
 Made by the ModelRunner at the first row that is not plain. Steps of plain rows skip it.
 """
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class StepSampler:
-    """Samples steps, with what it remembers about every row.
+    """Samples steps, and keeps the sampling state of every row.
 
     Args:
         rows, model: the runner's.
-        processors: of logits, run after those of SamplingParams.
-        all_rows: plain rows are sampled here too, because something looks at the logits of each.
+        processors: logits processors, run after those for SamplingParams.
+        all_rows: plain rows are sampled here too, because all logits are processed.
 
     Attributes:
-        latest: the step before, whose tokens processors must know.
-        pooler: for rows whose hidden states are pooled; None until there is one.
+        latest: the previous step, whose tokens processors must know.
+        pooler: for rows whose hidden states are pooled; None before the first such row.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StepSampler:
         self.pooler: Pooler | None = None
 
     def update(self, plan: StepPlan) -> None:
-        """Carries out the plan's changes of rows."""
+        """Applies the plan's row changes."""
         for row in plan.released:
             self.sampler.release(row)
             self.scorer.release(row)
@@ -83,8 +83,8 @@ class StepSampler:
             self.sampler.rewrite(row, self.rows.token_ids[row, : position + 1])
 
     def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
-        """The positions whose hidden states are wanted beside those that sample, as
-        `RowBuffers.make_batch` takes them."""
+        """Positions, other than the sampling ones, whose hidden states are needed, in the form of
+        `RowBuffers.make_batch`."""
         scored = self.scorer.scored(plan)
         return scored if self.pooler is None else self.pooler.join(plan, scored)
 
@@ -95,11 +95,11 @@ class StepSampler:
     def run(
         self, step: LaunchedStep, hidden: torch.Tensor, scored: tuple[Ints, Ints] | None
     ) -> list[torch.Tensor]:
-        """Samples from a step's hidden states; returns what the host wants to see.
+        """Samples from a step's hidden states; returns the tensors for the host.
 
         Args:
-            hidden: of the lines, then of the scored positions, [.., hidden_size].
-            scored: as the method of this name returns them.
+            hidden: states of the lines, then of the scored positions, [.., hidden_size].
+            scored: the result of the method `scored`.
         """
         sampling, scoring = hidden.tensor_split([len(step.lines.entries)])
         sampled, logits = None, None
@@ -111,7 +111,7 @@ class StepSampler:
         if logits is not None:
             sampled = self.sample(step, logits)
         if sampled is not None:
-            # Why not with drafts: how many of them count is found on the host, in `take`.
+            # Why not with drafts: the host finds the number of accepted drafts, in `take`.
             if not step.plan.draft_token_ids:
                 self.rows.keep(step.lines, sampled.token_ids)
             tensors += self.await_tokens(step, sampled)
@@ -127,7 +127,8 @@ class StepSampler:
         return tensors
 
     def _most_likely(self, step: LaunchedStep, hidden: torch.Tensor) -> SampledTokens | None:
-        """The tokens of all lines where they are greedy and the model needs no logits for it."""
+        """The tokens of all lines, if all are greedy and the model finds them without all
+        logits."""
         rows, errors = step.lines.rows, dict[int, str]()
         if not self.sampler.only_masked(rows):
             return None
@@ -150,27 +151,27 @@ class StepSampler:
         return self.sampler.sample(logits, rows, positions, step.plan.draft_token_ids)
 
     def _learn_tokens(self) -> None:
-        """Waits for the tokens of the step before, which processors must know.
+        """Waits for the tokens of the previous step, which processors must know.
 
-        Why not before the forward: it runs while they learn.
+        Why not before the forward: the device runs the forward during the wait.
         """
         if self.latest is not None:
             self.latest.result()
 
     def await_tokens(self, step: LaunchedStep, sampled: SampledTokens) -> list[torch.Tensor]:
-        """Notes who waits for the tokens; returns what the host wants to see of them."""
+        """Records what to do with the tokens when they arrive; returns the tensors for the host."""
         step.pending = PendingOutputs(sampled=sampled, edits=self.sampler.edits_of(step.plan.rows))
         return sampled.tensors
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingOutputs:
-    """What a step still has to put into its result once the device has finished.
+    """Outputs that are added to a step's result when the device has finished.
 
     Attributes:
-        sampled: what was sampled; None if no row samples.
-        edits: what processors remember about rows, and must see the tokens, by entry of the plan.
-        pooled_entries: entries of the plan, and the shapes of their vectors, whose elements come in
+        sampled: the sampled tokens; None if no row samples.
+        edits: processor states that must accept the tokens, by entry of the plan.
+        pooled_entries: entries of the plan with the shapes of their vectors, whose elements come in
             one tensor, if there are any.
         scored_entries: for each tensor of prompt scores, the entry of the plan that it belongs to.
     """
@@ -181,8 +182,8 @@ class PendingOutputs:
     scored_entries: list[int] = field(default_factory=list)
 
     def take(self, step: LaunchedStep, tensors: list[torch.Tensor], result: StepResult) -> None:
-        """Fills the result: the tensors are those of `sampled`, then one of vectors, if there
-        are any, then those of the prompt scores."""
+        """Fills the result. The tensors are those in `sampled`, then one with all vectors if there
+        are any, then the prompt scores."""
         if self.pooled_entries:
             from nanoengine.runner.pooling import tell
 
@@ -195,14 +196,14 @@ class PendingOutputs:
             self._tell_tokens(step, self.sampled.fetch(tensors), result)
 
     def _tell_tokens(self, step: LaunchedStep, fetched: FetchedTokens, result: StepResult) -> None:
-        """Sorts tokens by sequence, keeps accepted ones, and tells rows and processors."""
+        """Sorts tokens by sequence, keeps accepted ones, and passes them to rows and processors."""
         plan, lines = step.plan, step.lines
         step.rows.write(lines, np.array(fetched.token_ids))
         over: set[int] = set()  # entries that go no further in this step
         for line, entry in enumerate(lines.entries.tolist()):
             tokens = result.token_ids[entry]
             drafts = plan.draft_token_ids.get(plan.rows[entry], ())
-            # Why errors: the next step meets this one again, behind nothing but known tokens.
+            # Why errors: the next step repeats this line, after known tokens only.
             if tokens and (tokens[-1] != drafts[len(tokens) - 1] or line in fetched.errors):
                 over.add(entry)  # the draft before this line was wrong
             if entry in over:

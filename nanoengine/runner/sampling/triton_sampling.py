@@ -1,9 +1,9 @@
-"""Samples tokens on a GPU with one kernel, which `draw.sample_on_device` calls; `draw.py` is its
-readable form in plain torch.
+"""Samples tokens on a GPU with one kernel. `draw.sample_on_device` calls it; `draw.py` is the
+reference implementation in plain torch.
 
 This file chooses tile sizes and warps; the arithmetic is in `kernels/triton_sampling.py`. A token
-depends on its own line, seed and position alone, whatever the batch, and whether a graph replays or
-not. It is the token that the readable form draws, except where an exponential's last bit decides.
+depends only on its own line, seed and position, not on the batch or on graph replay. It equals the
+token of the reference implementation, unless the last bit of an exponential decides.
 
 It has been run in Triton's interpreter and compiled ahead of time; it has not run on a GPU yet.
 """
@@ -16,21 +16,21 @@ from nanoengine.kernels import triton_sampling as kernels
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 BLOCK = 4096
-"""Logits of a line in one tile: 16 for each of 256 threads, two loads of 16 bytes in 16 bits; 8 for
-each of 512 where lines filter, which keeps registers at 128."""
+"""Logits of a line per tile: 16 for each of 256 threads, two 16-byte loads for 16-bit logits. If
+lines filter, 8 for each of 512 threads, which keeps registers at 128."""
 
 WIDTH, ROOM = 64, 128
-"""The likeliest tokens that a filtered line gathers, and room for more that are as likely. So many:
-the usual top_k, and most of what a top_p leaves."""
+"""Number of the likeliest tokens that a filtered line gathers, and the capacity including ties. 64
+covers the usual top_k, and most of what a top_p keeps."""
 
 ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-"""Low bits that are zero in any number of the dtype, as float32."""
+"""Number of low bits that are zero in every value of the dtype, as float32."""
 
 
 def sample_lines(
     logits: torch.Tensor, params: torch.Tensor, draws: bool, filters: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token a line: ids [L] int64, and whether the line has a valid one, [L] bool.
+    """Samples one token per line: ids [L] int64, and whether each is valid, [L] bool.
 
     Args:
         logits: [L, V] of a dtype in ZERO_BITS.
