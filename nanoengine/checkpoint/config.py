@@ -2,9 +2,9 @@
 
 `load_model_config` reads the format of transformers 4 (rope_theta, rope_scaling, torch_dtype) and
 of transformers 5 (rope_parameters, dtype, layer_types) into equal values. A key that changes the
-maths and is not implemented is refused, with its name and value, so a model that runs is computed
-as its config says. Differences between families are in `families/`. Called when an engine starts;
-uses plain json, neither torch nor transformers.
+computation and is not implemented is rejected, with its name and value, so a model that runs is
+computed as its config says. Differences between families are in `families/`. Called when an engine
+starts; uses plain json, neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     Raises:
         ConfigError: `directory` has no config.json.
         ModelError: a file has no JSON object, or is not a regular file.
-        UnsupportedModelError: the architecture, a key that changes its maths, or an impossible
-            value; the message names file, key, value and what is allowed.
+        UnsupportedModelError: the architecture, a key that changes the computation, or an
+            impossible value; the message names file, key, value and what is allowed.
     """
     directory = Path(directory)
     if is_gguf(directory):

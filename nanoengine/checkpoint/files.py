@@ -3,7 +3,7 @@
 GGUF files are read by `gguf_tensors.py`; this file reads safetensors.
 
 Tensors are read one at a time, and only the requested part of each. Pickled checkpoints are
-refused, because reading a pickle runs code. Called by `weights.py`, and for the files' names or
+rejected, because reading a pickle runs code. Called by `weights.py`, and for the files' names or
 digests; knows neither models nor layers, and does not import torch for names and digests.
 """
 

@@ -3,7 +3,7 @@
     "GGUF" | version | counts | keys and values | names, shapes, types, offsets | padding | tensors
 
 A model is one file, or a set of parts; the first part has the keys. Little endian; versions 2 and
-3, which have the same layout. The checkpoint loaders call this; it knows neither models nor names.
+3, which have the same layout. Called by the checkpoint loaders; knows neither models nor names.
 Everything that a file says is checked before it is used: a file may be truncated, or malicious.
 
 Source: the specification, docs/gguf.md of ggml; type ids and block sizes: ggml.h and ggml-common.h

@@ -1,8 +1,9 @@
 """The keys of a GGUF file, under the names of a config.json.
 
-`Metadata` reads them, so that no key that would change the maths is ignored. `GGUFKeys` reads keys
-that have the same meaning as in config.json, by the names in `keys.KEYS`. Keys with another meaning
-are read by functions in the families (`Family.gguf`). It uses only the names of tensors.
+`Metadata` reads them, so that no key that would change the computation is ignored. `GGUFKeys` reads
+keys that have the same meaning as in config.json, by the names in `keys.KEYS`. Keys with another
+meaning are read by functions in the families (`Family.gguf`). This file uses only the names of
+tensors.
 
 Source: the writers and readers of such files, conversion/ and src/models/ of llama.cpp.
 """
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Metadata:
-    """The keys of a file. Reads are recorded, so that no key that would change the maths is
+    """The keys of a file. Reads are recorded, so that no key that would change the computation is
     ignored."""
 
     def __init__(self, path: Path, raw: Json, tensors: Mapping[str, GGUFTensor]) -> None:

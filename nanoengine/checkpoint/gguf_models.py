@@ -1,8 +1,8 @@
 """Converts a GGUF file's metadata to a config.json, and handles their differences.
 
-A key that changes the maths and is not implemented is refused, with its name and value. Called by
-`config.py` if a model is a GGUF file; `gguf_keys.py` reads keys, `gguf_tensors.py` names tensors,
-`Family.gguf` has the differences of a family's files.
+A key that changes the computation and is not implemented is rejected, with its name and value.
+Called by `config.py` if a model is a GGUF file; `gguf_keys.py` reads keys, `gguf_tensors.py` names
+tensors, `Family.gguf` has the differences of a family's files.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     not find the keys; None: no value.
 
     Raises:
-        UnsupportedModelError: a key that changes the maths is not implemented, or has the wrong
-            type; the message names file, key, value and what is allowed.
+        UnsupportedModelError: a key that changes the computation is not implemented, or has the
+            wrong type; the message names file, key, value and what is allowed.
     """
     given, files, tensors = model.given, model.files, model.tensors
     family, more = every_family()[model.name], files.read(given)

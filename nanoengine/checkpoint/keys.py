@@ -1,4 +1,5 @@
-"""Keys: reads a config.json key by key, so that no key that would change the maths is ignored.
+"""Keys: reads a config.json key by key, so that no key that would change the computation is
+ignored.
 
 `KEYS` defines each key once: its allowed values, its default, what happens if the family does not
 read it, and its name in GGUF files. Every value is checked before it is used. A family reads the
@@ -29,10 +30,10 @@ class Key(NamedTuple):
             numbers are still possible sizes of a tensor; `check_sizes` does the rest.
         default: the value of an absent key, unless its family or transformers' config class
             (`defaults.json`) has another. If it is None, null means the same; otherwise null is
-            refused.
+            rejected.
         unread: what happens to a key that its family doesn't read. "refused": any value but the
-            default would change the maths; "warned": its effect is unknown, and a warning names it;
-            "harmless": it changes no result.
+            default would change the computation; "warned": its effect is unknown, and a warning
+            names it; "harmless": it changes no result.
         off: null means None, whatever the default.
         gguf: its name in the metadata of a GGUF file, after the architecture prefix. Keys with
             different names in several families share one name there.
@@ -227,7 +228,7 @@ KEYS: dict[str, Key] = {
     ),
     "position_embedding_type": Key(str, unread="harmless"),
 }
-"""Key that a family supports, or that would change the maths -> its definition."""
+"""Key that a family supports, or that would change the computation -> its definition."""
 
 PER_LAYER = "moe_topk", "moe_intermediate_size"
 """Keys that may have one number per layer, if all are equal."""
@@ -386,8 +387,8 @@ class Keys:
             )
 
     def refuse_others(self) -> None:
-        """Raises UnsupportedModelError for a key that was not read and would change the maths. null
-        does not."""
+        """Raises UnsupportedModelError for a key that was not read and would change the
+        computation. null does not."""
         for key, spec in KEYS.items():
             if spec.unread == "refused" and key in self.given.keys() - self._read:
                 self.allow(key, spec.default, None)

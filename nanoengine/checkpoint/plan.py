@@ -77,8 +77,8 @@ class Gemma4Plan:
     Attributes:
         shapes: head dim and number of KV heads, of layers with a window and of the others.
         keys_are_values: in layers without a window, keys and values are one projection.
-        num_shared: so many last layers use the keys and values of the last earlier layer of their
-            kind.
+        num_shared: number of last layers that use the keys and values of the last earlier layer of
+            their kind.
         shared_width: the width of their MLP, as a multiple of the other layers' width.
         input_size: width of the per-layer input embeddings; 0: there are none.
     """
@@ -136,10 +136,10 @@ class LayerPlan:
             (`AttentionSpec.sinks`).
         latent: multi-head latent attention (MLA); None: ordinary keys and values.
     Positions:
-        rotary_dim: RoPE is applied to the first so many dimensions of a head; None: to all.
+        rotary_dim: RoPE is applied only to this many first dimensions of a head; None: to all.
         rope_interleaved: RoPE rotates pairs of neighbours, not pairs from the two halves of a head.
         learned_positions: a learned vector per position is added to the embeddings; their table has
-            so many rows before position 0. None: there is none.
+            this many rows before position 0. None: there is none.
     MLP:
         gated_mlp: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
         hidden_act: a key of `layers.kernels.GATES`, or of `models.generic.ACTIVATIONS` for an MLP
@@ -270,7 +270,7 @@ class MoEConfig:
         correction_bias: the checkpoint has a bias that affects only the selection of experts, not
             their weights; "row": stored as a matrix of one row.
         num_groups, groups_per_token: experts are selected only from the best groups.
-        best_of_group: groups are ranked by the sum of so many of their best experts.
+        best_of_group: groups are ranked by the sum of this many of their best experts.
         scaling_factor: on the weights.
         shared_size: inner size of the MLP shared by all tokens; 0: none.
         shared_gate: the shared MLP is multiplied by a learned sigmoid.

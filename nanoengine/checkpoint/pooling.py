@@ -45,7 +45,7 @@ MODES: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
-"""Flag of a Pooling module -> its mode; any other flag is refused."""
+"""Flag of a Pooling module -> its mode; any other flag is rejected."""
 
 
 class Dense(NamedTuple):

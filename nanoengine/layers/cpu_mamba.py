@@ -14,7 +14,7 @@ from nanoengine.kernels.cpu_mamba import BEFORE, BEHIND, PLAIN, Mamba, mamba_rul
 from nanoengine.layers.cpu_states import CPURule
 
 NORMS = {None: PLAIN, "behind": BEHIND, "before": BEFORE}
-"""`StatePlan.norm` -> the code of the kernels."""
+"""`StatePlan.norm` -> its constant in the kernels."""
 
 
 class CPUMamba(CPURule):

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     """What the bytes of a block are.
 
     Attributes:
-        parts: name -> bytes, in their order: "d", the scale of the block; "m", its least weight, or
+        parts: name -> bytes, in their order: "d", the scale of the block; "m", its minimum, or
             "dm", the scale of its mins; "low" and "high" bits of values; "scales" of groups.
         low, high: how the bits of values are stored in these parts.
         groups: decodes the part "scales" to integer scales per group, and mins, which are

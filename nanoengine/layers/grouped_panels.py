@@ -77,7 +77,7 @@ def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
 
 
 Room = Callable[[int], torch.Tensor]
-"""Allocates so many bytes, uint8, aligned to a cache line."""
+"""Allocates a number of bytes, uint8, aligned to a cache line."""
 
 
 class PackedRows(NamedTuple):

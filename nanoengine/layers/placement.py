@@ -34,7 +34,7 @@ library caches small pieces, so otherwise all of a model's buffers would stay in
 def place_parameters(model: nn.Module) -> None:
     """Moves the parameters, before loading, into one array; their content is lost.
 
-    Nothing is copied, and untouched memory is returned as it is.
+    Nothing is copied, and memory that was never touched is freed.
     """
     named = [(path, p) for path, p in model.named_parameters() if p.device.type == "cpu"]
     tensors = _side_by_side([parameter for _, parameter in named])

@@ -132,10 +132,10 @@ def int4_bits(name: str, outputs: int, inputs: int) -> int:
 def quantize_activations(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations [T, K] -> (values int8 [T, K], scales float32 [T, K / size, rounded up]).
 
-    Each `size` inputs of a token share one scale, their largest magnitude / 127; x is about values
-    * scales. A token's result does not depend on the batch, and an outlier reduces the precision of
-    its own group, not of the whole token. values = x / scale, rounded half to even. A group with
-    NaN or infinity gets such a scale, and the token such a result.
+    Each `size` inputs of a token share one scale, their largest magnitude / 127, so values * scales
+    approximates x. A token's result does not depend on the batch, and an outlier reduces the
+    precision of its own group, not of the whole token. values = x / scale, rounded half to even. A
+    group with NaN or infinity gets such a scale, and the token such a result.
 
     Source: Yao et al., ZeroQuant (arXiv 2206.01861), section 3.1, token-wise quantization; groups
     of 32, ggml's Q8_0.

@@ -54,8 +54,9 @@ class StoredTensor(NamedTuple):
     """One tensor of a quantized matrix.
 
     Attributes:
-        dims: a letter per dimension: N, K and G of the legend, n and k for the words that hold so
-            many values, B and C for blocks of outputs and of inputs, h for half of K; or a number.
+        dims: a letter per dimension: N, K and G of the legend, n and k for N and K counted in words
+            of several values, B and C for blocks of outputs and of inputs, h for half of K; or a
+            number.
         dtypes: the allowed dtypes; (): any floating dtype.
     """
 
@@ -105,7 +106,7 @@ class StoredFormat(ABC):
         matrix is read and stored, so at most one matrix waits for its tensors.
 
         Args:
-            count: the tensors are stacks of so many matrices, which are stored one after the other.
+            count: the tensors are stacks of `count` matrices, which are stored one after the other.
         """
         wanted = self.tensors()
         waiting, found = set(wanted), Tensors()

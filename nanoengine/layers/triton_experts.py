@@ -3,8 +3,8 @@
     router's product | routing | sort by expert | gate and up | gate | down | sum
 
 The readable form is `Router` and `Experts`, which waits for the number of rows per expert and calls
-the experts one by one. `TritonKernels.fuse` replaces it after the weights are loaded. This file
-chooses grids and tiles; the arithmetic is in `kernels/triton_routing.py` and
+the experts one by one. `TritonKernels.fuse` installs this form after the weights are loaded. This
+file chooses grids and tiles; the arithmetic is in `kernels/triton_routing.py` and
 `kernels/triton_experts.py`. The additional operations of `layers/routers.py::ScaledRouter` are
 plain torch, in further launches.
 
@@ -143,7 +143,7 @@ def route(
     """Routes tokens by their logits [T, E].
 
     Returns:
-        Weights [T, k] and experts [T, k], and the places of their rows in tiles of so many `rows`.
+        Weights [T, k] and experts [T, k], and the places of their rows in tiles of `rows` rows.
     """
     tokens, taken, experts = len(logits), moe.num_experts_per_tok, moe.num_experts
     mixes, steps = moe.score == "sparsemixer", cdiv(tokens, ROUTED_TOKENS * MOST_BLOCKS)
@@ -186,7 +186,7 @@ def tile_rows(per_expert: float) -> int:
 def expert_config(
     arch: int, out_features: int, dtype: torch.dtype, rows: int, form: StackForm
 ) -> GemmConfig:
-    """Tiles of so many rows, in 16 bits, for weights in this form.
+    """Tiles with `rows` rows, in 16 bits, for weights in this form.
 
     Few rows are a decode, which is bound by reading weights: longer pieces of them at a time. Many
     rows are a prompt, which is bound by arithmetic: tiles that read each input for more outputs.

@@ -12,8 +12,9 @@ Layers with full attention have another head dim and another number of KV heads 
 sliding window. A layer of the narrower kind needs only a fraction of a slice of the KV cache, so
 several of them share one: block b of the pool is their blocks m b, m b + 1, ...
 
-`loader.py` uses this file if `plan.gemma4` is set. Except for matrix products, norms and attention
-all is plain torch; on a CPU `layers/cpu_varied.py` has compiled calls for layers without experts.
+`loader.py` uses this file if `plan.gemma4` is set. Everything except matrix products, norms and
+attention is plain torch; on a CPU `layers/cpu_varied.py` has compiled calls for layers without
+experts.
 
 Source: the model code of Gemma 4.
 

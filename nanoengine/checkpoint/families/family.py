@@ -1,7 +1,7 @@
 """Family: the meaning of one family's config.json, and functions that read its fields.
 
 A field of `LayerPlan`, `StatePlan` or `MoEConfig` is a value, or a function of the config's keys,
-such as `key("mlp_bias")`. The function reads only keys that the family supports; `Keys` refuses the
+such as `key("mlp_bias")`. The function reads only keys that the family supports; `Keys` rejects the
 others. Further functions determine which layers have a sliding window, and which apply RoPE.
 """
 
@@ -260,7 +260,8 @@ class Family:
         partial: it supports `partial_rotary_factor`; others apply RoPE to whole heads.
         defaults: values of absent keys that are neither in transformers' config class
             (`defaults.json`) nor in `KEYS`.
-        rope_extra: further keys of `rope_parameters` -> whether they change the maths of text.
+        rope_extra: further keys of `rope_parameters` -> whether they change the computation for
+            text.
         names: parts of our tensors' names -> their names in its checkpoints; or a reader that finds
             these in a config.
         left_out: regular expression that matches the start of names of tensors for drafts.

@@ -148,7 +148,7 @@ GGUF_GEMMA_4 = {
 
 FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": Family(
-        # Why gelu too: the published files call the approximation so.
+        # Why gelu too: the published files use this name for the approximation.
         "gemma", gguf=files("gemma"), plan=plan(
             only={"hidden_act": (dense.GELU, "gelu"), "hidden_activation": (dense.GELU, None)},
             **GEMMA_1,
