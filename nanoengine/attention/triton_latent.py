@@ -129,9 +129,9 @@ def latent_kernel(
     """Attention of a tile of rows, the heads of one sequence's tokens. Grid: [tiles * H / A.group
     rounded up, programs].
 
-    With A.split a tile is a decode, and its programs take its splits in turn; several splits are
-    written as in `decode_kernel`. Without, tiles are found as in `varlen_kernel`. TURNED: like A,
-    for the RoPE elements after the latent.
+    With A.split a tile is a decode, and its programs compute its splits round-robin; several splits
+    are written as in `decode_kernel`. Without, tiles are found as in `varlen_kernel`. TURNED: like
+    A, for the RoPE elements after the latent.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     TILE_TOKENS: tl.constexpr = A.m // A.group

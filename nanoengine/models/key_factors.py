@@ -16,8 +16,8 @@ MAX_EXPONENT = 16
 
 
 def balance_keys(model: CausalLM, dtype: torch.dtype) -> None:
-    """Sets each layer's factors, which multiply the channels of its queries and divide those of its
-    keys, and keeps them in `model.key_factors`.
+    """Sets each layer's factors, which multiply the channels of its queries and divide the channels
+    of its keys, and keeps them in `model.key_factors`.
 
     Why: with biases, a few channels of the keys are up to 100 times larger than the others, and all
     channels of a row share one scale. Scores do not change: factors are powers of two, and are

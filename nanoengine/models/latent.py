@@ -10,9 +10,9 @@ query is multiplied by W once instead of all latents. Attention runs over latent
 latent too, and `value_up` makes the value from it.
 
     x ─ q_a ─ norm ─ q ─┬─ nope ─ key_up ─┐
-                        └─ rope ─ turned ─┴─ query [rank + rope_dim] ─ attention ─ value_up ─ o_proj
+                        └─ rope ─ RoPE ───┴─ query [rank + rope_dim] ─ attention ─ value_up ─ o_proj
     x ─ kv_a ─┬─ latent ─ norm ─┐                                        │
-              └─ rope ─ turned ─┴─ KV head [rank + rope_dim] ── cache ───┘
+              └─ rope ─ RoPE ───┴─ KV head [rank + rope_dim] ── cache ───┘
 
 The value is the first `rank` elements of the key, so the cache holds only keys. `generic.py` uses
 this layer if `plan.latent` is set.

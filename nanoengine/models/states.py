@@ -333,7 +333,8 @@ class PickedLinear(MergedLinear):
 def pick_rows(
     sizes: tuple[int, ...], num_heads: int, shard: Shard, *, merged: bool
 ) -> tuple[int, torch.Tensor]:
-    """Counts the rows of a tensor with several outputs and selects those of one rank's key heads.
+    """Counts the rows of a tensor with several outputs and selects the rows of one rank's key
+    heads.
 
     Args:
         sizes: rows per key head of each output.
