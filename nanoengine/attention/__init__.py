@@ -1,11 +1,11 @@
-"""Attention backends over one paged KV cache, and the choice among them.
+"""Attention backends over one paged KV cache, and how one is selected.
 
 | name | where | what for |
 |---|---|---|
-| naive | any device | plain torch, the readable oracle of all others; so is all of its model |
+| naive | any device | plain torch, the readable oracle of all others, as is its whole model |
 | cpu | CPU | paged kernels compiled by numba |
-| triton | CUDA | own paged FlashAttention kernels, the default; latents: `triton_latent.py` |
-| flash_attn | CUDA | the flash-attn package, where installed |
+| triton | CUDA | own paged FlashAttention kernels, the default; MLA: `triton_latent.py` |
+| flash_attn | CUDA | the flash-attn package, if installed |
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ BACKENDS = {
 
 
 def resolve_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """The backend that `name` means on `device`; "auto" takes cpu on the CPU and triton on CUDA.
+    """Returns the backend for `name` on `device`; "auto" selects cpu on the CPU and triton on CUDA.
 
-    It takes naive where these don't compute: on a CPU for float16, and on GPUs of compute
-    capability below 8.0, with a warning.
+    If these can't compute, "auto" falls back to naive: for float16 on a CPU, and, with a warning,
+    on GPUs of compute capability below 8.0.
     """
     if name == "auto" and device.type == "cpu":
         return "naive" if dtype == torch.float16 else "cpu"
@@ -54,7 +54,7 @@ def resolve_backend(name: str, device: torch.device, dtype: torch.dtype = torch.
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The class behind a resolved name; only now its module, and what that needs, is imported."""
+    """Returns the class of a resolved name; its module and dependencies are imported only here."""
     module, attribute = BACKENDS[name]
     return getattr(importlib.import_module(module), attribute)
 
@@ -73,13 +73,13 @@ def make_backend(
     """Builds a resolved backend for one engine.
 
     Args:
-        kv_dtype: of the KV cache; None: `dtype`.
-        deterministic: a token's result must have the same bits however it is computed.
-        latent: values are parts of their keys.
+        kv_dtype: dtype of the KV cache; None: `dtype`.
+        deterministic: a token's result must have the same bits in any batch and chunk.
+        latent: the model uses MLA, where values are parts of their keys.
 
     Raises:
-        ConfigError: it can't do this device, dtype, head_dim, block size or cache; the message says
-            what it can.
+        ConfigError: the backend doesn't support this device, dtype, head_dim, block size or cache;
+            the message says what it supports.
         MissingDependencyError: its package is not installed.
     """
     if deterministic and name != "triton":

@@ -1,18 +1,18 @@
-"""AttentionBackend: the base of a paged attention kernel, and what a layer tells it.
+"""AttentionBackend: the base of paged attention kernels, and the data that a layer passes to them.
 
-A layer calls two methods in a step. `rotate_and_store` norms and rotates the queries, and writes
-the step's keys and values into the paged cache at `batch.slot_mapping`. `attend` then lets each
-query see its sequence's whole context *through the cache*. Because a layer stores all tokens of a
+A layer calls two methods per step. `rotate_and_store` applies the QK norm and RoPE, and writes the
+step's keys and values into the paged cache at `batch.slot_mapping`. `attend` then computes each
+query over its sequence's whole context *through the cache*. Because a layer stores all tokens of a
 step before it reads any, a sequence may read blocks that another one writes in the same step.
 
-Norm and rotation of heads stand here in plain torch; backends may fuse them with their store.
-Rounding follows the checkpoints' own code. If a norm's weight has the model's dtype, the norm is
-rounded to that dtype before it is multiplied by the weight; if the weight is wider, after.
+QK norm and RoPE are here in plain torch; backends may fuse them with their store. Rounding follows
+the checkpoints' own code. If a norm's weight has the model's dtype, the norm is rounded to that
+dtype before it is multiplied by the weight; if the weight is wider, after.
 
-Special: `stored.py`, caches of bytes.
+8-bit caches are in `stored.py`.
 
-Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX; the norm of
-heads is that of Qwen3 (arXiv 2505.09388), that of all together of OLMo 2 (arXiv 2501.00656).
+Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX. The norm per
+head is from Qwen3 (arXiv 2505.09388), the norm over all heads from OLMo 2 (arXiv 2501.00656).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class AttentionSpec:
         scale: factor on q.k, usually head_dim ** -0.5.
         sliding_window: None, or w: a token sees itself and the w - 1 tokens before it.
         softcap: None, or c: scores become c * tanh(score / c).
-        k_scale, v_scale: what the numbers of an fp8 cache are multiplied with; without meaning for
-            a cache of the model's dtype.
+        k_scale, v_scale: factors on the elements of an fp8 cache; unused for a cache of the model's
+            dtype.
         group: index of the layer's KV group in `batch.slot_mapping` and `batch.block_tables`.
-        value_dim: None: values are of head_dim too and stored beside the keys; or how many numbers
-            a value has, which are the first of its key and lie in the cache with that alone.
-        sinks: [H] float32 or wider, or None: a learned score of each head, which takes part in the
-            sum of the softmax and has no value; so a head may attend to nothing.
-            Source: the model code of gpt-oss; Xiao et al. (arXiv 2309.17453) for the name.
+        value_dim: None: values have head_dim elements and a cache of their own; else a value is the
+            first value_dim elements of its key, and only the key is cached.
+        sinks: [H] float32 or wider, or None: a learned score per head, which adds to the sum of the
+            softmax and has no value; so a head may attend to nothing. Source: the model code of
+            gpt-oss; Xiao et al. (arXiv 2309.17453) for the name.
     """
 
     num_heads: int
@@ -67,10 +67,10 @@ class LayerCache(NamedTuple):
     """One layer's slices of the KV cache, and what its attention computes over them.
 
     Attributes:
-        k_cache, v_cache: the layer's blocks, [B, P, K, D], or [B, K, P, D] where the backend's
-            `kv_layout` is "KPD"; of the model's dtype, or of another that `check_cache` allows. Of
-            int8, there are D + 4: a float32 scale is beside the numbers.
-            Where `spec.value_dim` is given, v_cache is a view of k_cache.
+        k_cache, v_cache: the layer's blocks, [B, P, K, D], or [B, K, P, D] if the backend's
+            `kv_layout` is "KPD". The dtype is the model's, or another that `check_cache` allows. An
+            int8 cache has D + 4 bytes per row: a float32 scale follows the elements. If
+            `spec.value_dim` is set, v_cache is a view of k_cache.
         spec: heads, scale, window and KV group.
     """
 
@@ -85,12 +85,12 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNormWeights:
-    """RMSNorm of query and key heads: weight [H + K, D] of the model's dtype or wider.
+    """RMSNorm of query and key heads: weight [H + K, D] in the model's dtype or wider.
 
     Attributes:
-        eps: None: heads are multiplied by the weight alone, and not normed.
-        together: None: each head is normed by itself; (H, K): all query heads as one row, and all
-            key heads as another.
+        eps: None: heads are only multiplied by the weight, and not normalized.
+        together: None: one norm per head; (H, K): one norm over all query heads, and one over all
+            key heads.
     """
 
     weight: torch.Tensor
@@ -106,17 +106,17 @@ class AttentionBackend(ABC):
         kv_layout: "PKD" for caches [num_blocks, block_size, num_kv_heads, head_dim], "KPD" for
             heads first.
         default_block_size: [tokens], chosen by measurement.
-        graph_safe: its launches may be captured in a CUDA graph.
+        graph_safe: a CUDA graph can capture its launches.
         takes_sinks: it computes `AttentionSpec.sinks`.
-        device_type: the only one that it runs on; None: any.
-        least_arch: of GPUs that it runs on, as `arch_of` tells it.
-        dtypes: what it computes; (): any.
-        head_dims: those that it does.
-        least_block: block sizes are powers of two from this on; 0: any.
+        device_type: the only device type that it supports; None: any.
+        least_arch: the oldest GPU that it supports, as `arch_of` returns it.
+        dtypes: the dtypes that it supports; (): any.
+        head_dims: the head dims that it supports.
+        least_block: the smallest block size; block sizes are powers of two. 0: any.
 
     `attention.make_backend` makes one instance, which serves all layers of an engine. It keeps no
-    state between steps, so two batches may be in flight. How numbers lie inside a block is the
-    backend's own: everyone else moves whole blocks.
+    state between steps, so two batches may be in flight. Only the backend knows the layout inside a
+    block; all other code moves whole blocks.
     """
 
     name: ClassVar[str]
@@ -133,7 +133,7 @@ class AttentionBackend(ABC):
     def __init__(
         self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
     ) -> None:
-        """Raises ConfigError where the class attributes say that it does not do this."""
+        """Raises ConfigError if the class attributes don't allow these arguments."""
         self.dtype, self.block_size, self.arch = dtype, block_size, arch_of(device)
         kinds = ", ".join(map(str, self.dtypes)).replace("torch.", "")
         is_power = block_size >= self.least_block and not block_size & (block_size - 1)
@@ -149,7 +149,8 @@ class AttentionBackend(ABC):
         check(is_power or not self.least_block, f"needs {size}")
 
     def require(self, is_so: bool, told: str) -> None:
-        """Raises ConfigError unless it is so; `told` says what a backend does, and what it got."""
+        """Raises ConfigError unless `is_so`; `told` says what the backend supports and what it
+        got."""
         if not is_so:
             raise ConfigError(
                 f"attention backend {self.name} {told}: change that, or set"
@@ -157,7 +158,7 @@ class AttentionBackend(ABC):
             )
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
-        """Raises ConfigError unless a model of `dtype` may have a cache of this other dtype."""
+        """Raises ConfigError unless a model of `dtype` may have a cache of `kv_dtype`."""
         kind, other = f"{kv_dtype} beside {dtype}".replace("torch.", ""), "'cpu' or 'naive'"
         if kv_dtype == torch.float8_e4m3fn:
             kind, other = "fp8", "'triton' on a GPU, 'naive' elsewhere"
@@ -168,7 +169,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, batch: Batch) -> object:
-        """Computes once what all layers of a step share, for `batch.attention`."""
+        """Computes what all layers of a step share, for `batch.attention`."""
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         """Writes k, v [T, K, D] to the step's slots of a cache [B, P, K, D]."""
@@ -184,7 +185,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
-        """Queries [T, H, D] over the contexts of their sequences -> [T, H, D or value_dim]."""
+        """Computes queries [T, H, D] over their sequences' contexts -> [T, H, D or value_dim]."""
 
     def rotate_and_store(
         self,
@@ -217,8 +218,8 @@ class AttentionBackend(ABC):
 
 
 def arch_of(device: torch.device) -> int:
-    """A GPU's compute capability, as 10 * major + minor; without one, where Triton's interpreter
-    runs, that of a GPU which can do everything."""
+    """Returns a GPU's compute capability as 10 * major + minor. Without a GPU, in Triton's
+    interpreter, it returns 90, which supports everything."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -226,7 +227,7 @@ def arch_of(device: torch.device) -> int:
 
 
 def normed_heads(x: torch.Tensor, norm: HeadNormWeights) -> torch.Tensor:
-    """The norm of the heads of x [T, H + K, D]."""
+    """Applies the norm to the heads of x [T, H + K, D]."""
     wide = x.to(norm.weight.dtype)
     if norm.eps is None:
         normed = wide
@@ -239,8 +240,8 @@ def normed_heads(x: torch.Tensor, norm: HeadNormWeights) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation, norm: HeadNormWeights | None) -> torch.Tensor:
-    """Norms the heads of x [T, H + K, D] and turns their pairs (x[i], x[i + D / 2]); a new
-    tensor."""
+    """Applies the norm and RoPE to the heads of x [T, H + K, D], over the pairs (x[i], x[i + D /
+    2]); returns a new tensor."""
     if norm is not None:
         x = normed_heads(x, norm)
     cos, sin = rotation

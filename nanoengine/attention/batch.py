@@ -1,4 +1,4 @@
-"""Batch: every tensor of one step, as one argument that goes down to attention.
+"""Batch: all tensors of one step, as one argument that is passed down to attention.
 
 Legend: T tokens, S sequences, L rows of logits, G KV groups without the state group, M blocks of
 the longest table, D sequences with one query token.
@@ -6,7 +6,7 @@ the longest table, D sequences with one query token.
     query_start_loc   0  1  2           7           12      sequences with 1, 1, 5, 5 query tokens
     token_ids         t  t  t t t t t   t t t t t           [T], sequence after sequence
     slot_mapping      where each token's key and value go   [G, T]
-    block_tables      where the whole context lies          [G, S, M]
+    block_tables      where the whole context is            [G, S, M]
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 
 
 class Span(NamedTuple):
-    """One sequence's tokens of a step, `start` to `end` of [T], in a layer that keeps states.
+    """One sequence's tokens of a step, `start` to `end` of [T], in a recurrent layer.
 
-    They stand at `position` and after it, and start from the state in slot `read`. For each (count,
-    slot) of `writes`, the state behind the first `count` of them goes there; the last count is all.
+    The first token is at `position`, and the layer starts from the state in slot `read`. For each
+    (count, slot) of `writes`, the state after the first `count` tokens is written to the slot; the
+    last count covers all tokens.
     """
 
     start: int
@@ -32,12 +33,12 @@ class Span(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The spans of a wave on a GPU, cut where a state is written and at multiples of 64 of their
-    positions.
+    """The spans of a wave on a GPU, cut where a state is written and at positions that are
+    multiples of 64.
 
-    `cuts` [C, 5] int64 has a row for each piece: its `start` and `end` in [T], the `start` of its
-    span and the slot that the span starts from, and the slot where the state behind the piece goes;
-    0: nowhere. Those of span n are `firsts[n]` to `firsts[n + 1]` of them, `firsts` [N + 1] int64.
+    `cuts` [C, 5] int64 has one row per piece: its `start` and `end` in [T], the `start` of its
+    span, the slot from which the span starts, and the slot for the state after the piece, or 0 if
+    it is not written. `firsts` [N + 1] int64: span n has the pieces `firsts[n]` to `firsts[n + 1]`.
     """
 
     cuts: torch.Tensor
@@ -46,14 +47,14 @@ class Pieces(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StateWave:
-    """Sequences that advance their states side by side. One that starts from what another writes in
-    this step belongs to a later wave.
+    """Sequences that advance their states in parallel. A sequence that starts from a state that
+    another one writes in this step belongs to a later wave.
 
-    Slot 0 holds zeros, from which a sequence's first token starts; nothing is written there.
+    Slot 0 holds zeros, the state before a sequence's first token; nothing is written there.
 
     Attributes:
-        tokens: those of sequences with one query token, in [T]: a slice, or [D] int64.
-        reads, writes: [D] int64, the slot that each starts from, and where its state goes.
+        tokens: the tokens of sequences with one query token, in [T]: a slice, or [D] int64.
+        reads, writes: [D] int64, the slot from which each starts, and the slot for its new state.
         spans: the sequences with several query tokens.
         pieces: the same, for kernels of a GPU.
     """
@@ -69,7 +70,7 @@ class StateWave:
 class Batch:
     """The tensors of one step, all on the model's device.
 
-    Sequences with one query token come first, because attention has a kernel of its own for them.
+    Sequences with one query token come first, because attention has a separate kernel for them.
 
     Attributes:
         token_ids: [T] int64.
@@ -82,8 +83,8 @@ class Batch:
         logits_indices: [L] int64, positions in [T] whose logits are needed; None: all, in order.
         num_decodes: the first `num_decodes` sequences have exactly one query token.
         max_query_len, max_seq_len: over the sequences, as Python ints, for grid sizes.
-        state_waves: for layers that keep states: what they advance, in order.
-        attention: what the backend's `prepare` returned; opaque to everyone else.
+        state_waves: what recurrent layers advance, in order.
+        attention: what the backend's `prepare` returned; opaque to all other code.
     """
 
     token_ids: torch.Tensor

@@ -1,16 +1,16 @@
-"""CPUBackend: paged attention on the CPU, over kernels compiled by numba.
+"""CPUBackend: paged attention on the CPU, built on kernels compiled by numba.
 
-It computes in float32 or float64. It reads a bfloat16 cache beside a float32 model as float32, and
-an int8 cache as what the model computes in. For a bfloat16 model it rounds queries and softmax
-weights to bfloat16 too, and adds in float32.
+It computes in float32 or float64. A bfloat16 cache of a float32 model is read as float32, and an
+int8 cache in the model's compute dtype. For a bfloat16 model, queries and softmax weights are
+rounded to bfloat16 too, and sums are float32.
 
-`attention.make_backend` makes it. It turns torch tensors into flat numpy views without a copy,
-plans the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula
-serves prompts, chunks, decodes and drafts: they differ only in how many query rows a task has.
+`attention.make_backend` makes it. It views torch tensors as flat numpy arrays without a copy, plans
+the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. Prompts, chunks,
+decodes and drafts use the same code: they differ only in the number of query rows per task.
 `naive.py` is the readable form; `tests/attention/test_attention_cpu.py` compares the two.
 
-Kernels that were not compiled while the package was installed compile at the first forward that
-needs them; `kernels/jit.py` says where they are kept.
+Kernels that were not compiled during installation are compiled by the first forward that needs
+them; `kernels/jit.py` says where they are cached.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from nanoengine.kernels.threads import num_workers, start_workers
 
 NO_WINDOW = 1 << 62  # tokens; wider than any context
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint32}
-"""What numbers are made before they are multiplied; uint32: pairs of bfloat16."""
+"""The operand type of the products; uint32: pairs of bfloat16."""
 
 
 class _TaskArrays(NamedTuple):
-    """What `plan_tasks` made for one kind of layer, with room for partial results."""
+    """What `plan_tasks` made for one kind of layer, with buffers for partial results."""
 
     tasks: np.ndarray  # [N, 8] int64
     bounds: np.ndarray  # [shares + 1] int64
@@ -59,8 +59,8 @@ class CPUStep:
     Tasks depend on head counts, window and group, so the first layer of each kind plans them.
 
     Attributes:
-        spans: of sequences with recurrent states, by `layers/cpu_states.py`.
-        layer_inputs: [T, layers, I] float32, of Gemma 4.
+        spans: the sequences with recurrent states, set by `layers/cpu_states.py`.
+        layer_inputs: Gemma 4's per-layer inputs, [T, layers, I] float32.
     """
 
     query_start: np.ndarray  # [S + 1] int32
@@ -75,7 +75,7 @@ class CPUStep:
 
 
 class CPUBackend(AttentionBackend):
-    """Attention that walks block tables in place, parallel over sequences, heads and context.
+    """Attention that reads block tables in place, parallel over sequences, heads and context.
 
     A sequence's result has the same bits alone and in any batch: tasks are cut by the sequence's
     own lengths, and each row is summed in a fixed order.
@@ -84,7 +84,7 @@ class CPUBackend(AttentionBackend):
     name: ClassVar[str] = "cpu"
     kv_layout: ClassVar[KVLayoutName] = "KPD"
     # Perf: decode of 8 x 256 tokens, 16/8 heads of 128, one Zen 3 core: 1.87 / 1.77 / 1.64 / 1.63
-    # ms with blocks of 16 / 32 / 64 / 128; longer runs of memory help the prefetcher.
+    # ms with blocks of 16 / 32 / 64 / 128; longer contiguous reads help the prefetcher.
     default_block_size: ClassVar[int] = 64
     graph_safe: ClassVar[bool] = False
     device_type: ClassVar[str] = "cpu"
@@ -100,7 +100,7 @@ class CPUBackend(AttentionBackend):
         start_workers()
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
-        """Raises ConfigError unless it is int8, or bfloat16 beside float32."""
+        """Raises ConfigError unless it is int8, or bfloat16 for a float32 model."""
         if kv_dtype != torch.int8 and (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
             super().check_cache(kv_dtype, dtype)
 
@@ -110,7 +110,7 @@ class CPUBackend(AttentionBackend):
             query_start=np.ascontiguousarray(batch.query_start_loc.numpy()),
             seq_lens=np.ascontiguousarray(batch.seq_lens.numpy()),
             slots=np.ascontiguousarray(batch.slot_mapping.numpy()),
-            # Why: another memory layout would be another compilation.
+            # Why contiguous: another memory layout would need another compilation.
             tables=np.ascontiguousarray(batch.block_tables.numpy()),
             num_workers=num_workers(),
         )
@@ -143,7 +143,7 @@ class CPUBackend(AttentionBackend):
         spec = cache.spec
         source = heads.to(self._real).contiguous().numpy()
         q = np.empty((source.shape[0], spec.num_heads, spec.head_dim), source.dtype)
-        # Why: numba's first argument types decide the compilation, so "no norm" needs an array too.
+        # Why: numba specializes on argument types, so "no norm" needs an array too.
         weight = source[0, : -spec.num_kv_heads]
         if norm is not None:
             weight = norm.weight.to(self._real).numpy()
@@ -198,10 +198,11 @@ class CPUBackend(AttentionBackend):
         dtype: np.dtype,
         rows: np.ndarray | None,
     ) -> tuple[np.ndarray, ...]:
-        """What a layer of this kind needs of the step, for a kernel that takes in more than
-        attention: angles [T, D], slots [T], block tables, and the arrays of `_TaskArrays`.
+        """Returns what a fused kernel needs of the step for a layer of this kind: angles [T, D],
+        slots [T], block tables, and the arrays of `_TaskArrays`.
 
-        Where `rows` [L] of the step's tokens go on from attention, others may get no result.
+        If only `rows` [L] of the step's tokens continue after attention, the others may get no
+        result.
         """
         step: CPUStep = batch.attention
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
@@ -213,11 +214,11 @@ class CPUBackend(AttentionBackend):
         return self._arrays(cache.k_cache), self._arrays(cache.v_cache)
 
     def sinks(self, spec: AttentionSpec) -> np.ndarray:
-        """The heads' sinks, an empty array where there are none."""
+        """The heads' sinks; an empty array if there are none."""
         return self._arrays(self._no_sinks if spec.sinks is None else spec.sinks)
 
     def _angles(self, step: CPUStep, rotation: Rotation) -> np.ndarray:
-        """cos and sin side by side, [T, D]; viewed once a step."""
+        """cos and sin concatenated, [T, D]; viewed once per step."""
         halves = rotation[0]
         if id(halves) not in step.angles:
             num_tokens, _, half = halves.shape
@@ -236,7 +237,7 @@ class CPUBackend(AttentionBackend):
         dtype: np.dtype,
         rows: np.ndarray | None = None,
     ) -> _TaskArrays:
-        """The step's tasks for layers like this one, planned when the first of them asks."""
+        """The step's tasks for layers of this kind, planned on the first call."""
         key = (spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.group, rows is None)
         if key not in step.tasks:
             group_size = spec.num_heads // spec.num_kv_heads
@@ -253,8 +254,7 @@ class CPUBackend(AttentionBackend):
 
 
 def wanted(query_start: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
-    """[S, 2]: of each sequence's queries the first that is among the rows, and the one behind the
-    last; None: all queries are wanted.
+    """[S, 2]: per sequence the range of its queries that are in `rows`, end exclusive; None: all.
 
     >>> wanted(np.array([0, 1, 5, 9]), np.array([0, 3, 2, 3]))
     array([[0, 1],
@@ -274,7 +274,7 @@ def wanted(query_start: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
 
 
 def norm_kind(norm: HeadNormWeights | None) -> int:
-    """What `cpu_layers.rotate_and_store` calls a norm of heads."""
+    """The code of a QK norm in `cpu_layers.rotate_and_store`."""
     if norm is None:
         return cpu_layers.NO_NORM
     if norm.eps is None:
@@ -283,10 +283,10 @@ def norm_kind(norm: HeadNormWeights | None) -> int:
 
 
 def _flat(x: torch.Tensor) -> tuple[np.ndarray, int]:
-    """The memory under x [T, heads, D] as a 1-D array, and how far apart its tokens are.
+    """The memory of x [T, heads, D] as a 1-D array, and the distance between its tokens.
 
-    Why: kernels that index a contiguous array compile once, for a tensor of its own and for a view
-    of the fused q, k, v projection alike.
+    Why: kernels that index a contiguous array compile once, both for a separate tensor and for a
+    view of the fused q, k, v projection.
     """
     num_tokens, heads, head_dim = x.shape
     if x.stride(1) != head_dim or x.stride(2) != 1:

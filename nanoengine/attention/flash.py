@@ -1,17 +1,17 @@
 """FlashAttnBackend: an adapter from nanoengine's batches to the flash-attn package.
 
 `attention.make_backend` makes it for `attention_backend="flash_attn"`. It has no kernel of its own:
-torch stores keys and values. Two packages serve it, both by the same authors:
+torch stores keys and values. It uses one of two packages by the same authors:
 
 | package | GPUs | blocks |
 |---|---|---|
-| `flash_attn_interface` (FlashAttention-3) | Hopper, taken there if installed | any size |
+| `flash_attn_interface` (FlashAttention-3) | Hopper, preferred there if installed | any size |
 | `flash_attn` 2.x | compute capability 8.0 and newer | multiples of 256 |
 
 FlashAttention-4 is not used.
 
-Both split the keys of a decode by what the whole batch looks like, so a row's last bits may depend
-on its neighbours; the triton backend's don't.
+Both split the keys of a decode depending on the whole batch, so a row's last bits may depend on the
+other sequences; the triton backend's don't.
 
 The argument mapping is tested against the documented signatures in plain torch; the packages
 themselves need a GPU and have not been run with it yet.
@@ -30,7 +30,7 @@ from nanoengine.attention.batch import Batch
 from nanoengine.errors import MissingDependencyError
 
 FA2_BLOCK_MULTIPLE = 256
-"""The block sizes that FlashAttention-2 accepts for a paged cache are its multiples [tokens]."""
+"""FlashAttention-2 accepts multiples of this block size for a paged cache [tokens]."""
 
 
 class FlashAttnBackend(AttentionBackend):
@@ -39,8 +39,8 @@ class FlashAttnBackend(AttentionBackend):
     Raises:
         MissingDependencyError: neither package is installed.
         ConfigError: a dtype other than float16 and bfloat16; a head dim above 256 or not a multiple
-            of 8; with FlashAttention-2 a block size that is no multiple of 256; a device that is no
-            CUDA GPU of compute capability 8.0 or newer.
+            of 8; with FlashAttention-2 a block size that is not a multiple of 256; a device that is
+            not a CUDA GPU of compute capability 8.0 or newer.
     """
 
     name: ClassVar[str] = "flash_attn"
@@ -64,9 +64,8 @@ class FlashAttnBackend(AttentionBackend):
         )
 
     def prepare(self, batch: Batch) -> object:
-        """What a step's layers share. FlashAttention-2: where each sequence's keys would start if
-        they stood in a row, [S + 1] int32, which is the form that it wants lengths in. Version 3:
-        its plans, none yet."""
+        """Returns what a step's layers share. FlashAttention-2: cumulative key lengths, [S + 1]
+        int32. FlashAttention-3: its plans, none yet."""
         if self.version == 3:
             return {}
         starts = torch.zeros_like(batch.query_start_loc)
@@ -77,7 +76,8 @@ class FlashAttnBackend(AttentionBackend):
         k_cache, v_cache, spec = cache
         table = batch.block_tables[spec.group]
         window = spec.sliding_window
-        # Both versions count the window's tokens before and after a query, without itself.
+        # Both versions count the window's tokens before and after a query, without the query
+        # itself.
         common = {
             "softmax_scale": spec.scale,
             "causal": True,
@@ -91,16 +91,18 @@ class FlashAttnBackend(AttentionBackend):
                 scheduler_metadata=self._plan(q, cache, batch), **ragged, **common,
             )  # fmt: skip
         # Why for decodes too: `flash_attn_with_kvcache` of 2.8.4 waits until the host knows the
-        # longest length, which no capture allows. This one splits the keys of decodes where several
-        # query heads share one and there is no window. Source: csrc/flash_attn/flash_api.cpp.
+        # longest length, which no graph capture allows. This function splits the keys of decodes if
+        # several query heads share one and there is no window. Source:
+        # csrc/flash_attn/flash_api.cpp.
         return self.package.flash_attn_varlen_func(
             q, k_cache, v_cache, cu_seqlens_k=batch.attention, max_seqlen_k=batch.max_seq_len,
             block_table=table, **ragged, **common,
         )  # fmt: skip
 
     def _plan(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor | None:
-        """How FlashAttention-3 shares a step's work among the multiprocessors; else each layer
-        would find it anew, with a kernel of its own. None: this build can't make it beforehand."""
+        """Returns FlashAttention-3's plan for sharing a step's work among the multiprocessors;
+        without it each layer would launch a kernel to compute it. None: this build can't plan
+        ahead."""
         make = getattr(self.package, "get_scheduler_metadata", None)
         if make is None:
             return None

@@ -5,13 +5,13 @@ any block size, and is slow on purpose: each sequence's context is gathered into
 `attention.make_backend` makes it; it knows nothing of models, schedulers or engines.
 
     block table of a sequence    3     7     1            block_size 4, seq_len 10
-    its keys                     0..3  4..7  8 9          position i lies in table[i // 4] at i % 4
+    its keys                     0..3  4..7  8 9          position i is in table[i // 4] at i % 4
     its queries                            7 8 9          its last query_len positions
 
-Special: `stored.py` (caches of 8 bits).
+8-bit caches are in `stored.py`.
 
-Legend: T tokens, N queries of one sequence, C keys they see, H / K query / KV heads, R = H / K,
-D head dim.
+Legend: T tokens, N queries of one sequence, C keys they see, H / K query / KV heads, R = H / K, D
+head dim.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NaiveBackend(AttentionBackend):
         self.math_dtype = torch.float32 if self.dtype.itemsize < 4 else self.dtype
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
-        """Nothing to refuse: plain torch converts on any device."""
+        """Accepts every dtype: plain torch converts on any device."""
 
     def prepare(self, batch: Batch) -> list[tuple[int, int, int]]:
         """For each sequence (first query token, one past the last, seq_len), as Python ints."""
@@ -55,8 +55,8 @@ class NaiveBackend(AttentionBackend):
             batch.block_tables[spec.group], batch.attention, strict=True
         ):
             positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)
-            # Why: only keys that some query sees are gathered; blocks before the sliding window
-            # may have been freed, and 0 * NaN from reused memory would not be 0.
+            # Why: only keys that some query sees are gathered; blocks before the sliding window may
+            # have been freed, and 0 * NaN from reused memory would not be 0.
             first = max(0, seq_len - (end - start) - (spec.sliding_window or seq_len) + 1)
             keys = torch.arange(first, seq_len, device=q.device)
             blocks, offsets = table[keys // self.block_size], keys % self.block_size

@@ -1,4 +1,4 @@
-"""TritonBackend: paged attention on CUDA with nanoengine's own kernels. The default backend there.
+"""TritonBackend: paged attention on CUDA with nanoengine's own kernels; the default backend there.
 
 `attention.make_backend` makes it; every attention layer calls it. This file chooses tile sizes,
 grids and scratch memory; the arithmetic is in `triton_store.py` and `triton_kernels.py`.
@@ -6,17 +6,16 @@ grids and scratch memory; the arithmetic is in `triton_store.py` and `triton_ker
     norm, rotate and store (all tokens) -> decode (first num_decodes sequences)
                                         -> varlen (all others)
 
-Grids come from Python ints of the batch, so nothing waits for the GPU. The launches of a batch of
-decodes may be captured in a CUDA graph. A graph captured with a greater `max_seq_len` serves
-shorter sequences too: the programs beyond their end find nothing to do.
+Grid sizes come from Python ints of the batch, so nothing waits for the GPU. A CUDA graph can
+capture the launches of a batch of decodes. A graph captured with a greater `max_seq_len` serves
+shorter sequences too: the programs beyond their end exit.
 
-A row's result does not depend on the sequences beside it, because the sequence alone lays out its
-key tiles and splits, and splits are added up in their order by a second kernel. A token
-takes the decode kernel when it is computed alone and the varlen kernel in a chunk. The two agree to
-rounding, not to the bit, so with `deterministic` all tokens take the varlen kernel, in tiles that
-are all masked: a tile that holds no key which a row may see leaves that row's sums as they were, so
-it does not matter which tokens share a row's tile. There are no splits then, which is slow where
-contexts are long and sequences are few.
+A row's result does not depend on the other sequences of the batch: key tiles and splits depend only
+on the row's own sequence, and a second kernel adds the splits in order. A token uses the decode
+kernel when it is computed alone and the varlen kernel in a chunk. The two agree up to rounding, but
+not bit for bit. So with `deterministic` all tokens use the varlen kernel, and all tiles are masked.
+A tile without visible keys leaves a row's sums unchanged, so it does not matter which tokens share
+a row's tile. There are no splits then, which is slow for few sequences with long contexts.
 
 The kernels have been run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`, float32 and
 float16) and compiled ahead of time for sm_80, sm_89 and sm_90. They have not run on a GPU yet; tile
@@ -65,8 +64,8 @@ class KernelConfig:
     """Tile sizes of the two attention kernels.
 
     Attributes:
-        split_tokens: keys of one split of a decode, a multiple of `decode.keys`.
-        max_splits: splits of a sequence at most; longer sequences have longer splits.
+        split_tokens: keys per split of a decode, a multiple of `decode.keys`.
+        max_splits: the most splits per sequence; longer sequences have longer splits.
     """
 
     prefill: TileConfig
@@ -80,18 +79,20 @@ def kernel_config(
     arch: int, head_dim: int, group_size: int, dtype: torch.dtype, deterministic: bool = False,
     num_kv_heads: int = 8,
 ) -> KernelConfig:  # fmt: skip
-    """Tile sizes for a GPU of compute capability `arch` (80, 89, 90, ...) and a model's shape.
+    """Returns tile sizes for a GPU of compute capability `arch` (80, 89, 90, ...) and a model's
+    shape.
 
     Why a table and no autotuning: the same model on the same GPU must always add in the same order,
     and a first request must not wait for trials. The bounds are registers (no spills) and shared
-    memory: 163 KiB on sm_80, 227 KiB on sm_90 and sm_100, 99 KiB on their smaller sisters.
+    memory: 163 KiB on sm_80, 227 KiB on sm_90 and sm_100, 99 KiB on the smaller GPUs of each
+    generation.
     """
     dim = next_power_of_2(head_dim)
-    packed = max(16, next_power_of_2(group_size))  # Why 16: the least rows of tl.dot.
+    packed = max(16, next_power_of_2(group_size))  # Why 16: tl.dot needs 16 rows.
     roomy = arch in (80, 90, 100, 103)
     warpgroups = arch in (90, 100, 103)  # These multiply from shared memory and save registers.
     if dtype == torch.float32:
-        # Why small: exact float32 products run on plain cores, from registers.
+        # Why small: exact float32 products run on CUDA cores, from registers.
         prefill = (32, 16, 8 if dim > 64 else 4, 2)
         decode = (16, 4, 2)
         if dim > 256:
@@ -106,10 +107,10 @@ def kernel_config(
         else:
             prefill = (64, 32, 8, 2)
         decode = (32, 4, 4 if roomy else 3) if dim <= 128 else (32, 8, 3)
-        if deterministic:  # Why small: a decode takes this tile too, and is one token of it.
+        if deterministic:  # Why small: a decode uses this tile too, for one token.
             prefill = (32, *decode)
     rows, *prefill_rest = prefill
-    # Why 256: one long sequence has a program for each KV head and split, two an H100's SM.
+    # Why 256: one long sequence has a program per KV head and split, two per SM of an H100.
     max_splits = min(max(256 // num_kv_heads, 32), 128)
     tiles = TileConfig(max(rows, packed), *prefill_rest), TileConfig(packed, *decode)
     return KernelConfig(*tiles, max_splits=max_splits)
@@ -119,7 +120,7 @@ Strides = tuple[int, ...]
 
 
 class Splits(NamedTuple):
-    """How the decodes of a step share their contexts: the grid of `decode_kernel`, its `max_splits`
+    """How the decodes of a step split their contexts: the grid of `decode_kernel`, its `max_splits`
     and its two scratch tensors."""
 
     grid: tuple[int, int]
@@ -133,8 +134,9 @@ class Shared(NamedTuple):
 
     Attributes:
         slots, table, table_stride: of the KV group.
-        splits: of the decode kernel, or None; tiles: those of the queries of the varlen kernel.
-        num_decodes: sequences of the decode kernel; the varlen kernel has the others.
+        splits: for the decode kernel, or None.
+        tiles: query tiles of the varlen kernel.
+        num_decodes: sequences of the decode kernel; the varlen kernel computes the others.
     """
 
     slots: torch.Tensor
@@ -155,7 +157,7 @@ def rotate_constants(
     num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float | None,
     heads: Strides, cos: Strides, sin: Strides, cache: CacheConstants,
 ) -> tuple[int, Constants]:  # fmt: skip
-    """Programs a token of `rotate_store_kernel`, and its constants; without `eps` no norm."""
+    """Programs per token of `rotate_store_kernel`, and its constants; `eps` None: no norm."""
     assert heads[2] == cos[2] == sin[2] == 1, "heads must be contiguous"
     rows = rotate_rows(num_rows, head_dim)
     constants = Constants(
@@ -175,7 +177,7 @@ def attention_constants(
     *splits: int,
     all_masked: bool = False,
 ) -> Constants:
-    """The constants of a kernel that attends in such tiles."""
+    """The constants of an attention kernel with these tiles."""
     k_cache, v_cache, spec = cache
     of_spec = spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.scale, spec.softcap
     of_cache = cache_constants(k_cache, v_cache)
@@ -191,7 +193,7 @@ def constants_of_attention(
     q: Strides, out: Strides, cache: CacheConstants, tile: TileConfig, splits: tuple[int, ...],
     all_masked: bool,
 ) -> Constants:  # fmt: skip
-    """`attention_constants` by what they follow from."""
+    """`attention_constants` as a cached function of hashable values."""
     attention = AttentionConstants(
         *q[:2], *out[:2], scale, softcap or 0.0, window or 0, group, sinks, head_dim,
         padded(head_dim), tile.rows, tile.keys, *splits, all_masked=all_masked,
@@ -200,19 +202,19 @@ def constants_of_attention(
 
 
 def padded(size: int) -> int:
-    """Numbers of a row in a tile: 16 are the least of tl.dot."""
+    """Row width in a tile: a power of two, at least 16, which tl.dot needs."""
     return max(16, next_power_of_2(size))
 
 
 def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
-    """The heads' sinks [H]; any tensor where there are none, since nothing reads it then."""
+    """The heads' sinks [H]; without sinks any tensor, since it is never read."""
     return q if spec.sinks is None else spec.sinks
 
 
 def rotate_rows(num_heads: int, head_dim: int) -> int:
-    """Heads that one program of `rotate_store_kernel` norms and turns.
+    """Heads per program of `rotate_store_kernel`.
 
-    Why 1,024 halves' elements: 8 for each of 128 threads, one load of 16 bytes.
+    Why 1,024 elements of half heads: 8 for each of 128 threads, one load of 16 bytes.
     """
     half = next_power_of_2(head_dim // 2)
     return min(next_power_of_2(num_heads), max(1024 // half, 1))
@@ -221,14 +223,14 @@ def rotate_rows(num_heads: int, head_dim: int) -> int:
 class TritonBackend(AttentionBackend):
     """Paged FlashAttention in Triton: one varlen kernel, one split-KV decode kernel.
 
-    Head dims that are no power of two are computed in tiles of the next one, so 80 and 96 cost
-    what 128 costs. float32 is exact, without tensor cores, and slow. `deterministic`: one kernel
-    for all tokens, so that chunks, cache hits and neighbours don't show in a bit.
+    Head dims are padded to the next power of two, so 80 and 96 cost as much as 128. float32 is
+    exact, without tensor cores, and slow. `deterministic`: one kernel for all tokens, so that
+    chunks, cache hits and the rest of the batch change no bit.
 
     Raises:
-        ConfigError: float64, or another dtype than float16, bfloat16 and float32; a head dim above
-            512; a block size that is no power of two from 16; a device that is no CUDA GPU of
-            compute capability 8.0 or newer; bfloat16 in the interpreter, which computes it wrongly.
+        ConfigError: a dtype other than float16, bfloat16 and float32; a head dim above 512; a block
+            size that is not a power of two from 16 on; a device that is not a CUDA GPU of compute
+            capability 8.0 or newer; bfloat16 in the interpreter, which computes it wrongly.
     """
 
     name: ClassVar[str] = "triton"
@@ -257,10 +259,10 @@ class TritonBackend(AttentionBackend):
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
-        """Raises ConfigError unless it is fp8, and for that on GPUs before Ada and Hopper.
+        """Raises ConfigError unless it is fp8 on a GPU that converts fp8 (Ada, Hopper or newer).
 
-        Why: only from compute capability 8.9 on does the hardware convert fp8, and converting by
-        integer arithmetic would take a decode longer than the memory traffic that it saves.
+        Why: the hardware converts fp8 from compute capability 8.9 on. Conversion by integer
+        arithmetic would cost a decode more time than the memory traffic that it saves.
         """
         if kv_dtype != FP8:
             super().check_cache(kv_dtype, dtype)
@@ -271,8 +273,8 @@ class TritonBackend(AttentionBackend):
             )
 
     def prepare(self, batch: Batch) -> dict[tuple[Any, ...], Shared]:
-        """Room for what layers of one kind share, made by the first of them: the kernels find their
-        sequences by `query_start_loc`, without a host's help."""
+        """A dict for what layers of one kind share, filled by the first of them. The kernels find
+        their sequences by `query_start_loc`, without help from the host."""
         return {}
 
     def _shared(self, batch: Batch, spec: AttentionSpec) -> Shared:
@@ -282,7 +284,7 @@ class TritonBackend(AttentionBackend):
         shared = of_step.get(kind)
         if shared is None:
             table, num_decodes = batch.block_tables[spec.group], batch.num_decodes
-            if self.deterministic:  # Why: a decode is then the same code as a chunk's token.
+            if self.deterministic:  # Why: a decode then runs the same code as a chunk's token.
                 num_decodes = 0
             tile_tokens = self._config(spec).prefill.rows // (heads // kv_heads)
             shared = of_step[kind] = Shared(
@@ -299,8 +301,9 @@ class TritonBackend(AttentionBackend):
         seen = min(batch.max_seq_len, window or batch.max_seq_len)
         max_splits = min(cdiv(seen, config.split_tokens), config.max_splits)
         max_splits += window is not None
-        # Why not a program a split: a captured graph has the splits of the longest sequence that
-        # may come, and programs that only exit take time too. So many an SM are several full waves.
+        # Why not one program per split: a captured graph is sized for the longest possible
+        # sequence, and programs that exit at once take time too. This many per SM are several full
+        # waves.
         tasks = num_seqs * spec.num_kv_heads
         programs = min(max_splits, max(4, cdiv(self.programs_an_sm * self.num_sms, tasks)))
         if self.has_splits_by_batch:

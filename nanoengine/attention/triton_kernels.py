@@ -1,30 +1,32 @@
 """The Triton kernels of paged attention: varlen attention, and decode with split contexts.
 
-Called by `attention/triton.py` alone, which chooses grids and tile sizes. They know pointers and
-strides, not batches or models. Everything is read through the block table of a sequence:
+Only `attention/triton.py` and `triton_latent.py` call them; they choose grids and tile sizes. The
+kernels know pointers and strides, not batches or models. Everything is read through a sequence's
+block table:
 
     position     0 ........ 15 16 ....... 31 32 ... 40            key tiles, aligned to position 0
     table        [ block 7   |  block 2   |  block 9 ]            any order, blocks may be shared
     cache        block 7: [P, K, D] at block_id * block_stride    tokens first, then KV heads
 
-One tile of queries holds all query heads of one KV head (row = token * GROUP + head), so that keys
-and values are read once a group. Softmax is online, in float32, in base 2: the score scale is
+One tile of queries holds all query heads of one KV head (row = token * GROUP + head), so keys and
+values are read once per group. Softmax is online, in float32, in base 2: the score scale is
 multiplied by log2(e) once, and exp2 is the hardware's instruction. Keys and values of an fp8 cache
-become the queries' dtype in registers, which is exact; their scales multiply scores and outputs. In
-a decode bfloat16 queries become float16 first, for that is what the hardware converts fp8 to.
+are converted to the queries' dtype in registers, which is exact; their scales multiply scores and
+outputs. In a decode, bfloat16 queries are first converted to float16, because the hardware converts
+fp8 to float16.
 
-Key tiles are aligned to position 0 of the sequence and taken in rising order, and a tile that a row
-may not see leaves that row as it was. So a row's result never depends on the batch around it. How
-its queries were cut into chunks only decides which tiles take the masked code, whose last bit may
-differ where the compiler fuses a multiplication with an addition.
+Key tiles are aligned to position 0 of the sequence and processed in ascending order, and a tile
+that a row may not see leaves that row unchanged. So a row's result never depends on the rest of the
+batch. How its queries were cut into chunks only decides which tiles run the masked code, whose last
+bit may differ if the compiler fuses a multiplication with an addition.
 
-Legend: D head dim, P block size, N keys a tile, M rows a tile. Strides are elements and constants,
-so address arithmetic folds and 16-byte copies are proven aligned. Offsets inside a block are
-32-bit; only the start of a token or a block is 64-bit. Arguments that change from step to step are
-never specialized on, so that serving does not wait for the compiler again.
+Legend: D head dim, P block size, N keys per tile, M rows per tile. Strides count elements and are
+constants, so address arithmetic folds and 16-byte copies are proven aligned. Offsets inside a block
+are 32-bit; only the start of a token or a block is 64-bit. Arguments that change between steps are
+never specialized on, so that serving never waits for the compiler again.
 
-These kernels have been run in Triton's interpreter and compiled to machine code ahead of time;
-they have not run on a GPU yet.
+These kernels have been run in Triton's interpreter and compiled to machine code ahead of time; they
+have not run on a GPU yet.
 
 Source: FlashAttention-2 (Dao 2023, section 3.1) for the online softmax; Flash-Decoding (Dao et al.
 2023) for split-KV; "The Anatomy of a Triton Attention Kernel" (arXiv 2511.11581) for packing query
@@ -40,13 +42,14 @@ import triton
 import triton.language as tl
 
 MIN_SCORE = tl.constexpr(-1.0e30)
-"""First running maximum. Finite, so that a row that sees nothing yet gives 0 and not NaN."""
+"""The initial running maximum. It is finite, so that a row without visible keys gives 0, not
+NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """A tile: its query tokens times heads of a KV head, its tokens of keys and values, the warps
-    of 32 threads that share it, and the key tiles in flight, the one in use included."""
+    """A tile: rows (query tokens times heads per KV head), keys, warps of 32 threads, and pipeline
+    stages (key tiles in flight, including the current one)."""
 
     rows: int
     keys: int
@@ -55,7 +58,7 @@ class TileConfig:
 
 
 class CacheConstants(NamedTuple):
-    """What the compiler knows of one layer's cache: the strides of keys and values."""
+    """Compile-time constants of one layer's cache: the strides of keys and values."""
 
     block_size: int
     k_block: int
@@ -67,16 +70,17 @@ class CacheConstants(NamedTuple):
 
 
 class AttentionConstants(NamedTuple):
-    """What the compiler knows of a launch.
+    """Compile-time constants of a launch.
 
     Attributes:
         softcap, window: 0 for none.
-        group: query heads of a KV head.
+        group: query heads per KV head.
         dim: head_dim rounded up to a power of two.
-        m, n: rows and keys of a tile.
-        split: keys of a split; max_splits: longer sequences have longer ones; kv_heads: of decodes.
-        all_masked: no tile skips its mask. Which tiles need none depends on the rows of a tile, and
-            code without a mask may round differently.
+        m, n: rows and keys per tile.
+        split, max_splits, kv_heads: of decodes: keys per split, the most splits (longer sequences
+            have longer splits), and KV heads.
+        all_masked: no tile skips its mask. Which tiles need no mask depends on the rows of a tile,
+            and code without a mask may round differently.
     """
 
     q_token: int
@@ -100,7 +104,7 @@ class AttentionConstants(NamedTuple):
 
 @triton.jit
 def tile_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
-    """Block ids of positions start ... start + N - 1: one, or N where blocks are smaller."""
+    """Block ids of positions start ... start + N - 1: one, or N if blocks are smaller."""
     positions = start
     if N > BLOCK_SIZE:
         positions = start + tl.arange(0, N)
@@ -113,10 +117,11 @@ def load_keys(
     C_BLOCK: tl.constexpr, C_TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, A: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The rows of positions start ... start + N - 1 of one KV head, [N, DIM], from a paged cache.
+    """Loads the rows of positions start ... start + N - 1 of one KV head, [N, DIM], from a paged
+    cache.
 
-    `start` is a multiple of N. MASKED: rows outside low ... end - 1 are 0. Why: past the end lies
-    memory that nobody wrote, before a window the null block; 0 * NaN would reach the output.
+    `start` is a multiple of N. MASKED: rows outside low ... end - 1 are 0. Why: memory past the end
+    is uninitialized, and before a window is the null block; 0 * NaN would reach the output.
     """
     tokens = tl.arange(0, A.n)
     dims = tl.arange(0, A.dim)[None, :]
@@ -143,9 +148,9 @@ def attend_tile(
 ):  # fmt: skip
     """One step of the online softmax: the keys start ... start + N - 1 for all rows.
 
-    State of each row: `high` the greatest score so far, `total` the sum of 2 ** (score - high),
-    `acc` that sum weighted with the values [M, DIM], all float32. `total` is [M], or [M, N] with a
-    sum for each column of tiles; see `attend`.
+    State of each row, in float32: `high` is the greatest score so far, `total` the sum of 2 **
+    (score - high), `acc` [M, DIM] the same sum weighted by the values. `total` is [M], or [M, N]
+    with one sum per column of tiles; see `attend`.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     key = load_keys(
@@ -188,13 +193,13 @@ def attend(
     """Attends the rows at `positions` [M] over the keys low ... end - 1, in tiles from `start` on.
 
     Every row sees all keys before `full_end`, a multiple of N, so these tiles need no mask. With a
-    sliding window no tile is surely full: all are masked, as with A.all_masked.
+    sliding window or A.all_masked all tiles are masked.
 
-    SUM_LAST: sums of weights are kept for each column of a tile and added up after the last one.
-    Why: adding up across threads waits for them all, in every tile. Why not always: the columns of
-    a tile of many rows are too many registers.
+    SUM_LAST: sums of weights are kept per column of a tile and added after the last tile. Why: a
+    sum across threads synchronizes them in every tile. Why not always: the columns of a tile with
+    many rows need too many registers.
     """
-    # Why not tl.zeros: that of Triton 3.7, which torch 2.13 for CUDA asks for, takes no `A.m`.
+    # Why not tl.zeros: in Triton 3.7, which torch 2.13 for CUDA requires, it does not accept `A.m`.
     acc = tl.full([A.m, A.dim], 0, tl.float32)
     total = tl.full([A.m, A.n] if SUM_LAST else [A.m], 0, tl.float32)
     high = tl.full([A.m], MIN_SCORE, tl.float32)
@@ -214,8 +219,8 @@ def attend(
 
 @triton.jit
 def sink_share(places, inside, high):
-    """What sinks add to sums of 2 ** (score - high); so much that a result is 0 where one is far
-    above all scores."""
+    """The sinks' contribution to sums of 2 ** (score - high). It is clamped so that the result is 0
+    if a sink is far above all scores."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     sink = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     return tl.exp2(tl.minimum(sink * LOG2_E - high, 126.0))
@@ -223,15 +228,15 @@ def sink_share(places, inside, high):
 
 @triton.jit
 def queries_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKENS: tl.constexpr):
-    """Which prefill sequence a query tile belongs to, where its queries start, how many they are,
-    and how many of them are before the tile.
+    """Finds a query tile's prefill sequence, where its queries start, how many there are, and how
+    many of them precede the tile.
 
-    Sequence i starts at tile `query_start // TILE_TOKENS + i`: room for its tiles whatever the
-    lengths are, a closed form that needs no prefix sum and no answer from the host. Tiles left
-    over lie past their sequence's end and exit.
+    Sequence i starts at tile `query_start // TILE_TOKENS + i`. This leaves enough tiles for any
+    lengths, in closed form, without a prefix sum or a host sync. Surplus tiles are past their
+    sequence's end and exit.
 
-    Source: the query-block search of vLLM's Triton backend; here one vector count instead of a
-    bisection, whose loads would wait for each other.
+    Source: the query-block search of vLLM's Triton backend; here one vector count replaces the
+    bisection, whose loads depend on each other.
     """
     SEARCH: tl.constexpr = 256
     before = 0
@@ -249,11 +254,11 @@ def queries_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKEN
 
 @triton.jit
 def load_queries(q, kv_head, query_start, query_len, tile_start, A: tl.constexpr):
-    """A tile's queries [M, D] for one KV head, zero outside of it.
+    """Loads a tile's queries [M, D] for one KV head, zero outside of it.
 
     Returns:
-        Them; of each row its token [M] in the sequence and in the batch, its head, and whether it
-        is one; the dims [1, D]; which of rows and dims there are [M, D].
+        The queries; per row its token [M] in the sequence and in the batch, its head, and whether
+        it is valid; the dims [1, D]; the mask of valid rows and dims [M, D].
     """
     rows = tl.arange(0, A.m)
     tokens = tile_start + rows // A.group
@@ -278,12 +283,12 @@ def varlen_kernel(
 ):  # fmt: skip
     """Attention of one tile of queries of one sequence, for one KV head. Grid: [tiles, K].
 
-    Serves prompts, chunks with a context before them and draft verification alike: the query token
-    i of a sequence is at position seq_len - query_len + i and sees the keys up to there.
+    Serves prompts, chunks with a context before them and draft verification alike: query token i of
+    a sequence is at position seq_len - query_len + i and sees the keys up to there.
     """
     TILE_TOKENS: tl.constexpr = A.m // A.group
-    # Why backwards: the last tiles of a prompt see the most keys; started first, they don't
-    # keep the GPU waiting at the end.
+    # Why in reverse: the last tiles of a prompt see the most keys, so they start first and don't
+    # leave the GPU idle at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     seq, query_start, query_len, tile_start = queries_of_tile(
@@ -319,13 +324,13 @@ def varlen_kernel(
 def split_keys(seq_len, max_splits, A: tl.constexpr):
     """How the keys that a sequence's last token sees are split.
 
-    A split is A.split tokens, or so many times these that `max_splits` hold all: the size
-    follows from this sequence's length alone, so its sums are cut at the same places whatever runs
-    beside it, and the buffers of partial results stay small at any length. Splits start at
-    position 0; with a window the first and the last may be cut, so there may be one more.
+    A split has A.split tokens, or a multiple if `max_splits` splits would not hold all. The size
+    depends only on this sequence's length, so its sums are cut at the same places in any batch, and
+    the buffers of partial results stay small at any length. Splits start at position 0; with a
+    window the first and the last may be cut, so there may be one more.
 
     Returns:
-        The first key seen, the size of a split, the first split seen, and how many are seen.
+        The first visible key, the size of a split, the first visible split, and their number.
     """
     low = 0
     if A.window > 0:
@@ -339,10 +344,10 @@ def split_keys(seq_len, max_splits, A: tl.constexpr):
 def combine(
     out_row, part_out, part_lse, part, num_splits, sink, A: tl.constexpr
 ):  # fmt: skip
-    """Adds up the splits of one query head, from row `part` on, weighted by their sums.
+    """Adds the splits of one query head, from row `part` on, weighted by their sums.
 
-    Splits are taken 16 at a time, counted from the sequence's first: the order of the sums depends
-    on this sequence alone. `sink` is the place of the head's.
+    Splits are added 16 at a time, from the sequence's first, so the order of the sums depends only
+    on this sequence. `sink` points to the head's sink.
     """
     STEP: tl.constexpr = 16
     dims = tl.arange(0, A.dim)
@@ -377,19 +382,19 @@ def decode_kernel(
 ):  # fmt: skip
     """One query token over some of its sequence's splits, for one KV head. Grid: [S * K, programs].
 
-    Why KV heads first: all heads of a token lie side by side, and are read at one time. Why one
-    axis with sequences: the others of a grid have room for 65,535.
+    Why KV heads vary fastest: all heads of a token are adjacent in memory, and are read at the same
+    time. Why one axis with sequences: the other axes of a grid are limited to 65,535.
 
-    The only split of a sequence is its result. Of more, program p takes the splits p, p + programs,
-    ... and writes each one's normalized result to `part_out` [S, H, max_splits, D] and its base-2
-    log-sum-exp to `part_lse` [S, H, max_splits], both float32 and contiguous; `merge_kernel` adds
-    them up. The number of programs is a matter of speed, never of the result.
+    A sequence with one split writes its result directly. With more, program p computes the splits
+    p, p + programs, ... and writes each split's normalized result to `part_out` [S, H, max_splits,
+    D] and its base-2 log-sum-exp to `part_lse` [S, H, max_splits], both float32 and contiguous;
+    `merge_kernel` adds them. The number of programs affects only speed, never the result.
     """
     kv_head, seq = tl.program_id(0) % A.kv_heads, tl.program_id(0) // A.kv_heads
     seq_len = tl.load(seq_lens + seq)
     low, size, first_split, num_splits = split_keys(seq_len, A.max_splits, A)
-    num_splits = tl.maximum(num_splits, 1)  # Why: a row of no tokens gives zeros.
-    # Why: launches are sized for the longest sequence that may come; the others exit at once.
+    num_splits = tl.maximum(num_splits, 1)  # Why: a row without tokens gives zeros.
+    # Why: launches are sized for the longest possible sequence; surplus programs exit at once.
     programs = tl.minimum(tl.num_programs(1), num_splits)
     if tl.program_id(1) < programs:
         rows = tl.arange(0, A.m)
@@ -400,8 +405,9 @@ def decode_kernel(
         out_row = out + seq.to(tl.int64) * A.o_token
         query = tl.load(query_row + (heads[:, None] * A.q_head + dims), mask=mask, other=0.0)
         if (q.dtype.element_ty == tl.bfloat16) & (k_cache.dtype.element_ty != tl.bfloat16):
-            # Why: hardware turns fp8 into float16, in pairs, and bfloat16 is a second conversion of
-            # every key and value. Queries fit: a number above 65,504 would come out as no token.
+            # Why: hardware converts fp8 to pairs of float16; bfloat16 would need a second
+            # conversion of every key and value. Queries fit: one above 65,504 would give NaN, and
+            # no token.
             query = query.to(tl.float16)
         positions = tl.full([A.m], 0, tl.int32) + (seq_len - 1)
         part_row = seq.to(tl.int64) * (A.kv_heads * A.group)
@@ -437,9 +443,9 @@ def decode_kernel(
 def merge_kernel(
     out, part_out, part_lse, sinks, seq_lens, most_splits, max_splits, A: tl.constexpr
 ):  # fmt: skip
-    """Adds up the splits of one head of one decode, where there are several. Grid: [S, H].
+    """Adds the splits of one head of one decode, if there are several. Grid: [S, H].
 
-    most_splits: by which the sizes of splits were chosen; max_splits: for which there is room.
+    most_splits: determines the sizes of splits; max_splits: the size of the buffers.
     """
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), most_splits, A)

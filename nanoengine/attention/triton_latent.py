@@ -1,30 +1,30 @@
-"""TritonLatentBackend: paged attention over latents on CUDA, in the absorbed form.
+"""TritonLatentBackend: paged MLA (multi-head latent attention) on CUDA, in the absorbed form.
 
-`attention.make_backend` makes it for a model with latent attention; `models/latent.py` says what
-that is. A token has one row in the cache, which serves all heads: a key, whose first numbers are
-the value too. So a tile of rows is heads of a token, or of a few tokens, and what a program reads
-from the cache it reads once for keys and values.
+`attention.make_backend` makes it for a model with MLA, which `models/latent.py` explains. The cache
+has one row per token, which serves all heads: a key whose first elements are the value too. So a
+tile of rows is the heads of one token, or of a few tokens, and a program reads each cache row once,
+for both key and value.
 
-    row in the cache   [ latent: rank numbers | turned: rope numbers ]
-    scores             query latent . latent + query turned . turned
+    row in the cache   [ latent: rank elements | RoPE: rope elements ]
+    scores             query latent . latent + query rope . rope
     out                softmax(scores) . latent                              [T, H, rank]
 
-    turn and store (all tokens) -> attend (decodes, split contexts) -> merge their splits
-                                -> attend (prompts)
+    rotate and store (all tokens) -> attend (decodes, split contexts) -> merge their splits
+                                  -> attend (prompts)
 
-Prompts take the same kernel with other tiles. With 512 + 64 numbers a score and its part of the
-result are 2,176 floating-point operations a head; keys and values made for each head would need
-640, and 262,144 more for each head and each token of the context, in every chunk anew.
+Prompts use the same kernel with other tiles. With 512 + 64 elements, a score and its part of the
+result cost 2,176 floating-point operations per head. With keys and values materialized per head
+they would cost 640, plus 262,144 per head and context token in every chunk.
 
-A context has at most as many splits as fill the card together with the sequences beside it: each
-is a result of all heads' latents, of 256 sequences of 128 heads 67 MB. So the last bits of a decode
-may depend on the number of sequences. With `deterministic` all tokens take the form of prompts,
-without splits, which is slow where contexts are long and sequences are few.
+A context has at most as many splits as fill the GPU together with the other sequences, because each
+split stores a result of all heads' latents: 67 MB for 256 sequences with 128 heads. So the last
+bits of a decode may depend on the number of sequences. With `deterministic` all tokens are computed
+like prompts, without splits, which is slow for few sequences with long contexts.
 
 The kernels have been run in Triton's interpreter and compiled ahead of time; they have not run on a
 GPU yet.
 
-Source: the absorbed form is DeepSeek-V2's (arXiv 2405.04434), appendix C; splits as in
+Source: the absorbed form is from DeepSeek-V2 (arXiv 2405.04434), appendix C; splits as in
 `triton_kernels.py`.
 """
 
@@ -62,12 +62,13 @@ from nanoengine.attention.triton_kernels import (
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 TURNED_ROWS = 16
-"""Heads that a program turns."""
+"""Heads per program that applies RoPE."""
 
 
 @triton.jit
 def turn(place, target, cosine, sine, inside, ROPE: tl.constexpr, dims):
-    """(a, b) -> (a cos - b sin, b cos + a sin) of the halves of ROPE numbers, for each row."""
+    """Applies RoPE to each row: (a, b) -> (a cos - b sin, b cos + a sin) over the halves of ROPE
+    elements."""
     first = tl.load(place + dims, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + ROPE // 2 + dims, mask=inside, other=0.0).to(tl.float32)
     kind = target.dtype.element_ty
@@ -83,11 +84,12 @@ def turn_latents_kernel(
     NUM_HEADS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Turns the last ROPE numbers of one token's heads [T, H, HEAD] into those of q [T, H, Q_HEAD],
-    behind RANK; norms the latent of its vector, turns what is behind, and stores both.
+    """Applies RoPE to the last ROPE elements of one token's heads [T, H, HEAD] and writes them to q
+    [T, H, Q_HEAD] after its first RANK elements. Norms the latent of the token's vector, applies
+    RoPE to the rest of the vector, and stores both.
 
-    Grid: [T, 1 + H / ROWS rounded up]; the first program of a token has the vector. WIDTH and HALF
-    are RANK and ROPE / 2 rounded up to powers of two.
+    Grid: [T, 1 + H / ROWS rounded up]; the first program of a token computes the vector. WIDTH and
+    HALF are RANK and ROPE / 2 rounded up to powers of two.
     """
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, HALF)[None, :]
@@ -124,12 +126,12 @@ def latent_kernel(
     table_stride, num_decodes, num_prefills, max_splits,
     CACHE: tl.constexpr, A: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of rows, heads of the tokens of one sequence. Grid: [tiles * H / A.group
+    """Attention of a tile of rows, the heads of one sequence's tokens. Grid: [tiles * H / A.group
     rounded up, programs].
 
-    With A.split a tile is a decode, whose programs take its splits in turn; what is written of more
-    than one is as in `decode_kernel`. Without, tiles are found as those of `varlen_kernel`. TURNED:
-    A for the turned numbers, which lie behind the latent.
+    With A.split a tile is a decode, and its programs compute its splits round-robin; several splits
+    are written as in `decode_kernel`. Without, tiles are found as in `varlen_kernel`. TURNED: like
+    A, for the RoPE elements after the latent.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     TILE_TOKENS: tl.constexpr = A.m // A.group
@@ -202,10 +204,10 @@ def latent_kernel(
 
 @functools.cache
 def latent_config(arch: int, num_heads: int, dtype: torch.dtype) -> KernelConfig:
-    """Tile sizes for a GPU of compute capability `arch`; see `triton.kernel_config`.
+    """Returns tile sizes for a GPU of compute capability `arch`; see `triton.kernel_config`.
 
-    Why no more than 32 rows: 64 spill, with any number of warps. Why no fewer for prompts and many
-    heads: each tile of rows reads the whole context anew, if from the L2 cache.
+    Why at most 32 rows: 64 spill, with any number of warps. Why not fewer for prompts and many
+    heads: each tile of rows reads the whole context again, if from the L2 cache.
     """
     if dtype == torch.float32:
         prefill, decode = TileConfig(16, 16, 8, 1), TileConfig(16, 16, 16, 1)
@@ -213,7 +215,7 @@ def latent_config(arch: int, num_heads: int, dtype: torch.dtype) -> KernelConfig
         prefill = TileConfig(32, 32, 8, 3 if arch in (80, 90, 100, 103) else 2)
         few = TileConfig(16, 32, 4, 3 if arch in (90, 100, 103) else 2)
         decode = few if num_heads <= 16 else prefill
-    # Why longer for many heads: each of them writes its part of the result, in float32.
+    # Why longer for many heads: each split writes a result per head, in float32.
     return KernelConfig(prefill, decode, split_tokens=256 if num_heads <= 32 else 512)
 
 
@@ -222,7 +224,8 @@ def latent_constants(
     heads: int, rank: int, rope: int, scale: float, q: Strides, out: Strides,
     cache: CacheConstants, tile: TileConfig, splits: tuple[int, ...],
 ) -> tuple[Constants, Constants]:  # fmt: skip
-    """Of `latent_kernel` and of `merge_kernel`; `splits`: the tokens of one, or ()."""
+    """The constants of `latent_kernel` and of `merge_kernel`; `splits`: the tokens per split, or
+    ()."""
     attention = AttentionConstants(
         *q[:2], *out[:2], scale, 0.0, 0, min(heads, tile.rows), False, rank, padded(rank),
         tile.rows, tile.keys, *splits,
@@ -239,23 +242,27 @@ class TritonLatentBackend(TritonBackend):
     """Attention whose values are parts of their keys, for one KV head and any number of heads.
 
     Raises:
-        ConfigError: what `TritonBackend` raises it for, but other head dims.
+        ConfigError: as `TritonBackend`, but for other head dims.
     """
 
     head_dims: ClassVar[range] = range(2, 641)
-    programs_an_sm: ClassVar[int] = 8  # by registers and shared memory one or two run at a time
+    programs_an_sm: ClassVar[int] = 8  # registers and shared memory allow one or two at a time
     has_splits_by_batch: ClassVar[bool] = True
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        """Writes k [T, 1, rank + rope], of which v is a part."""
+        """Writes k [T, 1, rank + rope]; v is a part of it."""
         cache.k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping[cache.spec.group], k)
 
     def turn_and_store(
         self, heads: torch.Tensor, vectors: torch.Tensor, rotation: Rotation, weight: torch.Tensor,
         eps: float, cache: LayerCache, batch: Batch,
     ) -> torch.Tensor:  # fmt: skip
-        """Queries [T, H, rank + rope] of which the turned numbers are there, from heads
-        [T, H, still + rope]; norms and turns vectors [T, rank + rope], and stores them."""
+        """Applies norm and RoPE to vectors [T, rank + rope] and stores them.
+
+        Returns:
+            Queries [T, H, rank + rope]; only the RoPE elements are set, from heads [T, H, still +
+            rope].
+        """
         k_cache, _, spec = cache
         rank, (cos, sin) = spec.value_dim, rotation
         assert heads.is_contiguous() and vectors.is_contiguous()
@@ -282,7 +289,7 @@ class TritonLatentBackend(TritonBackend):
         out = q.new_empty(len(q), spec.num_heads, rank)
         table, lens = batch.block_tables[spec.group], batch.seq_lens
         config, num_decodes = self._config(spec), batch.num_decodes
-        if self.deterministic:  # Why: a decode is then the same code as a chunk's token.
+        if self.deterministic:  # Why: a decode then runs the same code as a chunk's token.
             num_decodes = 0
         num_prefills = batch.num_seqs - num_decodes
         of_layer = spec.num_heads, rank, spec.head_dim - rank, spec.scale

@@ -1,9 +1,9 @@
 """The Triton kernel that writes the paged KV cache.
 
-`rotate_store_kernel` takes keys and values out of the fused projection, and norms and rotates heads
-on the way. Only `attention/triton.py` calls it. An fp8 cache holds number * factor, rounded to
-nearest, where the factor is one over the layer's scale; `attention/stored.py` is the readable form
-in plain torch.
+`rotate_store_kernel` reads the fused projection, applies norm and RoPE to query and key heads, and
+stores keys and values. Only `attention/triton.py` calls it. An fp8 cache holds element * factor,
+rounded to nearest, where the factor is one over the layer's scale; `attention/stored.py` is the
+readable form in plain torch.
 
 It has been run in Triton's interpreter and compiled to machine code ahead of time; it has not run
 on a GPU yet.
@@ -19,9 +19,9 @@ LARGEST_FP8 = tl.constexpr(448.0)
 
 @triton.jit
 def to_cache(x, cache, factor):
-    """x as the cache stores it: a conversion in registers if that is fp8."""
+    """Converts x to the cache's dtype; for fp8 in registers."""
     if cache.dtype.element_ty == tl.float8e4nv:
-        # Why NaN stays: a broken model must not give plausible numbers.
+        # Why NaN stays: a broken model must not give plausible results.
         scaled = x.to(tl.float32) * factor
         x = tl.clamp(scaled, -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
     return x.to(cache.dtype.element_ty)
@@ -29,7 +29,8 @@ def to_cache(x, cache, factor):
 
 @triton.jit
 def norm_half(half, shrink, weight, heads, mask):
-    """One half of normed heads, rounded where the weight's dtype says: see `attention/base.py`."""
+    """Returns one half of normed heads, rounded as the weight's dtype requires: see
+    `attention/base.py`."""
     half = (half * shrink).to(weight.dtype.element_ty).to(tl.float32)
     half = half * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
     return half.to(heads.dtype.element_ty).to(tl.float32)
@@ -45,12 +46,12 @@ def rotate_store_kernel(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Norms and rotates one token's query and key heads, and stores its keys and values.
+    """Applies norm and RoPE to one token's query and key heads, and stores its keys and values.
 
-    Grid: [T, all heads / ROWS rounded up]. A program has some rows of one token's projection, query
-    heads, key heads and value heads in this order, each in two halves, which the rotation mixes:
-    (a, b) -> (a cos - b sin, b cos + a sin). Queries go to `out` [T, H, D], contiguous. HALF is
-    HEAD_DIM / 2 rounded up to a power of two.
+    Grid: [T, all heads / ROWS rounded up]. A program computes some rows of one token's projection
+    (query heads, key heads and value heads, in this order), each as two halves, which RoPE
+    combines: (a, b) -> (a cos - b sin, b cos + a sin). Queries go to `out` [T, H, D], contiguous.
+    HALF is HEAD_DIM / 2 rounded up to a power of two.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)

@@ -1,1 +1,1 @@
-"""A checkpoint as files: its config, its quantization; read before anything is built."""
+"""Checkpoint files: config, quantization and weights; they are read before anything is built."""

@@ -1,10 +1,10 @@
-"""ModelConfig: a checkpoint's config.json, normalised: one meaning, one field, any writer.
+"""ModelConfig: a checkpoint's config.json in normalised form.
 
-`load_model_config` reads what transformers 4 wrote (rope_theta, rope_scaling, torch_dtype) and what
-transformers 5 writes (rope_parameters, dtype, layer_types) into equal values. A key that changes
-the maths and is not implemented is refused by name and value: a model that runs is the model that
-was asked for. What families differ in is in `families/`. Called by whoever starts an engine;
-plain json, neither torch nor transformers.
+`load_model_config` reads the format of transformers 4 (rope_theta, rope_scaling, torch_dtype) and
+of transformers 5 (rope_parameters, dtype, layer_types) into equal values. A key that changes the
+computation and is not implemented is rejected, with its name and value, so a model that runs is
+computed as its config says. Differences between families are in `families/`. Called when an engine
+starts; uses plain json, neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 
 OWN_NAMES = {"exaone": "ExaoneForCausalLM"}
-"""`model_type` -> the architecture whose tensors a checkpoint has, although transformers names the
-class that computes it there."""
+"""`model_type` -> the architecture whose tensor names a checkpoint has, if its `architectures`
+names another class."""
 
 VISION = (
     r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
     r"|vision_embedder)\."
 )
-"""Begins the names of tensors of a multimodal checkpoint that its text part has no use for."""
+"""Matches the start of names of multimodal tensors that the text part does not use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a checkpoint computes. Names are Hugging Face's where one exists.
+    """What a checkpoint computes. Fields have Hugging Face's names where one exists.
 
     Attributes:
         architecture: a key of `every_family`.
-        max_position_embeddings: longest context [tokens], extended by yarn where it is configured.
-        rms_norm_eps: of all norms, LayerNorm's too.
+        max_position_embeddings: longest context [tokens], including an extension by yarn.
+        rms_norm_eps: epsilon of all norms, also of LayerNorm.
         plan: what the layers compute.
-        ropes: per layer how its heads are turned; None: not at all.
+        ropes: per layer its RoPE parameters; None: no RoPE.
         sliding_windows: per layer None, or w: a token sees itself and the w - 1 tokens before it.
-        states: the layers that keep a state in place of keys and values, where there are any.
-        moe: the mixture of experts, where there is one.
-        tensor_names: parts of our tensors' names -> what they are called in the checkpoint.
-        left_out: expression that begins the names of tensors that the checkpoint holds for other
-            work: images, or drafts; "": there are none.
-        dtype: of the stored weights, as torch names it.
-        quantization: how linear layers are stored, where they are not floats.
-        ends: what names the tokens that end an answer, a file or a key, each with an id.
+        states: the recurrent layers, if there are any.
+        moe: the mixture of experts, if there is one.
+        tensor_names: parts of our tensors' names -> their names in the checkpoint.
+        left_out: regular expression that matches the start of names of ignored tensors (for images,
+            or drafts); "": there are none.
+        dtype: dtype of the stored weights, as torch names it.
+        quantization: how linear layers are stored, if they are quantized.
+        ends: the sources of EOS tokens (a file or a key), each with a token id.
         generation_defaults: sampling settings that the authors recommend.
-        headless: there is no language head: the checkpoint is of vectors or classes.
+        headless: the checkpoint has no language head: it is an embedding model or a classifier.
     """
 
     architecture: str
@@ -96,12 +96,12 @@ class ModelConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end an answer: those of `ends` that the vocabulary has."""
+        """The EOS token ids: the ids of `ends` that are in the vocabulary."""
         return tuple(dict.fromkeys(i for _, i in self.ends if i in range(self.vocab_size)))
 
     @property
     def attending(self) -> tuple[int, ...]:
-        """The layers that attend."""
+        """The layers with attention."""
         if self.plan.layers_block_type is not None:
             return tuple(n for n, kind in enumerate(self.plan.layers_block_type) if kind == FULL)
         aside = self.states.layers if self.states and self.plan.falcon_h1 is None else ()
@@ -109,13 +109,13 @@ class ModelConfig:
 
     @property
     def largest_head(self) -> int:
-        """The head dim of the layers that have the largest."""
+        """The largest head dim of all layers."""
         varied = self.plan.gemma4
         return self.head_dim if varied is None else max(size for size, _ in varied.shapes)
 
     @property
     def linear_inputs(self) -> dict[str, int]:
-        """How many inputs the linear layers of attention's output and the MLPs have, by key."""
+        """Input sizes of the output projections and MLPs, by config key."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         if self.moe is not None:
             sizes["moe_intermediate_size"] = self.moe.intermediate_size
@@ -123,13 +123,13 @@ class ModelConfig:
 
 
 def load_model_config(directory: str | Path) -> ModelConfig:
-    """Reads `config.json` and, where there is one, `generation_config.json`; or a GGUF file's keys.
+    """Reads `config.json` and, if there is one, `generation_config.json`; or a GGUF file's keys.
 
     Raises:
-        ConfigError: `directory` holds no config.json.
-        ModelError: a file holds no JSON object, or is no regular file.
-        UnsupportedModelError: the architecture, a key that changes its maths, or a value that can't
-            be; the message names file, key, value and what is allowed.
+        ConfigError: `directory` has no config.json.
+        ModelError: a file has no JSON object, or is not a regular file.
+        UnsupportedModelError: the architecture, a key that changes the computation, or an
+            impossible value; the message names file, key, value and what is allowed.
     """
     directory = Path(directory)
     if is_gguf(directory):
@@ -147,8 +147,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 def parse_model_config(
     raw: Json, generation: Json | None = None, make_keys: Callable[..., Keys] = Keys
 ) -> ModelConfig:
-    """The normalised form of a parsed config.json, read as `make_keys` does; see
-    `load_model_config`."""
+    """Normalises a parsed config.json, which `make_keys` reads; see `load_model_config`."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES.get(architecture) or every_family()[architecture]
     raw = family.normalize(raw) if family.normalize else raw
@@ -192,7 +191,7 @@ def parse_model_config(
         )
     named = raw.get("architectures") or [architecture]
     headless = not is_part and architecture not in named
-    # Why tied: nothing is made for a head then.
+    # Why tied: then no head is allocated.
     tied = keys.get("tie_word_embeddings") or headless
     vocab_size = keys.require("vocab_size")
     config = ModelConfig(
@@ -228,9 +227,10 @@ def parse_model_config(
 
 
 def _text_part(raw: Json) -> tuple[Json, str, bool]:
-    """The config of what generates text, its architecture, and whether it is part of another.
+    """Returns the config of the text model, its architecture, and whether it is part of a
+    multimodal one.
 
-    A multimodal config has the text part's keys in `text_config`, some of them outside as well.
+    A multimodal config has the text part's keys in `text_config`, and some of them outside.
     """
     given = checked(raw, "config.json")
     named = given.get("architectures") or []
@@ -286,7 +286,7 @@ def _states(family: Family, keys: Keys, plan: LayerPlan) -> StatePlan | None:
 def _sliding_windows(
     architecture: str, family: Family, keys: Keys, states: StatePlan | None
 ) -> tuple[int | None, ...]:
-    """Each family says in its own way which layers slide; `layer_types` must not contradict it."""
+    """Each family defines which layers have the window; `layer_types` must not contradict it."""
     num_layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
     if kinds and states is not None:
         kinds = [FULL if n in states.layers else kind for n, kind in enumerate(kinds)]
@@ -312,7 +312,7 @@ def _sliding_windows(
 
 
 def _unused_keys(keys: Keys, num_shared: int) -> list[str]:
-    """The names of keys' and values' tensors of layers that have none: see `left_out`."""
+    """Matches key and value tensors of layers that share an earlier layer's: see `left_out`."""
     layers = keys.require("num_hidden_layers")
     numbers = "|".join(map(str, range(layers - num_shared, layers)))
     names = rf"[\w.]*layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
@@ -320,7 +320,8 @@ def _unused_keys(keys: Keys, num_shared: int) -> list[str]:
 
 
 def _drafting_layers(keys: Keys) -> str:
-    """The names of layers behind the last one, which are for drafts: see `ModelConfig.left_out`."""
+    """Matches tensors of layers after the last one, which are for drafts: see
+    `ModelConfig.left_out`."""
     first, more = keys.require("num_hidden_layers"), keys.get("num_nextn_predict_layers")
     numbers = "|".join(str(first + n) for n in range(more))
     return rf"model\.layers\.({numbers})\." if more else ""
@@ -367,7 +368,7 @@ def _quantization(
             f"quantization_config of {stored.format} is not implemented for {what}; supported:"
             " checkpoints of floats"
         )
-    # Why: exceptions are written in the checkpoint's names, and layers ask by ours.
+    # Why: exceptions have the checkpoint's names, and layers look them up by ours.
     patterns = *stored.skipped, *stored.targets
     skipped = [pattern for pattern in patterns if pattern not in ("lm_head$", "")]
     if skipped and (family.names or plan.fused_qkv or plan.fused_gate_up):
@@ -395,7 +396,7 @@ def _ends(keys: Keys, generation: Json) -> Iterator[tuple[str, int | None]]:
 
 
 def _generation_defaults(generation: Json) -> dict[str, float]:
-    """The authors' sampling settings, as fields of SamplingParams that it accepts."""
+    """The authors' sampling settings, as valid fields of SamplingParams."""
     found = {}
     for ours in GENERATION_DEFAULTS:
         name = "max_new_tokens" if ours == "max_tokens" else ours

@@ -1,10 +1,10 @@
-"""A checkpoint's files of weights: which there are, what their headers say, and their tensors.
+"""A checkpoint's weight files: their names, their headers, and their tensors.
 
-A GGUF file is left to `gguf_tensors.py`; what follows is about safetensors files.
+GGUF files are read by `gguf_tensors.py`; this file reads safetensors.
 
-Streaming: one tensor at a time, and of a tensor only the part that is asked for. Pickled
-checkpoints are refused, because reading a pickle runs code. Called by `weights.py` and by whoever
-wants the files' names or digests; knows neither models nor layers, and loads no torch for those.
+Tensors are read one at a time, and only the requested part of each. Pickled checkpoints are
+rejected, because reading a pickle runs code. Called by `weights.py`, and for the files' names or
+digests; knows neither models nor layers, and does not import torch for names and digests.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 MAPPED_BYTES = 64 << 20
-"""Bytes read before a file is opened anew. Why: a mapped file's pages stay counted as this
-process's memory while it is open, so a whole file would double the peak."""
+"""Bytes to read before a file is reopened. Why: pages of a mapped file count as this process's
+memory while it is open, so a whole file would double the peak."""
 
 
 class Stored(NamedTuple):
-    """Where a tensor is, its shape, and its dtype as safetensors names it, such as "BF16", or GGUF
-    its type."""
+    """A tensor's file, its shape, and its dtype in safetensors' notation, such as "BF16", or its
+    GGUF type."""
 
     file: Path
     shape: tuple[int, ...]
@@ -47,8 +47,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     """The tensors of a checkpoint by name, from the headers of its files.
 
     Raises:
-        WeightLoadError: see `checkpoint_files`; a file is damaged; a tensor is in two files, of
-            which either may be meant.
+        WeightLoadError: see `checkpoint_files`; a file is damaged; or a tensor is in two files, so
+            it is ambiguous.
     """
     if is_gguf(directory):
         from nanoengine.checkpoint.gguf_tensors import GGUFModel
@@ -72,12 +72,12 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 def checkpoint_files(directory: Path) -> list[Path]:
     """The files of a checkpoint's weights.
 
-    An index may name files in directories below, and files may be links to anywhere, as they are in
-    the hub's cache: links were made on this machine, an index came with the weights.
+    An index may name files in subdirectories. Files may be links to anywhere, as in the hub's
+    cache: links were made on this machine, but an index was downloaded with the weights.
 
     Raises:
-        WeightLoadError: there are none, one that the index names is missing or outside of the
-            checkpoint, or the index is no index.
+        WeightLoadError: there are no files, a file of the index is missing or outside of the
+            checkpoint, or the index is invalid.
     """
     if is_gguf(directory):
         from nanoengine.checkpoint.gguf_tensors import files_of
@@ -123,8 +123,8 @@ def checkpoint_files(directory: Path) -> list[Path]:
 def file_digest(path: Path) -> bytes:
     """xxh3 of all bytes of a file.
 
-    Why all: names, sizes, headers and times show neither that two files of weights differ nor that
-    they are equal.
+    Why all: names, sizes, headers and times show neither that two weight files differ nor that they
+    are equal.
 
     Perf: 10 GiB/s from the page cache, where loading leaves them or finds them (one Zen 5 core).
     """
@@ -135,7 +135,7 @@ def file_digest(path: Path) -> bytes:
 def read_tensors(
     file: Path, parts: Mapping[str, tuple[slice, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one file that `parts` names, one at a time; () is a whole tensor.
+    """Reads the tensors of one file that `parts` names, one at a time; () is a whole tensor.
 
     Raises:
         WeightLoadError: the file is damaged, or can't be read.

@@ -1,6 +1,6 @@
-"""Where a model is, and what it runs on: the meaning of "auto", of hub ids and of shares of memory.
+"""Finds the model and its device: resolves "auto", hub ids and memory shares.
 
-Called by `build.py`, and by commands that look before they load.
+Called by `build.py`, and by commands that inspect a model before loading.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import GGUF, is_gguf
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Names of a repository's files that make a checkpoint."""
+"""Patterns of the repository files that make up a checkpoint."""
 
 
 FLOAT16_OVERFLOWS = {"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM"}
-"""Architectures whose activations exceed what float16 holds, so that results become NaN. Source:
-the list in vLLM's `config/model.py`, which also has PLaMo 2."""
+"""Architectures whose activations exceed float16's range, so that results become NaN. Source: the
+list in vLLM's `config/model.py`, which also has PLaMo 2."""
 
 
 def resolve_model(config: EngineConfig) -> Path:
-    """The directory of the checkpoint, or its GGUF file: a local one, or what a hub id names,
-    brought into the hub's cache. A folder without safetensors may hold one GGUF, under any name.
+    """Returns the checkpoint's directory, or its GGUF file: a local one, or the one of a hub id,
+    downloaded to the hub's cache. A folder without safetensors may contain one GGUF, under any
+    name.
 
     Raises:
-        ConfigError: it is not there, or no repository that can be reached or is cached has it; the
-            folder holds no model; or several files may be meant, which the message lists.
+        ConfigError: it does not exist, and no reachable or cached repository has it; the folder has
+            no model; or several files match, which the message lists.
     """
-    # Why not the path's own: they raise for an unknown user, and for a name that is too long.
+    # Why not pathlib's methods: they raise for an unknown user, and for a name that is too long.
     path = Path(os.path.expanduser(config.model))
     if os.path.isdir(path):
-        # Why: a repository's folder in the hub's cache has its files in a folder per revision.
+        # Why: a repository in the hub's cache has one folder per revision.
         ref = path / "refs" / (config.revision or "main")
         return _in_folder(path / "snapshots" / ref.read_text().strip() if ref.is_file() else path)
     if os.path.exists(path):
@@ -89,7 +90,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _from_hub(config: EngineConfig, repository: str, patterns: list[str]) -> Path:
-    """The folder in the hub's cache with the repository's files that have such names."""
+    """The folder in the hub's cache with the repository's files that match these patterns."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(repository, revision=config.revision, allow_patterns=patterns))
@@ -98,8 +99,8 @@ def _from_hub(config: EngineConfig, repository: str, patterns: list[str]) -> Pat
 def _gguf_of_hub(
     config: EngineConfig, repository: str, quantization: str | None, name: str | None
 ) -> Path:
-    """The GGUF of this name, else the one whose name ends with the quantization, else the only one;
-    with the other parts of its set.
+    """Downloads the GGUF of this name, else the one whose name ends with the quantization, else the
+    only one; with the other parts of its set.
 
     Raises:
         ConfigError: there is none, or more than one.
@@ -125,7 +126,7 @@ def _gguf_of_hub(
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `name` means here; "auto" takes a GPU if there is one."""
+    """Returns the device for `name`; "auto" selects a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -140,8 +141,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """What `gpu_memory_utilization` means on this device: `memory_fraction` on a GPU, else
-    nothing."""
+    """Converts `gpu_memory_utilization` to `memory_fraction` on a GPU; without a GPU it is
+    ignored."""
     share = config.gpu_memory_utilization
     if share is None:
         return config
@@ -159,10 +160,11 @@ def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
 def resolve_dtype(
     name: str, stored: str, device: torch.device, *, backend: str = "auto", quantized: bool = False
 ) -> torch.dtype:
-    """The dtype to compute in. "auto" is the stored one, but on a CPU float32 in place of 16 bits.
+    """Returns the dtype to compute in. "auto" is the stored dtype, but on a CPU float32 instead of
+    16 bits.
 
-    A CPU keeps bfloat16 where one of its instructions multiplies such numbers, the backend is "cpu"
-    and linear layers are not quantized. Elsewhere bfloat16 would be no faster than float32.
+    A CPU computes in bfloat16 if it has bfloat16 dot products, the backend is "cpu" and linear
+    layers are not quantized. Otherwise bfloat16 would be no faster than float32.
     """
     if name != "auto":
         return getattr(torch, name)

@@ -1,14 +1,13 @@
-"""A GGUF file: what its header says, and the rows of its tensors.
+"""A GGUF file: its header, and the rows of its tensors.
 
     "GGUF" | version | counts | keys and values | names, shapes, types, offsets | padding | tensors
 
-All of a model is one file, or a set of parts of which the first has the keys. Little endian;
-versions 2 and 3, which are written alike. Whoever loads a checkpoint calls this; it knows neither
-models nor names. Nothing that a file says is believed before it is checked: a file may be cut
-short, and one from elsewhere may lie.
+A model is one file, or a set of parts; the first part has the keys. Little endian; versions 2 and
+3, which have the same layout. Called by the checkpoint loaders; knows neither models nor names.
+Everything that a file says is checked before it is used: a file may be truncated, or malicious.
 
-Source: the specification, docs/gguf.md of ggml; numbers of types and sizes of blocks: ggml.h and
-ggml-common.h of ggml.
+Source: the specification, docs/gguf.md of ggml; type ids and block sizes: ggml.h and ggml-common.h
+of ggml.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from nanoengine.settings.checks import listed, shown
 from nanoengine.settings.files import GGUF, is_gguf, wrong_content
 
 HEADER_BYTES = 128 << 20
-"""Most bytes of a header. Why: a file that lies may have any; real ones have some 50 MiB at most,
-where a vocabulary is in them twice."""
+"""Maximum size of a header. Why: a malformed file may claim any size; real headers have at most
+some 50 MiB, with a vocabulary stored twice."""
 
 MOST_ENTRIES = 1 << 16
-"""Most keys of a file, and most tensors: of a large mixture of experts there are some 2,000."""
+"""Maximum number of keys, and of tensors: a large mixture of experts has some 2,000."""
 
 MOST_STRINGS = 1 << 21
-"""Most strings of a header: several times the largest vocabularies and their merges. Why of all
-arrays: each takes time and memory, however short it is."""
+"""Maximum number of strings in a header: several times the largest vocabularies and their merges.
+Why over all arrays: each string takes time and memory, however short it is."""
 
 PART = re.compile(r"(?is)(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 """The name of a part of a model; numbers start at 1."""
@@ -45,14 +44,14 @@ PART = re.compile(r"(?is)(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5}
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"} | {
     7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
 }  # fmt: skip
-"""Type of a value -> NumPy's name of it."""
+"""Type id of a value -> its NumPy dtype."""
 
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
 
 
 class BlockType(NamedTuple):
-    """Inputs and bytes of one block: the unit in which a row is stored."""
+    """Inputs and bytes of one block, the storage unit of a row."""
 
     inputs: int
     bytes: int
@@ -66,10 +65,10 @@ TYPES = {
     "Q6_K": BlockType(256, 210), "Q8_K": BlockType(256, 292), "IQ4_NL": BlockType(32, 18),
     "IQ4_XS": BlockType(256, 136), "MXFP4": BlockType(32, 17),
 }  # fmt: skip
-"""The types of tensors that are read, by ggml's names."""
+"""The supported tensor types, by ggml's names."""
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types whose rows are read as floats; those of all others as bytes."""
+"""Types whose rows are read as floats; all others are read as bytes."""
 
 NAMES = (
     "F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K",
@@ -78,14 +77,14 @@ NAMES = (
     "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4",
     "Q1_0",
 )  # fmt: skip
-"""ggml's name of each number of a type."""
+"""ggml's name of each type id."""
 
 
 class GGUFTensor(NamedTuple):
-    """Where a tensor is.
+    """The location of a tensor.
 
     Attributes:
-        shape: as torch has it, outputs first. Writers may leave out leading ones.
+        shape: in torch's order, outputs first. Writers may omit leading dimensions of size 1.
         type: a key of `TYPES`.
         offset: of its first byte, from the start of the file.
     """
@@ -97,23 +96,23 @@ class GGUFTensor(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the last dimension."""
+        """Number of rows, over all leading dimensions."""
         return prod(self.shape[:-1])
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes per row."""
         block = TYPES[self.type]
         return self.shape[-1] // block.inputs * block.bytes
 
 
 class GGUFFile(NamedTuple):
-    """What the header says, or the headers of all parts.
+    """The contents of the header, or of the headers of all parts.
 
     Attributes:
         metadata: by key: numbers, bool and str; arrays of strings are lists, arrays of numbers are
-            NumPy's. A float32 is the float64 that it equals.
-        tensors: by their names in the file, as they lie there one after the other.
+            NumPy arrays. A float32 is the float64 that it equals.
+        tensors: by their names in the file, in file order.
     """
 
     metadata: dict[str, Any]
@@ -121,14 +120,14 @@ class GGUFFile(NamedTuple):
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The header of a file; of a part: those of its whole set, with the first part's keys.
+    """Reads the header of a file; for a part, of its whole set, with the first part's keys.
 
     Perf: 0.1 s for a vocabulary of 150,000 with 250,000 merges (one core).
 
     Raises:
-        WeightLoadError: the file is damaged or contradicts itself; the message has the place. Or
-            parts are missing, or belong to another model.
-        UnsupportedModelError: the version or the type of a tensor is not read.
+        WeightLoadError: the file is damaged or inconsistent; the message has the position. Or parts
+            are missing, or belong to another model.
+        UnsupportedModelError: the version or the type of a tensor is not supported.
     """
     named = _read_file(path)
     parts = _parts(path, named.metadata)
@@ -163,10 +162,12 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def read_rows(tensor: GGUFTensor, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Rows `first` to `last` (excluded; None: the end) of the leading dimensions as one.
+    """Reads rows `first` to `last` (exclusive; None: the end), with the leading dimensions
+    flattened.
 
     Returns:
-        [rows, row_bytes] uint8; or [rows, inputs] of a type of `FLOATS`. Memory of its own.
+        [rows, row_bytes] uint8; or [rows, inputs] for a type of `FLOATS`. The tensor owns its
+        memory.
 
     Raises:
         WeightLoadError: the file can't be read, or has become shorter.
@@ -186,10 +187,10 @@ def read_rows(tensor: GGUFTensor, first: int = 0, last: int | None = None) -> to
 
 
 class StoredRows:
-    """Rows of blocks, [rows, row_bytes] uint8, which are read where they are sliced.
+    """Rows of blocks, [rows, row_bytes] uint8, which are read when they are sliced.
 
-    Why: the largest matrix is a third of a small model, and would be there as bytes beside what it
-    is packed into.
+    Why: the largest matrix is a third of a small model, and would exist both as bytes and in packed
+    form.
     """
 
     dtype = torch.uint8
@@ -208,10 +209,11 @@ class StoredRows:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The one GGUF model of a folder without safetensors; of a set, the part with the least number.
+    """Finds the one GGUF model of a folder without safetensors; for a set, the part with the lowest
+    number.
 
-    Files with the suffix .gguf come first, then those of any name, as some programs keep them. What
-    belongs to a model is passed over: projectors of images, adapters, importance matrices.
+    Files with the suffix .gguf take precedence over files of any name, which some programs write.
+    Files that belong to a model are skipped: projectors of images, adapters, importance matrices.
 
     Raises:
         ConfigError: there are several.
@@ -247,7 +249,7 @@ def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
     """The files of the set that `path` belongs to."""
     name, count = PART.fullmatch(path.name), _whole(path, metadata, "split.count", 1)
     stem, said = (name["stem"], int(name["count"])) if name else ("", 1)
-    if said == 1 and count in (0, 1):  # Why 0: llama.cpp writes it where it has joined the parts.
+    if said == 1 and count in (0, 1):  # Why 0: llama.cpp writes it after joining the parts.
         return [path]
     parts = [path.with_name(f"{stem}-{i + 1:05}-of-{said:05}{path.suffix}") for i in range(said)]
     if said != count or path not in parts:
@@ -261,16 +263,16 @@ def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
 
 
 def _whole(path: Path, metadata: dict[str, Any], key: str, absent: int) -> int:
-    """A key that is a whole number, whatever the file says of it."""
+    """Reads a key that must be an integer."""
     if type(value := metadata.get(key, absent)) is not int:
         raise WeightLoadError(f"{path}: {key} is {shown(value)}; a whole number is allowed")
     return value
 
 
 def _read_file(path: Path) -> GGUFFile:
-    """The header of one file."""
+    """Reads the header of one file."""
     try:
-        # Why a regular one: a FIFO would be waited for.
+        # Why a regular file: reading a FIFO would block.
         if not path.is_file() or not (size := path.stat().st_size):
             raise WeightLoadError(f"{path} is no regular file, or it is empty")
         with (
@@ -283,14 +285,14 @@ def _read_file(path: Path) -> GGUFFile:
 
 
 class _Header:
-    """A place in a header, and what is read there; all reading checks that it is in the file.
+    """A cursor in a header; every read checks that it stays inside the file.
 
     Attributes:
         data: the file's first bytes.
         size: bytes of the file.
         place: the next byte.
         what: what is being read, for messages.
-        strings_left: how many more are read.
+        strings_left: how many more strings may be read.
     """
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
@@ -299,7 +301,7 @@ class _Header:
         self.strings_left = MOST_STRINGS
 
     def read(self) -> GGUFFile:
-        """All of it."""
+        """Reads the whole header."""
         if (magic := self.data[:4]) != b"GGUF":
             other = f"it starts with {magic!r}, not with b'GGUF': was it fetched?"
             self.refuse(wrong_content(self.path) or other)
@@ -325,7 +327,7 @@ class _Header:
         return GGUFFile(metadata, self.placed(found, metadata.get("general.alignment", 32)))
 
     def value(self) -> Any:
-        """A value after its type."""
+        """Reads a value after its type."""
         (kind,) = self.unpack("<I")
         if kind != ARRAY:
             return self.string() if kind == STRING else self.numbers(kind, 1)[0].item()
@@ -333,7 +335,7 @@ class _Header:
         return self.strings(count) if kind == STRING else self.numbers(kind, count)
 
     def numbers(self, kind: int, count: int) -> numpy.ndarray:
-        """Numbers of one type."""
+        """Reads numbers of one type."""
         if kind not in NUMBERS:
             self.refuse(f"{'an array of arrays' if kind == ARRAY else f'type {kind}'} is not read")
         dtype = numpy.dtype(NUMBERS[kind])
@@ -343,11 +345,11 @@ class _Header:
         return numpy.frombuffer(raw, dtype)
 
     def string(self) -> str:
-        """One string."""
+        """Reads one string."""
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """Strings, each after its length."""
+        """Reads strings, each after its length."""
         if count > self.strings_left:
             before = f", {MOST_STRINGS - self.strings_left} of them before" * (count != 1)
             self.refuse(f"it has {count} strings; at most {MOST_STRINGS} are read{before}")
@@ -371,7 +373,8 @@ class _Header:
         return found
 
     def tensor(self, what: str) -> tuple[int, str, GGUFTensor]:
-        """Where a tensor is described, its name, and the tensor, its offset among the tensors."""
+        """Reads the position of a tensor's description, its name, and the tensor, with an offset
+        relative to the tensor data."""
         self.what, place = what, self.place
         name = self.string()
         self.what = f"tensor {shown(name)}"
@@ -396,7 +399,8 @@ class _Header:
     def placed(
         self, found: list[tuple[int, str, GGUFTensor]], alignment: object
     ) -> dict[str, GGUFTensor]:
-        """The tensors, none of which lies outside of the file or in another one."""
+        """Checks that the tensors are inside the file and do not overlap, and makes offsets
+        absolute."""
         self.what = "general.alignment"
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             self.refuse(f"it is {shown(alignment)}; a power of two is allowed")
@@ -420,11 +424,11 @@ class _Header:
         return tensors
 
     def unpack(self, form: str) -> tuple[Any, ...]:
-        """Numbers of a `struct`."""
+        """Reads numbers in a `struct` format."""
         return struct.unpack(form, self.take(struct.calcsize(form)))
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Returns the next bytes."""
         if count > self.end - self.place:
             self.refuse(f"it ends at byte {self.place + count}, {self.beyond()}")
         self.place += count
@@ -437,5 +441,5 @@ class _Header:
         return f"but the file at {self.size}: is it complete?"
 
     def refuse(self, problem: str, error: type[ModelError] = WeightLoadError) -> NoReturn:
-        """Raises the error, with the place."""
+        """Raises the error, with the position."""
         raise error(f"{self.path}, byte {self.place}: {self.what}: {problem}")

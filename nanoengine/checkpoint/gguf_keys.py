@@ -1,10 +1,11 @@
-"""What the keys of a GGUF file say, by the names of a config.json.
+"""The keys of a GGUF file, under the names of a config.json.
 
-`Metadata` reads them, so that none is ignored that would change the maths. `GGUFKeys` reads those
-that say the same as a key of config.json, by the names in `keys.KEYS`. What says something else is
-read by functions beside the families (`Family.gguf`). Knows no tensor but by name.
+`Metadata` reads them, so that no key that would change the computation is ignored. `GGUFKeys` reads
+keys that have the same meaning as in config.json, by the names in `keys.KEYS`. Keys with another
+meaning are read by functions in the families (`Family.gguf`). This file uses only the names of
+tensors.
 
-Source: what writes such files and what reads them, conversion/ and src/models/ of llama.cpp.
+Source: the writers and readers of such files, conversion/ and src/models/ of llama.cpp.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
 
 
 class Metadata:
-    """The keys of a file, read one by one so that none is ignored that would change the maths."""
+    """The keys of a file. Reads are recorded, so that no key that would change the computation is
+    ignored."""
 
     def __init__(self, path: Path, raw: Json, tensors: Mapping[str, GGUFTensor]) -> None:
         self.path, self.raw, self.tensors, self._read = path, raw, tensors, set[str]()
         self.architecture = self.read("general.architecture", str)
 
     def read(self, key: str, kind: Any, default: Any = None) -> Any:
-        """The value of a key, which is a `kind`: see `check_value`."""
+        """The value of a key, of type `kind`: see `check_value`."""
         self._read.add(key)
         if key not in self.raw:
             return default
@@ -48,20 +50,20 @@ class Metadata:
         return value[0] if len(set(value)) == 1 else self.refuse(name, "one number for all layers")
 
     def each(self, name: str) -> list[int]:
-        """A number for each layer."""
+        """One number per layer."""
         value = self.get(name, int | list[int], 0)
         found = value if isinstance(value, list) else [value] * self.layers
         return found if len(found) == self.layers else self.refuse(name, "one number a layer")
 
     @property
     def layers(self) -> int:
-        """How many layers the file has, those for drafts included."""
+        """The number of layers in the file, including layers for drafts."""
         found = self.get("block_count", int, 0)
         return found if 1 <= found <= 10_000 else self.refuse("block_count", "1 to 10,000")
 
     @property
     def main_layers(self) -> int:
-        """How many layers there are but those."""
+        """The number of layers without those for drafts."""
         drafts, layers = self.get("nextn_predict_layers", int, 0), self.layers
         if not 0 <= drafts < layers:
             self.refuse("nextn_predict_layers", f"0 to {layers - 1}")
@@ -69,7 +71,7 @@ class Metadata:
 
     @property
     def head_dim(self) -> int:
-        """The size of a query's and a key's head."""
+        """The head dim of queries and keys."""
         heads, width = self.one("attention.head_count", int), self.get("embedding_length", int)
         return self.one("attention.key_length", int) or (width or 0) // (heads or 1)
 
@@ -85,7 +87,7 @@ class Metadata:
         return {"sliding_window": window, "layer_types": kinds}
 
     def refuse(self, name: str, supported: str) -> NoReturn:
-        """Raises UnsupportedModelError for what a key says."""
+        """Raises UnsupportedModelError for the value of a key."""
         key = f"{self.architecture}.{name}"
         raise UnsupportedModelError(
             f"{self.path}: {key}={shown(plain(self.raw.get(key)))} is not implemented; supported:"
@@ -93,8 +95,8 @@ class Metadata:
         )
 
     def refuse_others(self) -> None:
-        """Raises UnsupportedModelError for a key of the architecture that was not read, unless
-        it is harmless, or asks for nothing."""
+        """Raises UnsupportedModelError for a key of the architecture that was not read, unless it
+        is harmless or has a zero value."""
         for key in self.raw.keys() - self._read:
             name = key.removeprefix(f"{self.architecture}.")
             if name != key and name not in HARMLESS and plain(self.raw[key]):
@@ -104,12 +106,12 @@ class Metadata:
 class GGUFKeys(Keys):
     """The keys of a config whose values are in a GGUF file.
 
-    A key that `raw` lacks has the value that the file has by the name in `KEYS`. It is looked up
-    where a family reads the key. Why not before: one key of a file has other names in the
-    config.json of other families, and only the family knows which of them it reads.
+    A key that is not in `raw` has the value of the file's key that `KEYS` names. It is looked up
+    when a family reads the key. Why not earlier: one key of a file has different names in the
+    config.json of different families, and only the family knows which one it reads.
 
     Args:
-        raw: what `gguf_models.config_json` has found. None is null where null is a value of the key
+        raw: the result of `gguf_models.config_json`. None is null if null is a value of the key
             (`Key.off`); else the config lacks the key, whatever the file says.
     """
 
@@ -143,7 +145,7 @@ class GGUFKeys(Keys):
 
 
 HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layout"))
-"""Keys of an architecture that change no result, or say what the tensors show."""
+"""Keys of an architecture that change no result, or repeat what the tensors show."""
 
 SCORES = {1: "softmax", 2: "sigmoid"}
-"""What router logits become, by its number."""
+"""Gating function id -> `scoring_func`."""

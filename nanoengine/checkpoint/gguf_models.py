@@ -1,8 +1,8 @@
-"""A GGUF file's metadata as a config.json, and where the two differ.
+"""Converts a GGUF file's metadata to a config.json, and handles their differences.
 
-A key that changes the maths and is not implemented is refused by name and value. Called by
-`config.py` where a model is a GGUF file; `gguf_keys.py` reads keys, `gguf_tensors.py` names
-tensors, `Family.gguf` has what a family's files have of their own.
+A key that changes the computation and is not implemented is rejected, with its name and value.
+Called by `config.py` if a model is a GGUF file; `gguf_keys.py` reads keys, `gguf_tensors.py` names
+tensors, `Family.gguf` has the differences of a family's files.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from nanoengine.errors import UnsupportedModelError
 # fmt: off
 YARN = "attention_factor", "beta_fast", "beta_slow"
 GROWING = "mscale_all_dim", "llama_4_scaling_beta"
-"""Keys of `rope_parameters` of models whose queries grow with their position."""
+"""Keys of `rope_parameters` for models that scale queries by their position."""
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Keys of `general.sampling` -> those of generation_config.json."""
+"""Keys of `general.sampling` -> keys of generation_config.json."""
 BIASES = {
     "qkv_bias": (".q_proj.bias", ".qkv_proj.bias"), "output_bias": (".o_proj.bias",),
     "mlp_bias": (".mlp.down_proj.bias",), "lm_head_bias": ("lm_head.bias",),
 }
-"""Field of `LayerPlan` -> ends of the names that show it. Why not a key: no file has one."""
+"""Field of `LayerPlan` -> endings of tensor names that indicate it. Why not a key: no file has
+one."""
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
     "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
 )
-"""Control tokens that end an answer whatever else does: files name one or two of those that a
-generation_config.json has. Source: `llama_vocab::impl::load` of llama.cpp."""
+"""Control tokens that always end an output: files have only one or two of the EOS tokens in a
+generation_config.json. Source: `llama_vocab::impl::load` of llama.cpp."""
 CONTROL = 3
 """The type of a control token."""
 # fmt: on
@@ -53,10 +54,10 @@ def read_config(path: Path, parse: Callable[..., Any]) -> Any:
     """The ModelConfig of a GGUF file.
 
     Args:
-        parse: makes it of a config.json, as `config.parse_model_config` does.
+        parse: makes it from a config.json, like `config.parse_model_config`.
 
     Raises:
-        UnsupportedModelError: as `parse` does, by the names of the file's keys.
+        UnsupportedModelError: as `parse` does, with the file's own keys.
     """
     model = GGUFModel(path)
     try:
@@ -66,12 +67,12 @@ def read_config(path: Path, parse: Callable[..., Any]) -> Any:
 
 
 def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a config.json and a generation_config.json of the same model would say, where `GGUFKeys`
-    does not find it; None: nothing.
+    """The config.json and the generation_config.json of the same model, as far as `GGUFKeys` does
+    not find the keys; None: no value.
 
     Raises:
-        UnsupportedModelError: a key that changes the maths is not implemented, or is of the wrong
-            type; the message names file, key, value and what is allowed.
+        UnsupportedModelError: a key that changes the computation is not implemented, or has the
+            wrong type; the message names file, key, value and what is allowed.
     """
     given, files, tensors = model.given, model.files, model.tensors
     family, more = every_family()[model.name], files.read(given)
@@ -113,7 +114,7 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def in_its_words(model: GGUFModel, message: str) -> str:
-    """A message about what `config_json` made, with the keys of the file."""
+    """Rewrites a message about the result of `config_json` with the keys of the file."""
     if (path := str(model.given.path)) in message:
         return message
     own = f"{model.given.architecture}."
@@ -125,7 +126,7 @@ def in_its_words(model: GGUFModel, message: str) -> str:
 
 
 def as_in_file(model: GGUFModel, config: Any) -> Any:
-    """A ModelConfig that was made of `config_json`, with the fields that are others in a file."""
+    """Adapts a ModelConfig made from `config_json`: sets the fields that differ in a GGUF file."""
     plan, moe, states = config.plan, config.moe, config.states
     here = model.entries()
     biases = {part: any(name.endswith(ends) for name in here) for part, ends in BIASES.items()}
@@ -158,7 +159,7 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
 
 
 def _rotation(model: GGUFModel) -> Json:
-    """How positions become angles. A tensor of factors slows each pair of dimensions by its own:
+    """The RoPE parameters. A tensor of factors divides the frequency of each pair of dimensions:
     llama3's rule as numbers, or longrope's two lists."""
     given, family = model.given, every_family()[model.name]
     base = given.get("rope.freq_base", float, 1e4)
@@ -188,9 +189,9 @@ def _rotation(model: GGUFModel) -> Json:
         scaling |= {key: given.get(KEYS[key].gguf, float) for key in YARN}
         if "llama_4_scaling_beta" in usual_rope:
             scaling |= {key: given.get(KEYS[key].gguf, float) for key in GROWING}
-            scaling["mscale"] = 1.0  # Why: no file says another one.
+            scaling["mscale"] = 1.0  # Why: no file has another value.
         elif given.architecture == "deepseek2":
-            # Why ten times: writers multiply it by 0.1. No file says another one for `mscale`.
+            # Why times ten: writers multiply it by 0.1. No file has another value for `mscale`.
             log = 10 * given.get("rope.scaling.yarn_log_multiplier", float, 0.0)
             scaling |= {"mscale": log, "mscale_all_dim": log} if log else {}
         if given.get("rope.scaling.yarn_ext_factor", float, 1.0) != 1:
@@ -211,7 +212,7 @@ def _rotation(model: GGUFModel) -> Json:
 
 
 def _ends(given: Metadata) -> Iterator[tuple[str, int | None]]:
-    """What names the tokens that end an answer: keys, and names of control tokens."""
+    """The sources of EOS tokens: keys, and names of control tokens."""
     words = "tokenizer.ggml"
     tokens = given.read(f"{words}.tokens", list[str], [])
     kinds = given.read(f"{words}.token_type", list[int], [])
@@ -221,7 +222,7 @@ def _ends(given: Metadata) -> Iterator[tuple[str, int | None]]:
         if text in ENDS and kind == CONTROL
     }
     if {"<|return|>", "<|call|>"} <= ends.keys():
-        ends.pop("<|end|>", None)  # Why: there it ends a message, and an answer has several.
+        ends.pop("<|end|>", None)  # Why: there it ends a message, and an output has several.
     for key in (f"{words}.{name}_token_id" for name in ("eos", "eot", "eom")):
         yield key, given.read(key, int)
     yield from (("its known name", token_id) for token_id in ends.values())
@@ -246,7 +247,7 @@ def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:
 
 # fmt: off
 def _proportional(given: Metadata, factors: list[list[float]], full: float, sliding: float) -> Json:
-    """Gemma 4: the factors of pairs without RoPE in layers with full attention are huge."""
+    """Gemma 4: in layers with full attention, pairs without RoPE have huge factors."""
     each = factors[0] if factors else [1.0]
     rotated = each.count(1.0)
     if len(factors) > 1 or min(each[rotated:], default=1e30) < 1e29:

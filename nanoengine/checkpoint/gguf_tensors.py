@@ -1,8 +1,9 @@
-"""GGUFModel: a GGUF file's tensors by our names, and what their rows become when they are read.
+"""GGUFModel: a GGUF file's tensors under our names, and the changes to their rows when they are
+read.
 
-Rows of queries and keys that a file stores in another order are put back while they are read, so
-that models and kernels are those of the original checkpoint. Called by `files.py` and
-`gguf_models.py`; knows neither layers nor how blocks of numbers are read.
+If a file stores the rows of queries and keys in another order, reading restores the original order,
+so models and kernels are the same as for the original checkpoint. Called by `files.py` and
+`gguf_models.py`; knows neither layers nor how quantized blocks are decoded.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ NAMES = {
     "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj", "token_embd_norm": "model.norm",
 }
-"""A tensor's name, without the layer before it and mostly without ".weight" -> ours; {} is the
-number of an expert in a stack; where there are two, rows of its gate and its up lie together."""
+"""A tensor's name, without the layer and mostly without ".weight" -> our name. {} is the index of
+an expert in a stack; with two {}, the stack holds both gate and up rows."""
 SPLIT: dict[str, dict[str, tuple[int, ...]]] = {
     "attn_qkv": {"self_attn.q_proj": (0,), "self_attn.k_proj": (1,), "self_attn.v_proj": (2,)},
     "ssm_in": {"linear_attn.in_proj_qkv": (0, 1, 2), "linear_attn.in_proj_z": (3,)},
     "ssm_ba": {"linear_attn.in_proj_b": (0,), "linear_attn.in_proj_a": (1,)},
 }
-"""A tensor that is several of ours, unless its architecture names it -> which parts of its rows are
-each: see `GGUFModel._sizes`."""
+"""A tensor that contains several of ours, unless its architecture names it -> the parts of its rows
+for each: see `GGUFModel._sizes`."""
 # fmt: on
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -67,9 +68,9 @@ class Entry(NamedTuple):
     """One of our tensors in a file.
 
     Attributes:
-        tensor: where it is; of a stack of experts, one expert's matrix.
+        tensor: its location; in a stack of experts, one expert's matrix.
         shape: as layers have it.
-        changes: what its rows become when they are read, one after the other.
+        changes: functions that are applied in order to its rows when they are read.
     """
 
     tensor: GGUFTensor
@@ -82,10 +83,10 @@ class GGUFModel:
 
     Attributes:
         name: its family, by the architecture of a config.json.
-        files: what differs in GGUF files of this family.
+        files: the differences of this family's GGUF files.
 
     Raises:
-        UnsupportedModelError: the architecture is unknown, or the file is no language model.
+        UnsupportedModelError: the architecture is unknown, or the file is not a language model.
         WeightLoadError: the file is damaged.
     """
 
@@ -107,7 +108,7 @@ class GGUFModel:
         self.name, self.files = (asked or [one for one in found if one[1].when is None])[0]
 
     def entries(self) -> dict[str, Entry]:
-        """All tensors by our names. One that is nothing here keeps its part of the name, and is
+        """All tensors by our names. An unknown tensor keeps its name within the layer, and is
         reported as unexpected."""
         found, changes = dict[str, Entry](), self._changes()
 
@@ -153,7 +154,7 @@ class GGUFModel:
         return found
 
     def _changes(self) -> dict[str, Change]:
-        """Our name after that of the layer -> what rows become when they are read."""
+        """Our name after the layer prefix -> the change to rows when they are read."""
         given, found = self.given, dict[str, Change]()
         if self.files.pairs:
             unpaired = partial(_unpaired, head_dim=given.head_dim)
@@ -173,8 +174,8 @@ class GGUFModel:
         return found
 
     def _sizes(self, stem: str) -> tuple[int, tuple[int, ...]]:
-        """In how many groups the rows of a tensor of `SPLIT` lie, and how many rows of a group each
-        part has."""
+        """The number of groups in the rows of a tensor of `SPLIT`, and the rows per group of each
+        part."""
         given = self.given
         if stem == "attn_qkv":
             heads = given.one("attention.head_count", int, 0)
@@ -198,14 +199,15 @@ class GGUFModel:
 
 
 def _unpaired(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows of whole heads of which neighbours turn together, in the order in which the halves of a
-    head do."""
+    """Reorders rows of whole heads from interleaved RoPE (pairs of neighbours) to the half-split
+    form."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _grouped(rows: torch.Tensor, key_heads: int, each: int, skipped: int = 0) -> torch.Tensor:
-    """Rows of value heads, in a file first the first of each key head, in the order of their key
-    heads; those that are skipped are of other heads."""
+    """Reorders value heads. A file first has the first value head of each key head, then the
+    second; the result is grouped by key head. The first `skipped` rows belong to other heads and
+    stay."""
     values = rows[skipped:].unflatten(0, (each, key_heads, -1)).transpose(0, 1).flatten(0, 2)
     return torch.cat((rows[:skipped], values))
 
@@ -213,8 +215,8 @@ def _grouped(rows: torch.Tensor, key_heads: int, each: int, skipped: int = 0) ->
 def _parts(
     rows: torch.Tensor, groups: int, sizes: tuple[int, ...], wanted: tuple[int, ...]
 ) -> torch.Tensor:
-    """Of rows of so many groups, each of parts of these sizes: those of the wanted parts, one part
-    behind the other."""
+    """Selects the wanted parts from rows in `groups` groups, which consist of parts of these
+    `sizes`; the parts are concatenated."""
     parts = rows.unflatten(0, (groups, -1)).split(sizes, dim=1)
     return torch.cat([parts[n].flatten(0, 1) for n in wanted])
 
@@ -222,7 +224,8 @@ def _parts(
 def read_entries(
     path: Path, parts: Mapping[str, tuple[slice, ...]]
 ) -> Iterator[tuple[str, torch.Tensor | StoredRows]]:
-    """See `read_tensors`. Rows of a quantized tensor come whole, as bytes that are read later."""
+    """See `read_tensors`. Rows of a quantized tensor are returned whole, as bytes that are read
+    later."""
     here = GGUFModel(path).entries()
     for name, part in parts.items():
         tensor, shape, changes = here[name]

@@ -1,6 +1,6 @@
-"""What is near where a model was expected: for messages, and files that no index lists.
+"""Suggestions for messages if a model is not found, and weight files without an index.
 
-Called by `find.py` and `files.py` where a path or an index is missing.
+Called by `find.py` and `files.py` if a path or an index is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safeten
 
 
 def files_without_index(directory: Path) -> list[Path]:
-    """The files of numbered sets, or else all safetensors files but those of an adapter.
+    """The files of numbered sets, or else all safetensors files except adapters.
 
     Raises:
         WeightLoadError: files of a set are missing.
@@ -39,15 +39,15 @@ def files_without_index(directory: Path) -> list[Path]:
 
 
 def models_below(folder: Path) -> str:
-    """The models in folders of a folder, for a message."""
+    """The models in subfolders of a folder, for a message."""
     names = [f"{at}/{name}" for at in ("*", "*/*") for name in ("config.json", "*.gguf")]
-    names += ["blobs/sha256-*", "*/snapshots"]  # of ollama, and of the hub's cache
+    names += ["blobs/sha256-*", "*/snapshots"]  # ollama's files, and the hub's cache
     below = {str(p if p.suffix == GGUF else p.parent) for one in names for p in folder.glob(one)}
     return f"; below it are {listed(sorted(below))}" if below else ""
 
 
 def near_names(path: Path) -> str:
-    """What the nearest directory that exists has in place of a missing path, for a message."""
+    """Similar names in the nearest existing directory of a missing path, for a message."""
     while not os.path.isdir(path.parent):
         path = path.parent
     wanted, names = path.name.lower()[:255], {p.name.lower(): p for p in path.parent.glob("*")}

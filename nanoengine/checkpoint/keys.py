@@ -1,8 +1,9 @@
-"""Keys: a config.json read key by key, so that no key is ignored that would change the maths.
+"""Keys: reads a config.json key by key, so that no key that would change the computation is
+ignored.
 
-`KEYS` says of each key once what it may be, what a config without it means, what happens to one
-that the family does not read, and what GGUF files call it. Every value is checked before it is
-used. A family reads the keys that it honours. Plain json, neither torch nor transformers.
+`KEYS` defines each key once: its allowed values, its default, what happens if the family does not
+read it, and its name in GGUF files. Every value is checked before it is used. A family reads the
+keys that it supports. Uses plain json, neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ class Key(NamedTuple):
     """One key of config.json, or of a dict in it.
 
     Attributes:
-        kind: what its value is, as `check_value` takes it.
-        least, most: a number's range. Why so far out: no model comes near, and products of such
-            numbers are still sizes that a tensor can have; `check_sizes` does the rest.
-        default: what a config without the key means, unless its family or transformers' config
-            class (`defaults.json`) says otherwise. null means the same where this is None, and is
-            refused elsewhere.
+        kind: the type of its value, as `check_value` expects it.
+        least, most: a number's range. Why so wide: no model comes near, and products of such
+            numbers are still possible sizes of a tensor; `check_sizes` does the rest.
+        default: the value of an absent key, unless its family or transformers' config class
+            (`defaults.json`) has another. If it is None, null means the same; otherwise null is
+            rejected.
         unread: what happens to a key that its family doesn't read. "refused": any value but the
-            default would change the maths; "warned": its effect is unknown, and a warning names it;
-            "harmless": it changes no result.
+            default would change the computation; "warned": its effect is unknown, and a warning
+            names it; "harmless": it changes no result.
         off: null means None, whatever the default.
-        gguf: its name in the metadata of a GGUF file, after the architecture's. Keys that several
-            families call differently have the same name there.
+        gguf: its name in the metadata of a GGUF file, after the architecture prefix. Keys with
+            different names in several families share one name there.
     """
 
     kind: Any
@@ -57,7 +58,7 @@ _FIRST_LAYERS = Key(int, *_LAYERS, 0, "refused")
 
 
 def _each(names: str, key: Key) -> dict[str, Key]:
-    """Several keys that may be the same."""
+    """Several keys with the same definition."""
     return dict.fromkeys(names.split(), key)
 
 
@@ -123,7 +124,7 @@ KEYS: dict[str, Key] = {
     "max_window_layers": Key(int, *_LAYERS, 28, "harmless"),
     "sliding_window_pattern": Key(int | str, default=4, **_HARMLESS),
     "global_attn_every_n_layers": Key(int, 1, 10_000, 4, "harmless"),
-    # rotation: in config.json, or in a dict of their own
+    # RoPE: in config.json, or in a dict of its own
     **_each("rope_parameters rope_scaling", Key(dict[str, Any], off=True)),
     **_each("rope_type type", Key(str, default="default")),
     "rope_theta": Key(float, 1.001, 1e15, 1e4, gguf="rope.freq_base"),
@@ -155,7 +156,7 @@ KEYS: dict[str, Key] = {
     "block_auto_adjust_ff_dim": Key(bool, default=True),
     "block_ffn_dim_multiplier": Key(float, 1e-3, 1e3, 1.0),
     "block_multiple_of": Key(int, 1, 2**20, 256, "harmless"),
-    # what models before Llama have
+    # models before Llama
     **_each("alibi bias add_cross_attention scale_attn_by_inverse_layer_idx", _MATHS_FLAG),
     **_each("_remove_final_layer_norm new_decoder_architecture", _MATHS_FLAG),
     **_each(
@@ -227,20 +228,20 @@ KEYS: dict[str, Key] = {
     ),
     "position_embedding_type": Key(str, unread="harmless"),
 }
-"""Key that a family honours, or that would change the maths -> what it may be."""
+"""Key that a family supports, or that would change the computation -> its definition."""
 
 PER_LAYER = "moe_topk", "moe_intermediate_size"
-"""Keys that may have a number for each layer, all the same."""
+"""Keys that may have one number per layer, if all are equal."""
 
 COMMON = frozenset((
     "dtype", "torch_dtype", "eos_token_id", "layer_types", "num_nextn_predict_layers",
     "original_max_position_embeddings", "quantization_config", "rope_scaling",
 ))  # fmt: skip
-"""Keys for which `defaults.json` has no values. Complete configs lack some of them, and are parsed
+"""Keys for which `defaults.json` has no values. Complete configs may lack them, and are parsed
 without that file."""
 
 HARMLESS = frozenset((
-    # what a file is, and how to build and train on it
+    # metadata of a file, and how to build and train the model
     "auto_map", "chunk_size_feed_forward", "embedding_initializer_range",
     "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
     "label2id", "output_attentions",
@@ -248,42 +249,42 @@ HARMLESS = frozenset((
     "torchscript", "transformers_version", "use_bfloat16", "name_or_path",
     "finetuning_task", "prefix", "pruned_heads", "task_specific_params", "tf_legacy_loss",
     "tie_encoder_decoder", "cross_attention_hidden_size",
-    # ids of tokens that begin a text, or fill it
+    # ids of tokens that begin a text, or pad it
     "bos_token_id", "decoder_start_token_id", "eod_token_id", "pad_token_id", "sep_token_id",
     "unk_token_id",
-    # of training alone
+    # only for training
     "attention_dropout", "classifier_dropout", "embd_pdrop", "embedding_dropout",
     "hidden_dropout", "resid_pdrop",
     "residual_dropout", "attn_pdrop", "dropout", "layerdrop", "embed_dropout",
     "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
-    # how transformers runs, not what; and what is read as `sliding_window_pattern`
+    # how transformers runs a model; and keys that are read as `sliding_window_pattern`
     "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
     "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",
     "reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
     "summary_use_proj", "init_std",
-    # how weights begin
+    # initial weights
     "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "expand",
     "z_loss_coefficient",
-    # the sum of two others; where two addends are rounded
+    # the sum of two others; the rounding of two addends
     "qk_head_dim", "enable_moe_fp32_combine",
 ))  # fmt: skip
-"""Further keys that change no result of generating. A warning names any other key that is not read:
-see `Keys.unread`."""
+"""Further keys that don't affect generation. A warning names any other key that is not read: see
+`Keys.unread`."""
 
 
 @functools.cache
 def class_defaults() -> Mapping[str, Json]:
-    """`model_type` -> values of absent keys, as transformers' config class has them.
+    """`model_type` -> defaults of absent keys in transformers' config class.
 
-    Only values that differ from those of `KEYS`; `tools/class_defaults.py` writes the file.
+    It has only values that differ from `KEYS`; `tools/class_defaults.py` writes the file.
     """
     return json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
 
 def checked(raw: Json, where: str) -> dict[str, Any]:
-    """The keys, those of `KEYS` being null, or of the right type and range.
+    """Checks that keys in `KEYS` are null, or of the right type and range.
 
     Raises:
         UnsupportedModelError: names file, key, value and what is allowed.
@@ -308,13 +309,13 @@ class Keys:
     """The keys of a config.json, or of a dict in it.
 
     Args:
-        defaults: a family's, in place of all others.
-        where: begins messages.
-        model_type: whose values in `class_defaults` count before those of `KEYS`.
+        defaults: the family's defaults, which replace all others.
+        where: the prefix of messages.
+        model_type: its values in `class_defaults` take precedence over `KEYS`.
 
     Attributes:
-        given: what the file says, checked.
-        ignored: further keys, of dicts, that no family reads.
+        given: the file's values, checked.
+        ignored: further keys, in dicts, that no family reads.
     """
 
     def __init__(
@@ -327,17 +328,17 @@ class Keys:
         self.ignored: list[str] = []
 
     def __contains__(self, key: str) -> bool:
-        """Whether the file has it, or the family or its class a default."""
+        """Whether the file has the key, or the family or its config class has a default."""
         return key in self.given or key in self._defaults(key)
 
     def _defaults(self, key: str) -> Json:
-        """Where the default of this key is, unless it is in `KEYS`."""
+        """The dict with the default of this key, if it is not in `KEYS`."""
         if key in self._own or key in COMMON or self._model_type is None:
             return self._own
         return class_defaults().get(self._model_type, {})
 
     def get(self, key: str) -> Any:
-        """The key's value, which the caller honours.
+        """The key's value; the caller must support it.
 
         Raises:
             UnsupportedModelError: it is null, and has a default that null doesn't replace.
@@ -356,12 +357,12 @@ class Keys:
         return default
 
     def nonempty(self, key: str) -> Json:
-        """A dict; the default in place of null, or of an empty one."""
+        """A dict; null and an empty dict are replaced by the default."""
         return self.get(key) or self._defaults(key).get(key) or {}
 
     def require(self, key: str) -> int:
-        """A size that this model can't do without. Why 0 is in the range of some: other models have
-        the key too, and say so that they don't use it."""
+        """A required size. Why 0 is in the range of some: other models have the key too, with 0 for
+        unused."""
         value = self.get(key)
         if not value:
             raise UnsupportedModelError(
@@ -371,13 +372,13 @@ class Keys:
 
     @property
     def head_dim(self) -> int:
-        """The size of a head: as the file says, else all heads share the hidden size."""
+        """The head dim: the file's value, else the hidden size divided by the number of heads."""
         size = self.get("head_dim")
         return size or self.require("hidden_size") // self.require("num_attention_heads")
 
     def allow(self, key: str, *values: Any) -> None:
-        """Raises UnsupportedModelError unless the key is absent, or has one of the values: the only
-        ones implemented."""
+        """Raises UnsupportedModelError unless the key is absent, or has one of the implemented
+        `values`."""
         self._read.add(key)
         if key in self.given and self.given[key] not in values:
             named = " or ".join(repr(str(v)) for v in values if v is not None) or "no value"
@@ -386,8 +387,8 @@ class Keys:
             )
 
     def refuse_others(self) -> None:
-        """Raises UnsupportedModelError for a key that was not read and that asks for other
-        maths. null asks for none."""
+        """Raises UnsupportedModelError for a key that was not read and would change the
+        computation. null does not."""
         for key, spec in KEYS.items():
             if spec.unread == "refused" and key in self.given.keys() - self._read:
                 self.allow(key, spec.default, None)
@@ -395,9 +396,9 @@ class Keys:
     def unread(self) -> list[str]:
         """Keys that were not read and whose effect is unknown.
 
-        What the config class of transformers has for a type is read, refused or harmless, which a
-        test holds. So these are another library's, or a newer model's. Names that begin with "_"
-        are private to transformers, which saves them with a config.
+        All keys of transformers' config classes are read, refused or harmless, which a test checks.
+        So these keys come from another library, or a newer model. Names that begin with "_" are
+        private to transformers, which saves them with a config.
         """
         known = self._read | HARMLESS | {key for key, k in KEYS.items() if k.unread == "harmless"}
         given = {key for key, value in self.given.items() if value is not None}

@@ -1,7 +1,7 @@
 """LayerPlan, StatePlan and MoEConfig: what the layers of a family compute, as data.
 
-`families/` makes them from a config's keys, `models/` builds layers from them. A mechanism is a
-field here and a few lines there; a family is a choice of values.
+`families/` makes them from a config's keys, `models/` builds layers from them. A mechanism is one
+field here and a few lines in `models/`; a family is a choice of values.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ ANY_STEP = (0.0, math.inf)
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of layers in `layer_types`."""
 ATTENTION = "attention"
-"""What transformers 4 wrote for FULL."""
+"""The name of FULL in transformers 4."""
 QKNorm = Literal["per_head", "all_heads", "post_rope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentPlan:
-    """Sizes of multi-head latent attention (MLA): keys and values are made of one short vector per
-    token. Fields are called as the keys of config.json.
+    """Sizes of multi-head latent attention (MLA): keys and values are made from one short vector
+    per token. Fields have the names of config.json's keys.
 
     Attributes:
         kv_lora_rank: elements of that vector.
-        q_lora_rank: of the one that queries are made of; None: of the hidden state itself.
-        qk_nope_head_dim, qk_rope_head_dim: of each head's query and key, the dimensions without and
-            with RoPE; the latter are the same in the keys of all heads.
-        v_head_dim: of each head's value.
+        q_lora_rank: elements of the vector that queries are made from; None: queries are made from
+            the hidden state itself.
+        qk_nope_head_dim, qk_rope_head_dim: dimensions of each head's query and key without and with
+            RoPE; all heads share the key's dimensions with RoPE.
+        v_head_dim: dimensions of each head's value.
     """
 
     kv_lora_rank: int
@@ -45,20 +46,20 @@ class LatentPlan:
 
     @property
     def size(self) -> int:
-        """How many numbers of a token attention reads."""
+        """Cached elements per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconH1Multipliers:
-    """The multipliers of Falcon-H1, whose layers have Mamba and attention in parallel, by the keys
-    of config.json.
+    """The multipliers of Falcon-H1, whose layers have Mamba and attention in parallel. Fields have
+    the names of config.json's keys.
 
     Attributes:
-        ssm_in_multiplier, attention_in_multiplier: on what goes into each.
+        ssm_in_multiplier, attention_in_multiplier: on the inputs of each.
         ssm_multipliers: on z, x, b, c and dt of Mamba.
-        ssm_out_multiplier, attention_out_multiplier: on what comes out.
-        mlp_multipliers: on the MLP's gate before its activation, and on what the MLP adds.
+        ssm_out_multiplier, attention_out_multiplier: on the outputs.
+        mlp_multipliers: on the MLP's gate before its activation, and on the MLP's output.
     """
 
     ssm_in_multiplier: float
@@ -71,14 +72,14 @@ class FalconH1Multipliers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Plan:
-    """Gemma 4: layers of two shapes, of which the last may attend to the KV cache of earlier ones.
+    """Gemma 4: layers of two shapes; the last ones may attend to the KV cache of earlier ones.
 
     Attributes:
         shapes: head dim and number of KV heads, of layers with a window and of the others.
         keys_are_values: in layers without a window, keys and values are one projection.
-        num_shared: so many last layers attend to the keys and values of the last layer of their
-            kind before them.
-        shared_width: the width of their MLP, as a multiple of that of the other layers.
+        num_shared: number of last layers that use the keys and values of the last earlier layer of
+            their kind.
+        shared_width: the width of their MLP, as a multiple of the other layers' width.
         input_size: width of the per-layer input embeddings; 0: there are none.
     """
 
@@ -90,7 +91,7 @@ class Gemma4Plan:
 
     @property
     def widest(self) -> tuple[int, int]:
-        """The shape of the layers that keep the most."""
+        """The shape of the layers with the largest KV cache."""
         return max(self.shapes, key=math.prod)
 
     def in_a_slice(self, window: int | None) -> int:
@@ -98,7 +99,7 @@ class Gemma4Plan:
         return math.prod(self.widest) // math.prod(self.shapes[window is None])
 
     def slices(self, windows: Sequence[int | None]) -> list[tuple[int, ...]]:
-        """The layers that keep keys and values, those together that share a slice."""
+        """The layers with a KV cache, grouped by the slice that they share."""
         own, found = windows[: len(windows) - self.num_shared], []
         for window in dict.fromkeys(own):
             alike = [n for n, other in enumerate(own) if other == window]
@@ -110,66 +111,58 @@ class Gemma4Plan:
 @checked(UnsupportedModelError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """One decoder layer, the embeddings and the head; by default Llama's. Fields are called as keys
-    of config.json where there is one that says the same.
+    """One decoder layer, the embeddings and the head; the defaults are Llama's. Fields have the
+    names of config.json's keys where one has the same meaning.
 
     Norms:
         norms: "pre": before attention and MLP; "post": after them; "sandwich": both; "parallel":
             attention and MLP have the same input, and share one pre-norm; "parallel each": they
             have the same input, and a pre-norm each.
         norm: "rms"; "wide": its weight is multiplied before rounding to the model's dtype;
-            "centered": wide, and the factor is 1 + weight; "layer": LayerNorm; "centered layer":
-            that with the factor 1 + weight; "bare", "bare layer": RMSNorm and LayerNorm that have
-            no weight.
+            "centered": wide, with the factor 1 + weight; "layer": LayerNorm; "centered layer":
+            LayerNorm with the factor 1 + weight; "bare", "bare layer": RMSNorm and LayerNorm
+            without a weight.
         norm_bias: LayerNorm adds a bias.
-        qk_norm: the norm of queries and keys: of each head, before RoPE ("per_head") or after it
-            ("post_rope"), or of "all_heads" as one; None: there is none.
-
+        qk_norm: the norm of queries and keys: per head, before RoPE ("per_head") or after it
+            ("post_rope"), or over "all_heads" together; None: there is none.
     Attention:
-        qkv_bias, output_bias: which projections have biases.
+        qkv_bias, output_bias: the projections have biases.
         output_gate: attention's output is multiplied by a sigmoid of this: in the checkpoint, rows
-            of "q_proj", or a "gate_proj" of its own; "per_head": the latter with one number per
+            of "q_proj", or a separate "gate_proj"; "per_head": a gate_proj with one number per
             head.
         attention_multiplier: factor on q.k; None: head_dim ** -0.5.
-        attn_logit_softcapping: c of c * tanh(x / c), on scores; None: none.
+        attn_logit_softcapping: c: scores become c * tanh(x / c); None: no soft cap.
         attention_sinks: each head has a learned score in the sum of its softmax
             (`AttentionSpec.sinks`).
-        latent: multi-head latent attention (MLA); None: keys and values are made of the hidden
-            state.
-
+        latent: multi-head latent attention (MLA); None: ordinary keys and values.
     Positions:
-        rotary_dim: RoPE is applied to the first so many dimensions of a head; None: to all.
-        rope_interleaved: RoPE rotates pairs of neighbours, not of the two halves of a head.
-        learned_positions: a learned vector per position is added to the embeddings, and their table
-            has so many rows before that of position 0; None: there is none.
-
+        rotary_dim: RoPE is applied only to this many first dimensions of a head; None: to all.
+        rope_interleaved: RoPE rotates pairs of neighbours, not pairs from the two halves of a head.
+        learned_positions: a learned vector per position is added to the embeddings; their table has
+            this many rows before position 0. None: there is none.
     MLP:
         gated_mlp: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
-        hidden_act: a key of `layers.kernels.GATES`, of an MLP without a gate one of
-            `models.generic.ACTIVATIONS`; that of experts too.
+        hidden_act: a key of `layers.kernels.GATES`, or of `models.generic.ACTIVATIONS` for an MLP
+            without a gate; also for experts.
         mlp_bias: its projections have biases.
-
     Embeddings, residuals, head:
         embedding_multiplier, residual_multiplier, logit_scale: factors on embeddings, on what
             attention and MLP add, and on logits.
-        final_logit_softcapping: as that of scores, on logits.
+        final_logit_softcapping: as attn_logit_softcapping, on logits.
         lm_head_bias: logits have biases.
-
     Checkpoint:
-        fused_qkv: q, k and v are one tensor of the checkpoint, in which all queries, all keys and
-            all values follow each other ("parts"), or the queries, key and value of each KV head
-            ("heads").
+        fused_qkv: q, k and v are one tensor of the checkpoint, with all queries, then all keys,
+            then all values ("parts"), or with the queries, key and value of each KV head ("heads").
         fused_gate_up: gate and up are one tensor.
-
-    Of one family each:
+    For a single family each:
         clip_qkv: OLMo: queries, keys and values are clipped to this absolute value, before norms
             and RoPE.
         rope_reversed: NanoChat: RoPE rotates in the other direction.
-        embedding_norm: NanoChat: the last norm norms the embeddings as well.
+        embedding_norm: NanoChat: the last norm is also applied to the embeddings.
         transposed_matrices: GPT-2: the matrices of layers are [inputs, outputs] in the checkpoint.
-        gemma4: layers differ in their shapes; None: all are alike.
-        falcon_h1: every layer has Mamba and attention in parallel, with these factors; None: none
-            has.
+        gemma4: layers have two shapes; None: all have the same.
+        falcon_h1: every layer has Mamba and attention in parallel, with these multipliers; None: no
+            layer has.
         layers_block_type: Nemotron-H: each layer is only one block after one norm, named as in the
             config; None: each has a mixer and an MLP.
     """
@@ -215,27 +208,27 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePlan:
-    """Layers that keep a state of fixed size a sequence in place of keys and values.
+    """Recurrent layers: they keep a state of fixed size per sequence instead of keys and values.
 
     Attributes:
         kind: "delta": a matrix per value head, by the gated delta rule, after a short convolution;
             "conv": the convolution alone, between two gates; "mamba": a matrix per head, by
-            Mamba-2's rule, after a convolution. Its value heads are Mamba's heads, its key heads
-            the groups, `key_dim` is the size of b and c.
-        layers: which ones.
-        kernel: how many tokens the convolution sees.
-        channels: how wide it is.
-        num_key_heads, num_value_heads, key_dim, value_dim: of the delta rule's heads; a key head
-            serves as many neighbouring value heads as there are more of these.
-        merged: the checkpoint holds queries, keys, values and gates as one tensor, key head by key
+            Mamba-2's rule, after a convolution. For "mamba" the value heads are Mamba's heads, the
+            key heads are its groups, and `key_dim` is the size of b and c.
+        layers: indices of the recurrent layers.
+        kernel: tokens that the convolution sees.
+        channels: width of the convolution.
+        num_key_heads, num_value_heads, key_dim, value_dim: of the rule's heads; each key head
+            serves num_value_heads / num_key_heads adjacent value heads.
+        merged: the checkpoint stores queries, keys, values and gates as one tensor, key head by key
             head.
-        tiled: the inputs of the last projection are value heads in another order: first the first
-            of each key head, then the second.
-        bias: the projections and the convolution of "conv" have biases, the first projection of
+        tiled: the inputs of the last projection have the value heads in another order: the first
+            value head of each key head, then the second.
+        bias: the projections and the convolution of "conv" have biases, or the first projection of
             "mamba".
-        conv_bias, output_bias: the convolution and the last projection of "mamba" have.
+        conv_bias, output_bias: the convolution and the last projection of "mamba" have biases.
         norm: of "mamba": after the gate ("behind"), or "before" it; None: there is none.
-        step_limits: between which the dt of "mamba" stays.
+        step_limits: the range of dt of "mamba".
     """
 
     kind: Literal["delta", "conv", "mamba"]
@@ -256,7 +249,7 @@ class StatePlan:
 
     @property
     def size(self) -> int:
-        """How many numbers one layer keeps of a sequence."""
+        """Elements of one layer's state per sequence."""
         matrices = self.num_value_heads * self.key_dim * self.value_dim
         return matrices + (self.kernel - 1) * self.channels
 
@@ -264,28 +257,29 @@ class StatePlan:
 @checked(UnsupportedModelError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Mixture of experts: in `layers` the MLP is `num_experts` small ones, of which a token takes
-    `num_experts_per_tok`.
+    """Mixture of experts: in `layers` the MLP is replaced by `num_experts` small ones; each token
+    uses `num_experts_per_tok`.
 
     Attributes:
         intermediate_size: of each expert.
-        score: what router logits become; sums of "softmax" are 1 over all experts. "sparsemixer"
-            takes one expert, then another, each with its share of a softmax over those that come
-            near it, as `jitter` says.
-        norm_topk_prob: the weights of a token's experts are divided by their sum, which is
-            `norm_least` at least, plus `norm_epsilon`.
-        correction_bias: the checkpoint has a bias that is added where experts are chosen, and not
-            to their weights; "row": as a matrix of one row.
-        num_groups, groups_per_token: experts are chosen from the best groups only.
-        best_of_group: by the sum of how many of its best experts groups are compared.
+        score: the function of router logits; "softmax" is normalized over all experts.
+            "sparsemixer" selects one expert, then another; the weight of each is its share of a
+            softmax over the experts with similar scores, as `jitter` defines.
+        norm_topk_prob: the weights of a token's experts are divided by their sum, which is clamped
+            to at least `norm_least`, plus `norm_epsilon`.
+        correction_bias: the checkpoint has a bias that affects only the selection of experts, not
+            their weights; "row": stored as a matrix of one row.
+        num_groups, groups_per_token: experts are selected only from the best groups.
+        best_of_group: groups are ranked by the sum of this many of their best experts.
         scaling_factor: on the weights.
-        shared_size: inner size of the MLP that every token takes besides; 0: none.
-        shared_gate: a learned sigmoid weighs it.
+        shared_size: inner size of the MLP shared by all tokens; 0: none.
+        shared_gate: the shared MLP is multiplied by a learned sigmoid.
         router_bias, expert_bias: the router, and both matrices of each expert, have biases.
-        interleaved: the checkpoint's stacked rows of gate and of up alternate.
-        gated: experts are gated MLPs; else as `LayerPlan.gated_mlp` says.
-        inputs_first: its stacked matrices are [E, inputs, outputs]; in MXFP4 as those of others.
-        layers: which layers have experts.
+        interleaved: gate and up rows alternate in the checkpoint's stacks.
+        gated: experts are gated MLPs; else as `LayerPlan.gated_mlp`.
+        inputs_first: the stacked matrices are [E, inputs, outputs]; in MXFP4 they have the usual
+            order.
+        layers: the layers with experts.
     """
 
     num_experts: int

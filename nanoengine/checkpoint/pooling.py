@@ -1,13 +1,13 @@
-"""What a checkpoint's hidden states are for: vectors, classes, or the answers yes and no.
+"""The purpose of a checkpoint's hidden states: embedding, classification, or yes-no scores.
 
-    architectures          which decoder a model without a language head is (`decoder_of`)
-    modules.json           Sentence Transformers: which hidden states, and what becomes of them
-    2_Dense                one of its layers behind the pooling
-    score.weight           a head of classes
+    architectures          the decoder of a model without a language head (`decoder_of`)
+    modules.json           Sentence Transformers: which hidden states, and how they are processed
+    2_Dense                one of its layers after the pooling
+    score.weight           a classification head
     two rows of lm_head    the answers yes and no
 
-Called by `config.py` for an architecture that is no language model, and by `features/pooling.py`.
-Source: the files that sentence-transformers and transformers write.
+Called by `config.py` for an architecture that is not a language model, and by
+`features/pooling.py`. Source: the files that sentence-transformers and transformers write.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENCODERS = (
     "Albert", "Bert", "Camembert", "Deberta", "DistilBert", "Electra", "GteModel", "GteNew",
     "JinaBert", "MPNet", "ModernBert", "NewModel", "NomicBert", "Roberta", "T5Encoder", "XLM",
 )  # fmt: skip
-"""How the architectures of encoders begin."""
+"""Prefixes of the architectures of encoders."""
 
 HEAD = "score.weight"
 
@@ -45,12 +45,12 @@ MODES: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
-"""Flag of a Pooling module -> what it asks for; any other flag is refused."""
+"""Flag of a Pooling module -> its mode; any other flag is rejected."""
 
 
 class Dense(NamedTuple):
-    """A layer behind the pooling: weight [out, in] and bias [out], float32, and torch's name of the
-    activation behind them."""
+    """A layer after the pooling: weight [out, in] and bias [out], float32, and torch's name of its
+    activation."""
 
     weight: np.ndarray
     bias: np.ndarray | float
@@ -59,14 +59,14 @@ class Dense(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """What a checkpoint says of its embeddings.
+    """A checkpoint's settings for embeddings.
 
     Attributes:
-        pooling: which hidden states count.
+        pooling: which hidden states are used.
         normalize: whether vectors are scaled to length 1.
-        max_tokens: the longest text that they are made for; None: as long as the model's context.
-        default_prompt: what sentence-transformers puts before each text, unless told otherwise.
-        dense: layers behind the pooling.
+        max_tokens: the longest supported text; None: the model's context.
+        default_prompt: prepended to each text by sentence-transformers, by default.
+        dense: layers after the pooling.
     """
 
     pooling: Pooling = "last"
@@ -77,7 +77,8 @@ class PoolingConfig:
 
 
 def decoder_of(name: str, generators: Collection[str]) -> str | None:
-    """The generator of `generators` whose decoder an architecture is, without its head.
+    """Finds the entry of `generators` that has the same decoder as an architecture without its
+    head.
 
     Raises:
         UnsupportedModelError: it is an encoder.
@@ -102,10 +103,10 @@ def decoder_of(name: str, generators: Collection[str]) -> str | None:
 
 
 def read_pooling(directory: Path) -> PoolingConfig:
-    """What the directory's modules.json says; without it the last token's, of length 1.
+    """Reads the directory's modules.json; without it, the last token with length 1.
 
     Raises:
-        UnsupportedModelError: a module or a kind of pooling that is not implemented; its name.
+        UnsupportedModelError: names a module or a kind of pooling that is not implemented.
     """
     path = directory / "modules.json"
     if not os.path.lexists(path):
@@ -152,10 +153,10 @@ def read_pooling(directory: Path) -> PoolingConfig:
 
 
 def _dense(directory: Path) -> Dense:
-    """A Dense module.
+    """Reads a Dense module.
 
     Raises:
-        UnsupportedModelError: it is not a layer of the vector alone.
+        UnsupportedModelError: its input is not only the pooled vector.
     """
     options, stored = read_object(directory / "config.json", ModelError), stored_tensors(directory)
     asked = options.get("module_input_name", "sentence_embedding")
@@ -196,11 +197,11 @@ def _mode(path: Path) -> Pooling:
 
 
 def read_classes(directory: Path) -> torch.Tensor | None:
-    """The head of classes [classes, hidden_size], float32; None: the checkpoint has none.
+    """The classification head [classes, hidden_size], float32; None: the checkpoint has none.
 
     Raises:
         WeightLoadError: the files can't be read.
-        UnsupportedModelError: the head is of another form.
+        UnsupportedModelError: the head has another form.
     """
     stored = stored_tensors(directory)
     if HEAD not in stored:

@@ -1,7 +1,7 @@
-"""Quantization: what a checkpoint stores, and what the engine makes of it.
+"""Quantization: the stored form of a checkpoint, and the form that the engine runs.
 
-`resolve_quantization` joins what `quantization_parsers.parse_quantization` has read from a
-config.json with the user's option. Plain values, no torch. Called by `build_engine`.
+`resolve_quantization` combines the result of `quantization_parsers.parse_quantization` with the
+user's option. Plain values, no torch. Called by `build_engine`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from nanoengine.errors import ConfigError, UnsupportedModelError
 
 GGUF_WEIGHT_ONLY = "gguf_weight_only"
-"""The option that runs a GGUF file with activations as they are."""
+"""The option that runs a GGUF file with float activations."""
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 """Values of `quant_method` that `parse_quantization` reads."""
@@ -23,12 +23,12 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Last part of a fused layer's name -> those of the matrices that checkpoints hold."""
+"""Last part of a fused layer's name -> last parts of the checkpoint's matrices."""
 STATES = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-"""The same of layers that keep a state, in GGUF files."""
+"""The same for recurrent layers, in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +36,24 @@ class StoredQuantization:
     """How a checkpoint's linear layers are stored.
 
     Attributes:
-        format: how its tensors lie (`layers/quantized_formats.py`); mxfp4 holds experts only; gguf:
-            each matrix in a type of its own.
-        bits: 4 or 8; of gguf the one that is nearer to what its types have.
+        format: the layout of its tensors (`layers/quantized_formats.py`); mxfp4 has only experts;
+            gguf: each matrix has its own type.
+        bits: 4 or 8; for gguf the one nearer to its types' average.
         group_size: inputs that share a scale; None: a whole row does.
-        group_rows: outputs that share a scale; None: all do. The last group of a matrix may be
-            smaller where these are more than one.
+        group_rows: outputs that share a scale; None: all do. If there are several groups of
+            outputs, the last one may be smaller.
         symmetric: there are no zero points. GPTQ and AWQ store them in any case.
         zero_offset: what to add to stored zero points.
-        scattered: GPTQ: the inputs of a group lie anywhere, so a matrix must say of each its group.
-        activations: what the checkpoint was made for; "int8" are quantized token by token, "e4m3"
-            are floats of 8 bits.
+        scattered: GPTQ: the inputs of a group are scattered, so a matrix must list each input's
+            group.
+        activations: what the checkpoint was made for; "int8" is quantized per token, "e4m3" is
+            8-bit floats.
         skipped: regular expressions of the names of linear layers that are stored as floats.
         types: gguf: the name of a matrix -> its type.
-        targets: those of the names that are stored so, where they are not skipped.
-        schemes: the ways of storing that the checkpoint has, each with its targets, where there are
-            several; the fields above are those of the first.
+        targets: regular expressions of the names that are stored in this form, unless they are
+            skipped.
+        schemes: all forms in the checkpoint, each with its targets, if there are several; the other
+            fields belong to the first.
     """
 
     format: Literal[
@@ -72,32 +74,32 @@ class StoredQuantization:
 
     @property
     def kind(self) -> str:
-        """What its weights are, say "int4" or "fp8"."""
+        """The kind of its weights, such as "int4" or "fp8"."""
         kinds = {f"{'fp' if s.format in FLOATS else 'int'}{s.bits}" for s in self.ways}
         return ", ".join(sorted(set(self.types.values()) or kinds))
 
     @property
     def ways(self) -> tuple[StoredQuantization, ...]:
-        """The ways of storing, one or more."""
+        """The stored forms, one or more."""
         return self.schemes or (self,)
 
     @property
     def method(self) -> str:
-        """The `quant_method` that stores so: one of `METHODS`, or gguf."""
+        """The `quant_method` of this form: one of `METHODS`, or gguf."""
         return self.format if self.format in (*METHODS, "gguf") else "compressed-tensors"
 
     def of(self, name: str) -> StoredQuantization | None:
         """How the linear layer of this full name is stored; None: as floats.
 
         Raises:
-            UnsupportedModelError: matrices that are fused here are stored in different ways, or one
-                has several.
+            UnsupportedModelError: matrices that are fused here are stored in different forms, or
+                one has several forms.
         """
         if self.format == "mxfp4":
             return self if ".experts." in name else None
         names = self.matrices(name)
         if self.format == "gguf":
-            # Why all: of those that are multiplied as one, a float can't be made blocks.
+            # Why all: matrices that are multiplied as one can't mix floats and blocks.
             held = name in self.types or all(part in self.types for part in names)
             return self if held else None
         found = [self._of_matrix(part) for part in names]
@@ -134,12 +136,12 @@ IN_MXFP4 = StoredQuantization(format="mxfp4", bits=4, group_size=32, symmetric=T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How the engine holds and multiplies linear layers.
+    """How the engine stores and multiplies linear layers.
 
     Attributes:
-        bits: of a weight.
-        activations: "int8": quantized token by token; "float": as they are.
-        stored: how the checkpoint holds them; None: as floats, to be quantized while they load.
+        bits: bits per weight.
+        activations: "int8": quantized per token; "float": not quantized.
+        stored: the checkpoint's stored form; None: floats, which are quantized while they load.
     """
 
     bits: int
@@ -148,7 +150,7 @@ class Quantization:
 
     @property
     def holds_embedding(self) -> bool:
-        """Whether the embedding too is held as the checkpoint stores it."""
+        """Whether the embedding is also kept in the checkpoint's stored form."""
         return self.stored is not None and "model.embed_tokens" in self.stored.types
 
     def __str__(self) -> str:
@@ -162,15 +164,15 @@ class Quantization:
 def resolve_quantization(
     option: str | None, stored: StoredQuantization | None, *, device: str
 ) -> Quantization | None:
-    """What `EngineConfig.quantization` means for this checkpoint; None: the model is held as plain
-    floats, and what is stored quantized becomes floats while it loads.
+    """Resolves `EngineConfig.quantization` for this checkpoint. None: the model runs with plain
+    floats, and a quantized checkpoint is dequantized while it loads.
 
-    On a CPU, a checkpoint that is stored quantized is run as it was made, but with activations of
-    e4m3 as floats; an option of the same number of bits may still choose how activations are taken,
-    and one that names its format changes nothing. A GPU takes activations as floats for any option.
+    On a CPU, a quantized checkpoint is run as it was made, except that e4m3 activations become
+    floats. An option with the same number of bits may still select the activations, and an option
+    with the name of its format changes nothing. A GPU uses float activations for any option.
 
     Raises:
-        ConfigError: the option contradicts the checkpoint or can't be obeyed on this device.
+        ConfigError: the option contradicts the checkpoint or is not supported on this device.
         UnsupportedModelError: the checkpoint is quantized and can't be run.
     """
     asked = "gguf" if option == GGUF_WEIGHT_ONLY else option
@@ -197,7 +199,7 @@ def resolve_quantization(
         return None
     else:
         bits, activations = stored.bits, "int8" if stored.activations == "int8" else "float"
-    # Why: whole numbers of 8 bits are no floats of 8 bits, and a GPU takes activations in one way.
+    # Why: 8-bit integers are not 8-bit floats, and a GPU supports only one kind of activations.
     fixed = stored is not None and (device != "cpu" or bool(stored.schemes) or stored.kind == "fp8")
     if stored and (fixed or bits != stored.bits) and option is not None:
         other = f", or ask for 'int{stored.bits}' or 'int{stored.bits}_weight_only'"

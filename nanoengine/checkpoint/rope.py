@@ -1,7 +1,7 @@
-"""RopeConfig: how positions become angles, from the keys of either writer of configs.
+"""RopeConfig: the RoPE parameters, from the keys of either version of transformers.
 
-transformers 4 wrote `rope_theta` and `rope_scaling`, transformers 5 nests all of it in
-`rope_parameters`. Called by `config.py`; the angles themselves are made in `layers/rotary.py`.
+transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 nests all of it in
+`rope_parameters`. Called by `config.py`; `layers/rotary.py` computes the angles.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EVERYWHERE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """How positions become angles. Fields that a type doesn't use keep their defaults.
+    """RoPE parameters. Fields that a type doesn't use keep their defaults.
 
     Attributes:
         theta: base of the wavelengths.
@@ -45,12 +45,14 @@ class RopeConfig:
         low_freq_factor, high_freq_factor: llama3: the band of wavelengths that is blended.
         beta_fast, beta_slow: yarn: rotations within the original context that bound its blend.
         attention_factor: yarn, longrope: factor on cos and sin.
-        score_factor: yarn: factor on scores of attention over latents, which no others have.
+        score_factor: yarn: factor on attention scores of MLA; no other attention has it.
         truncate: yarn: round the blend's bounds to whole dimensions.
-        short_factor, long_factor: longrope: what slows each pair of dimensions in an engine whose
-            `max_model_len` is within the original context, and in one with a longer one.
-        partial_rotary_factor: proportional: this part of the pairs is turned, as if all were.
-        llama_4_scaling_beta: queries grow by 1 + beta * log(1 + position // original context).
+        short_factor, long_factor: longrope: divisors of each pair's frequency, for an engine whose
+            `max_model_len` is within the original context, and for a longer one.
+        partial_rotary_factor: proportional: RoPE rotates this part of the pairs, with frequencies
+            computed as if it rotated all.
+        llama_4_scaling_beta: queries are scaled by 1 + beta * log(1 + position // original
+            context).
     """
 
     theta: float
@@ -71,12 +73,12 @@ class RopeConfig:
 
 
 def read_rope(keys: Keys, *, extra: Mapping[str, bool], partial: bool) -> RopeConfig:
-    """The RoPE parameters of all layers.
+    """Reads the RoPE parameters of all layers.
 
     Args:
-        extra: further keys of `rope_parameters` -> whether they are obeyed; others have no effect
-            on text.
-        partial: the family obeys `partial_rotary_factor`, which `read_rotary_dim` reads.
+        extra: further keys of `rope_parameters` -> whether they are supported; the others have no
+            effect on text.
+        partial: the family supports `partial_rotary_factor`, which `read_rotary_dim` reads.
     """
     key, given = _dict_of(keys)
     if any(isinstance(value, Mapping) for value in given.values()):
@@ -89,9 +91,9 @@ def read_rope(keys: Keys, *, extra: Mapping[str, bool], partial: bool) -> RopeCo
 
 
 def read_ropes_by_kind(keys: Keys, full: str, sliding: str) -> list[RopeConfig]:
-    """RoPE of layers that see everything, and of those with a window, by the keys of their bases;
-    scaling, where there is any, is for the former. As transformers has it, what stands beside the
-    layer types in `rope_parameters` is ignored."""
+    """Reads RoPE for layers with full attention and for layers with a window, by the keys of their
+    bases. Scaling applies only to the former. As in transformers, keys of `rope_parameters` other
+    than the layer types are ignored."""
     nested, scaling = keys.nonempty("rope_parameters"), keys.get("rope_scaling") or {}
     kinds = ("full_attention", full, scaling), ("sliding_attention", sliding, {})
     others = sorted(nested.keys() - {kind for kind, _, _ in kinds})
@@ -106,7 +108,7 @@ def read_ropes_by_kind(keys: Keys, full: str, sliding: str) -> list[RopeConfig]:
 
 
 def read_rotary_dim(keys: Keys, head_dim: int) -> int:
-    """How many of a head's first dimensions are rotated."""
+    """How many of a head's first dimensions RoPE rotates."""
     key, raw = _dict_of(keys)
     given, name = Keys(raw, where=f"config.json: {key}"), "partial_rotary_factor"
     outside = keys.get(name)
@@ -134,13 +136,14 @@ def _rope(
     kind = given.get("rope_type" if "rope_type" in given else "type")
     kind = "longrope" if kind == "su" else kind
     own = "rope_theta" in given
-    # Why: a key beside the dict is checked although the dict's own counts; its default isn't asked.
+    # Why: a key outside the dict is checked although the dict's own has precedence; its default is
+    # not read.
     theta = keys.get(base) if base in keys.given or not own else None
     theta = given.get("rope_theta") if own else theta
     if not partial and kind != "proportional":
         given.allow("partial_rotary_factor", 1.0)
     if kind == "dynamic" and "alpha" in extra and (alpha := given.get("alpha")):
-        # Source: the model code of HunYuan; the angles depend on no prompt's length.
+        # Source: the model code of HunYuan; the angles don't depend on a prompt's length.
         size = keys.head_dim
         return RopeConfig(theta=theta * alpha ** (size / (size - 2)))
     if kind not in ROPE_KEYS:
@@ -164,6 +167,7 @@ def _rope(
         values[ORIGINAL] = longest
         COMPLETED[kind](values, keys)
     if kind == "dynamic":
-        # Why: the angles change beyond max_position_embeddings, where no sequence gets here.
+        # Why: the angles change only beyond max_position_embeddings, which no sequence exceeds
+        # here.
         return RopeConfig(theta=float(theta))
     return RopeConfig(theta=float(theta), type=kind, **values)

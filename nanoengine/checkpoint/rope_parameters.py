@@ -1,6 +1,6 @@
 """Checks and completes the RoPE parameters of llama3, longrope and yarn.
 
-Imported by `rope.py` where a config has one of these types.
+`rope.py` imports it if a config has one of these types.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def _complete_longrope(values: dict[str, Any], keys: Keys) -> None:
 
 
 def _complete_yarn(values: dict[str, Any], keys: Keys) -> None:
-    """The temperature of attention's softmax as a factor on cos and sin.
+    """Converts the temperature of attention's softmax to a factor on cos and sin.
 
-    Source: YaRN (arXiv 2309.00071) section 3.4, equation 22; the mscale pair is DeepSeek-V2's.
+    Source: YaRN (arXiv 2309.00071) section 3.4, equation 22; the mscale pair is from DeepSeek-V2.
     """
     growth = 0.1 * math.log(max(values["factor"], 1))
     scale, over = values.pop("mscale", None), values.pop("mscale_all_dim", None)
@@ -61,4 +61,4 @@ def _complete_yarn(values: dict[str, Any], keys: Keys) -> None:
 
 
 COMPLETED = {"llama3": _check_llama3, "longrope": _complete_longrope, "yarn": _complete_yarn}
-"""Rope type -> what checks its parameters, and finds those that follow from others."""
+"""Rope type -> a function that checks its parameters, and computes the derived ones."""

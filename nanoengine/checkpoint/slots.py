@@ -1,14 +1,15 @@
-"""WeightSlot: where one tensor of a checkpoint goes, and MatrixPart, if it is a matrix.
-TensorNames: what it is called there.
+"""WeightSlot: the destination of one tensor of a checkpoint. MatrixPart: the part of a matrix that
+a layer holds. TensorNames: our names -> the checkpoint's.
 
-The contract between layers and the weight loader. A layer that owns parameters offers
-`weight_slots(path)`: a slot for every checkpoint tensor it is made of. A fused layer simply offers
-several, so packed names are known where they are packed, and the loader needs no list of special
-cases: what no slot asks for is unexpected, what no file holds is missing.
+This is the contract between layers and the weight loader. A layer that owns parameters offers
+`weight_slots(path)`: one slot per checkpoint tensor it is made of. A fused layer simply offers
+several, so only the layer knows about its fusion, and the loader needs no list of special cases: a
+tensor without a slot is unexpected, a slot without a tensor is missing.
 
-Our modules are named as Llama's. A family calls some parts otherwise (`ModelConfig.tensor_names`),
-and a checkpoint may put the whole model below another prefix: a text part beside a vision tower, or
-a model without a head. The loader goes by `TensorNames`, so all errors name what the files hold.
+Our modules have Llama's names. A family has other names for some parts
+(`ModelConfig.tensor_names`), and a checkpoint may put the whole model under another prefix: a text
+part next to a vision tower, or a model without a head. The loader uses `TensorNames`, so all errors
+have the names in the files.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class WeightSlot:
     Attributes:
         shape: of the whole tensor, as every checkpoint stores it.
         part: the slice of it that this rank holds; () is all of it. Only this part is read.
-        store: takes that part, on any device.
+        store: stores that part, from any device.
         pieces: the same weights under other names; used if the checkpoint lacks this one.
-        pieces_only: a checkpoint must hold the pieces; this one is for weights that are made up.
+        pieces_only: a checkpoint must have the pieces; only dummy weights use this slot.
         dtypes: of the stored tensor; () is any floating one.
         absent: makes the tensor optional; called before any is read if the checkpoint lacks it.
     """
@@ -57,11 +58,10 @@ class MatrixPart(NamedTuple):
     """Which part of a checkpoint's matrix goes where in the matrix of a layer.
 
     Attributes:
-        shape: of the checkpoint's, [outputs, inputs].
+        shape: of the checkpoint's matrix, [outputs, inputs].
         part: the slice of it that this rank holds; () is all of it.
-        first: the row of the layer's at which it begins.
-        order: [rows] int64, which row of the part comes first, second, ...; None: they follow each
-            other.
+        first: the row of the layer's matrix at which it begins.
+        order: [rows] int64, the order of the part's rows; None: unchanged.
     """
 
     shape: tuple[int, int]
@@ -71,7 +71,7 @@ class MatrixPart(NamedTuple):
 
 
 def ordered(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """The rows in this order; None: as they are."""
+    """Returns the rows in this order; None: unchanged."""
     return rows if order is None else rows[order]
 
 
@@ -80,8 +80,8 @@ class OwnsWeights(Protocol):
     """A module with parameters of its own."""
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        """The checkpoint tensors it is made of, by their full names; `path` is its own name in the
-        model."""
+        """The slots of the checkpoint tensors it is made of, by full name; `path` is its name in
+        the model."""
 
 
 PREFIXES = {
@@ -94,16 +94,16 @@ PREFIXES = {
     "model.decoder.": "lm_head.",
     "language_model.model.": "language_model.lm_head.",
 }
-"""What may stand for our "model." -> what stands for "lm_head." beside it."""
+"""Prefix that a checkpoint has for our "model." -> its prefix for "lm_head."."""
 
 
 class TensorNames:
-    """Ours -> the checkpoint's: `names("model.norm.weight")`.
+    """Maps our names to the checkpoint's: `names("model.norm.weight")`.
 
     Args:
         parts: see `ModelConfig.tensor_names`.
-        stored: the names in the checkpoint, by which the prefix is found; without an embedding
-            among them it is ours.
+        stored: the names in the checkpoint, which determine the prefix; without an embedding among
+            them it is "model.".
     """
 
     def __init__(self, parts: Mapping[str, str], stored: Collection[str] = ()) -> None:

@@ -1,7 +1,8 @@
-"""Weights: from a checkpoint's files, or from a seed, into the slots that a model's layers offer.
+"""Weights: loads a checkpoint's files, or seeded random numbers, into the slots of a model's
+layers.
 
 Strict: every slot is filled by exactly one tensor of the right shape, and every tensor has a slot,
-or nothing is loaded. Called by `models/loader.py`, which knows where a model's slots are.
+or nothing is loaded. Called by `models/loader.py`, which collects a model's slots.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from nanoengine.errors import WeightLoadError
 from nanoengine.settings.checks import listed
 
 HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias)")
-"""Tensors that old checkpoints carry and that are computed here."""
+"""Tensors in old checkpoints that are computed here."""
 
 ROWS_COMPARED = 4096
-"""Of two tensors at a time, so that they never lie in memory as a whole."""
+"""Rows of two tensors that are compared at a time, so that neither is in memory as a whole."""
 
 
 def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: TensorNames) -> None:
-    """Compares config.json with the tensors' shapes, before anything of its sizes is made.
+    """Compares config.json with the tensors' shapes, before anything of these sizes is allocated.
 
-    `load_weights` compares every shape; by then the model has been allocated.
+    `load_weights` compares every shape, but only after the model has been allocated.
 
     Raises:
         WeightLoadError: they contradict each other; names key, value, tensor and shape.
@@ -79,7 +80,7 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
 
 
 def drop_copy(stored: dict[str, Stored], name: str, original: str) -> None:
-    """Leaves out a tensor that some checkpoints store under two names: a tied head.
+    """Drops a tied head that a checkpoint also stores under a second name.
 
     Raises:
         WeightLoadError: the two differ.
@@ -101,7 +102,7 @@ def drop_copy(stored: dict[str, Stored], name: str, original: str) -> None:
 
 
 def load_weights(slots: dict[str, WeightSlot], stored: Mapping[str, Stored]) -> None:
-    """Fills a model's slots from the stored tensors, each by exactly one.
+    """Fills each of a model's slots from exactly one stored tensor.
 
     float32, float16, bfloat16 and float64 tensors are converted to the model's dtype. Peak memory
     is the model's own plus one tensor and `MAPPED_BYTES`.
@@ -132,8 +133,8 @@ def load_weights(slots: dict[str, WeightSlot], stored: Mapping[str, Stored]) -> 
 def dummy_weights(slots: Mapping[str, WeightSlot], seed: int) -> None:
     """Fills slots with seeded random numbers, normal(0, 0.02) and norms near 1, for benchmarks.
 
-    Every tensor is cut from one bank of numbers at a place that its name decides, which takes a
-    memory copy instead of a random generator's time, and gives every rank count the same model.
+    Every tensor is cut from one bank of numbers at a position derived from its name. A memory copy
+    is faster than a random generator, and every number of ranks gets the same model.
     """
     generator = torch.Generator().manual_seed(seed)
     bank = torch.empty(1_000_003).normal_(0, 0.02, generator=generator)  # a prime: no row repeats
@@ -162,7 +163,8 @@ def _matched(
             slots.pop(name, None)
             waiting += slot.pieces.items()
         elif slot.absent and (name not in stored or slots.get(name, slot) is not slot):
-            # Why the second: a layer's own slot, say of its bias, goes before a piece of that name.
+            # Why the second: a layer's own slot, such as its bias, takes precedence over a piece of
+            # that name.
             if slots.get(name) is slot:
                 slots.pop(name)
             slot.absent()

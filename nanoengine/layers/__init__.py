@@ -1,1 +1,1 @@
-"""The parts that models are made of."""
+"""The layers that models are built from."""

@@ -1,9 +1,9 @@
-"""Attention: the place where a model meets the paged KV cache.
+"""Attention: the connection between a model and the paged KV cache.
 
 The runner sizes the cache after it has loaded the model, and then binds each layer's slices of it.
-Until then a layer has empty ones.
+Until then a layer has empty slices.
 
-Special: `kv_scales.py`, the scales of an fp8 cache.
+`kv_scales.py` has the scales of an fp8 cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Attention(Layer):
     """One layer's attention: a backend, and the cache that it reads and writes.
 
     Attributes:
-        cache: what the layer computes (`spec`), and its blocks; these are empty until `bind`.
+        cache: what the layer computes (`spec`), and its blocks, which are empty until `bind`.
     """
 
     def __init__(self, spec: AttentionSpec, backend: AttentionBackend) -> None:
@@ -41,7 +41,7 @@ class Attention(Layer):
         return self.cache.spec
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, group: int) -> None:
-        """Gives the layer its slices of the KV cache and the KV group whose block tables it
+        """Gives the layer its slices of the KV cache, and the KV group whose block tables it
         reads."""
         self.cache = LayerCache(k_cache, v_cache, replace(self.spec, group=group))
 
@@ -54,7 +54,7 @@ class Attention(Layer):
     ) -> torch.Tensor:
         """Projected query, key and value heads, [T, H + 2 K, D] -> [T, H, D].
 
-        Queries and keys are normed and rotated, keys and values stored, on the way.
+        Applies QK norm and RoPE, and stores keys and values.
         """
         q = self.backend.rotate_and_store(heads, rotation, norm, self.cache, batch)
         return self.backend.attend(q, self.cache, batch)

@@ -1,4 +1,4 @@
-"""CausalConv: a short convolution over a sequence's own last tokens, channel by channel.
+"""CausalConv: a short depthwise convolution over a sequence's last tokens.
 
     inputs   t-3  t-2  t-1  t        kernel 4
     weight   w0   w1   w2   w3       output t = their products, added from left to right
@@ -19,10 +19,10 @@ from nanoengine.layers.layer import Layer, ModelContext
 
 
 class CausalConv(Layer):
-    """The weights [W, C], and the states [S, W - 1, C] that `bind` gives it.
+    """The weights [W, C], and the states [S, W - 1, C] that `bind` provides.
 
     Args:
-        picked: how many channels the checkpoint has, and which of them this rank takes, [C].
+        picked: how many channels the checkpoint has, and the indices of this rank's channels, [C].
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class CausalConv(Layer):
         self.states = states.unflatten(1, (kernel - 1, channels))
 
     def step(self, x: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor) -> torch.Tensor:
-        """One token of each of several sequences, and the states it starts from and goes to:
-        [T, C] -> the same."""
+        """Advances several sequences by one token each: [T, C] -> the same. `reads` and `writes`
+        are the slots of each token's old and new state."""
         before = self.states.index_select(0, reads)
         inputs = torch.cat((before, x.to(before.dtype).unsqueeze(1)), dim=1)  # [T, W, C]
         self.states.index_copy_(0, writes, inputs[:, 1:])
         return self._summed([inputs[:, tap] for tap in range(self.shape[0])], x.dtype)
 
     def scan(self, x: torch.Tensor, span: Span) -> torch.Tensor:
-        """The tokens of one sequence: [N, C] -> the same."""
+        """Computes the tokens of one sequence: [N, C] -> the same."""
         before = self.states[span.read]
         inputs = torch.cat((before, x.to(before.dtype)))  # [W - 1 + N, C]
         for count, state in span.writes:
@@ -71,7 +71,7 @@ class CausalConv(Layer):
         return total.to(dtype)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        """Checkpoints hold the weight as [C, 1, W]."""
+        """Checkpoints store the weight as [C, 1, W]."""
         channels, picked = self.picked
 
         def slot(tensor: torch.Tensor) -> WeightSlot:

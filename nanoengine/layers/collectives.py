@@ -1,8 +1,8 @@
-"""Shard: which part of a model a rank holds. Collectives: what ranks compute together.
+"""Shard: which part of a model a rank holds. Collectives: operations over all ranks.
 
-The process group of torch.distributed is a value in here, never the global one, so several engines
-with ranks live beside each other. Made by `rank.py`, used by the ModelRunner and, by way of the
-`ModelContext`, by the layers.
+The process group of torch.distributed is an object here, never the global one, so several engines
+with ranks can share a process. `rank.py` makes it; the ModelRunner and, through the `ModelContext`,
+the layers use it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Shard:
     world_size: int = 1
 
     def split(self, size: int, what: str = "dimension") -> int:
-        """The size of one part. Raises ValueError if `size` does not divide evenly."""
+        """Returns the size of one part. Raises ValueError if `size` does not divide evenly."""
         if size % self.world_size:
             raise ValueError(f"{what} of {size} does not divide over {self.world_size} ranks")
         return size // self.world_size
 
     def of_heads(self, num_heads: int) -> Shard:
-        """The shard by which KV heads are split: this one, or where ranks are more than heads, one
-        that neighbours share, since the query heads of each attend one and the same head.
+        """Returns the shard by which KV heads are split. With more ranks than heads, neighbouring
+        ranks share a shard, since their query heads use the same KV head.
 
         >>> [Shard(rank, 4).of_heads(2) for rank in (1, 2)]
         [Shard(rank=0, world_size=2), Shard(rank=1, world_size=2)]
@@ -45,14 +45,14 @@ class Shard:
         return Shard(self.rank * num_heads // self.world_size, num_heads)
 
     def slice(self, size: int, what: str = "dimension") -> slice:
-        """Where this rank's part lies in a dimension of `size`."""
+        """Returns this rank's part of a dimension of `size`."""
         part = self.split(size, what)
         return slice(self.rank * part, (self.rank + 1) * part)
 
 
 @dataclass(slots=True)
 class Whereabouts:
-    """How far a rank is: in its `number`th collective of a step, which does `what`."""
+    """A rank's progress: it is in the `number`th collective of a step, which does `what`."""
 
     step: int = 0
     number: int = 0
@@ -64,13 +64,13 @@ class Whereabouts:
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Sums and joins over ranks. All ranks must call the same ones in the same order.
+    """Collective operations over ranks. All ranks must call the same ones in the same order.
 
     Attributes:
-        shard: which of how many ranks this is.
+        shard: this rank and the number of ranks.
         device: where the tensors are.
         group: a process group of gloo or NCCL; None for a single rank.
-        place: how far this rank is.
+        place: this rank's progress.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -85,8 +85,8 @@ class Collectives:
         """Waits for the other ranks of this machine.
 
         Args:
-            device: a CPU, where ranks speak by gloo, or this rank's own GPU: by NCCL.
-            port: on the loopback interface, where the ranks find each other.
+            device: a CPU, where ranks communicate by gloo, or this rank's own GPU, by NCCL.
+            port: on the loopback interface, where the ranks connect.
             listener: rank 0's file descriptor of a socket that listens there.
         """
         store = dist.TCPStore(
@@ -99,19 +99,20 @@ class Collectives:
             group = dist.ProcessGroupNCCL(store, shard.rank, shard.world_size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
-            # Why named: gloo's own choice is the host's name, which may lead out to a network.
+            # Why explicit: gloo's default is the host's name, which may resolve to an external
+            # network.
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             group = dist.ProcessGroupGloo(store, shard.rank, shard.world_size, options)
         return cls(shard, device, group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' tensors, in place."""
+        """Sums the ranks' tensors, in place."""
         self._enter("all_reduce")
         self.group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors joined along the last dimension, in rank order."""
+        """Concatenates the ranks' tensors along the last dimension, in rank order."""
         self._enter("all_gather")
         parts = [torch.empty_like(tensor) for _ in range(self.shard.world_size)]
         self.group.allgather([parts], [tensor]).wait()
@@ -122,7 +123,7 @@ class Collectives:
         self.place.what = what
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
+        """Returns the smallest `number` over all ranks."""
         if self.group is None:
             return number
         return int(self.all_gather(torch.tensor([number], device=self.device)).min())

@@ -1,9 +1,9 @@
-"""FusedLayers: neighbouring decoder layers that run as one compiled call on the CPU.
+"""FusedLayers: adjacent decoder layers that run as one compiled call on the CPU.
 
-Why: one token through a small model is hundreds of calls from Python, and they take a third of its
-time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits
-(`tests/layers/test_fused_layers.py`). Made by `models/cpu.py` once the weights are loaded. A layer
-whose MLP has no kernel is the last of its call, which ends before that.
+Why: one token through a small model takes hundreds of calls from Python, a third of its time. The
+plain form is `DecoderLayer.forward`; this gives the same bits
+(`tests/layers/test_fused_layers.py`). `models/cpu.py` makes it after the weights are loaded. A
+layer whose MLP has no kernel is the last of its call, which ends before that MLP.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ NO_ROWS = np.empty(0, np.int64)
 
 
 class LayerParts:
-    """What a decoder layer is made of. What only variants have is asked for by name, so that their
-    file is loaded for them alone.
+    """The parts of a decoder layer. Attributes that only variants have are looked up with getattr,
+    so that their modules are imported only for them.
 
     Attributes:
-        before, behind: the norms of attention and of the MLP, before them and behind; None: none.
-        gated: the MLP, where it is a gated one.
-        experts: what `cpu_experts.mixture` has behind x and out, where it computes the MLP.
-        rest: what computes any other without a kernel, and what stands behind it.
+        before, behind: the pre-norms and the post-norms of attention and of the MLP; None: none.
+        gated: the MLP, if it is a gated one.
+        experts: the arguments of `cpu_experts.mixture` after x and out, if it computes the MLP.
+        rest: computes any other MLP without a kernel, and its post-norm.
         scale: the factor on what attention and MLP add.
-        rotation: which of the model's rotations the layer has; None: there is one.
+        rotation: index of the layer's kind of RoPE; None: the model has only one.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -67,7 +67,8 @@ class LayerParts:
         self.rotation = getattr(layer, "rotation", None)
 
     def of_mixer(self, layer: Any) -> list[Linear]:
-        """Takes attention's parts; its linear layers, the last of which projects back."""
+        """Sets the attention's parts and returns its linear layers; the output projection is the
+        last."""
         attention = self.mixer = layer.self_attn
         self.attention, self.head_norm = attention.attention, attention.norm_weights
         self.backend = self.attention.backend
@@ -75,24 +76,24 @@ class LayerParts:
 
     @property
     def memory(self) -> Any:
-        """What the layer is bound to."""
+        """The cache that the layer is bound to."""
         return self.attention.cache
 
     def bound(self) -> tuple[AttentionSpec | None, tuple[Any, ...]]:
-        """What layers of one call have in common, but for types; and the layer's memory."""
+        """What layers of one call must share, except types; and the layer's cache arrays."""
         return self.memory.spec, self.backend.cache_arrays(self.memory)
 
     def step(self, rotation: Rotation, batch: Batch, spec: Any, *rows: Any) -> tuple[Any, ...]:
-        """What `decoder_layers` needs of a step."""
+        """The arguments of `decoder_layers` that depend on the step."""
         return self.backend.step_arrays(rotation, batch, spec, *rows)
 
     def operands(self) -> tuple[Any, ...]:
-        """What `decoder_layers` has of a layer after its memory."""
+        """The arguments of `decoder_layers` for a layer, after its cache."""
         projections, rest = self.ends()
         return self.weight_of(self.before[0]), self.mixer_operands(projections), rest, ()
 
     def mixer_operands(self, projections: list[Any]) -> Any:
-        """The operands of the mixer's kernel, of the weights of its first projections."""
+        """The operands of the mixer's kernel, including the weights of its first projections."""
         (qkv,), spec, real = projections, self.attention.spec, np.float32
         head_norm, kind = self.head_norm, norm_kind(self.head_norm)
         if head_norm is None:
@@ -143,12 +144,12 @@ class LayerParts:
         )
 
     def weight_of(self, norm: RMSNorm | None) -> np.ndarray:
-        """A norm's, or of one that is not there any array."""
+        """A norm's weight; for None any array."""
         return (norm or self.norms[0]).weight.detach().numpy()
 
 
 class _FusedCall(NamedTuple):
-    """Layers that one call runs: what is the same for all of them, and what each has of its own."""
+    """Layers that one call runs: what they share, and the operands of each."""
 
     parts: LayerParts
     spec: AttentionSpec | None
@@ -159,12 +160,12 @@ class FusedLayers:
     """Called like a `DecoderLayer`; overwrites both of its inputs.
 
     Attributes:
-        layers: in order. Behind one that has a `rest` there is no other.
+        layers: in order; a layer with a `rest` is the last.
     """
 
     @staticmethod
     def takes(parts: LayerParts) -> bool:
-        """Whether a kernel exists for each part: packed weights on one rank, plain norms."""
+        """Whether a kernel supports each part: packed weights on one rank, plain norms."""
         return (
             isinstance(parts.backend, CPUBackend)
             and all(isinstance(norm, RMSNorm) for norm in parts.norms)
@@ -182,12 +183,12 @@ class FusedLayers:
 
     @property
     def rest(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What the last layer has behind the kernel."""
+        """What remains of the last layer after the kernel."""
         return self.layers[-1].rest
 
     @property
     def depth(self) -> int:
-        """How many layers these are."""
+        """The number of layers."""
         return len(self.layers)
 
     def may_precede(self, parts: LayerParts) -> bool:
@@ -195,7 +196,7 @@ class FusedLayers:
         return self.rest is None and self.rotation == parts.rotation
 
     def append(self, parts: LayerParts) -> None:
-        """Another layer behind the others."""
+        """Adds a layer after the others."""
         self.layers.append(parts)
         self._operands.append(parts.operands())
 
@@ -224,15 +225,15 @@ class FusedLayers:
             last = len(call.operands) - (rows is not None and call is calls[-1])
             if last:
                 run(call, (0, last), given, None)
-        if rows is not None:  # Why arrays of their own: more rows may go on than have come in.
+        if rows is not None:  # Why separate arrays: `rows` may be longer than the input.
             shape, count = (len(rows), x.shape[1]), len(calls[-1].operands)
             x, residual = torch.empty(shape), torch.empty(shape)
             run(calls[-1], (count - 1, count), (x.numpy(), residual.numpy()), rows.numpy())
         return (x if self.rest is None else self.rest(x)), residual
 
     def _bound(self) -> list[_FusedCall]:
-        """The calls that run all layers: one, unless their attention differs (the KV group, the
-        window) or the types of their weights. Made when the layers are bound to a cache."""
+        """The calls that run all layers: one, unless their attention (KV group, window) or the
+        types of their weights differ. They are rebuilt when the layers are bound to a cache."""
         memory = [parts.memory for parts in self.layers]
         if len(memory) != len(self._memory) or not all(map(operator.is_, memory, self._memory)):
             layers = []

@@ -1,8 +1,8 @@
-"""CPUExperts: a mixture of experts as one compiled call on the CPU, or a part of one.
+"""CPUExperts: a mixture of experts as one compiled call on the CPU, or as part of one.
 
-Why: one call for each expert costs Python 30 us, and a token has eight in each layer. The readable
-form is `SparseMLP`; tests/layers/test_cpu_experts.py compares the two. Made by `models/cpu.py` once
-the weights are loaded; `cpu_decoder.py` takes it into the call of its layer where it can.
+Why: one call per expert costs Python 30 us, and a token uses eight per layer. The readable form is
+`SparseMLP`; tests/layers/test_cpu_experts.py compares the two. `models/cpu.py` makes it after the
+weights are loaded; `cpu_decoder.py` includes it in its layer's call if it can.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class CPUExperts:
     """Called with hidden states [T, hidden_size]; returns what the experts add to them.
 
     Attributes:
-        adds_shared: the expert that every token takes is among them.
-        first: what `mixture` has behind x.
+        adds_shared: the call includes the shared expert.
+        first: the arguments of `mixture` after x.
     """
 
     @staticmethod
     def takes(router: Router, experts: Experts) -> bool:
-        """Whether a kernel exists for each part: packed weights, whole panels of outputs."""
+        """Whether a kernel supports each part: packed weights, whole panels of outputs."""
         gates, downs = zip(*((each.gate_up, each.down) for each in experts.experts), strict=True)
         methods = (*gates, *downs)
         return (
@@ -99,8 +99,11 @@ def _are_alike(methods: Sequence[LinearMethod]) -> bool:
 def _over_all(
     methods: Sequence[LinearMethod], bias: torch.Tensor | None, outputs: int
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """What kernels read of one weight of all experts: each array, which reaches over all of them,
-    and numbers, which are the same for all; last the biases. And how far apart experts are in each.
+    """The operands of one weight for all experts.
+
+    Returns:
+        The operands: an array over all experts for each array, each scalar once, the biases last.
+            And the distance between experts in each.
     """
     columns = zip(*(method.weight_operands() for method in methods), strict=True)
     found = [_reaching(of) if isinstance(of[0], np.ndarray) else (of[0], 0) for of in columns]
@@ -113,10 +116,11 @@ def _over_all(
 
 
 def _reaching(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-    """One array from the first expert's to the last's, and how far apart they begin in it.
+    """Makes one array from the first expert's to the last one's, and returns the distance between
+    experts in it.
 
-    Why that is possible: `placement.py` puts tensors side by side in the order of modules, and
-    experts are alike.
+    Why this works: `placement.py` allocates tensors contiguously in the order of modules, and all
+    experts have the same sizes.
     """
     first, size = arrays[0], arrays[0].size
     if len(arrays) == 1 or size == 0:

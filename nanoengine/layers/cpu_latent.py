@@ -1,7 +1,8 @@
-"""LatentParts: decoder layers with latent attention as one compiled call on the CPU.
+"""LatentParts: decoder layers with MLA (multi-head latent attention) as one compiled call on the
+CPU.
 
-`models/latent.py` says what is computed, `tests/layers/test_fused_layers.py` compares the two. Made
-by `models/cpu.py` once the weights are loaded.
+`models/latent.py` is the readable form; `tests/layers/test_fused_layers.py` compares the two.
+`models/cpu.py` makes it after the weights are loaded.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from nanoengine.layers.linear import Linear
 
 
 class LatentParts(LayerParts):
-    """What a layer with a `LatentAttention` is made of.
+    """The parts of a layer with a `LatentAttention`.
 
     Attributes:
-        mixer: the latter.
+        mixer: the `LatentAttention`.
     """
 
     def of_mixer(self, layer: Any) -> list[Linear]:
@@ -56,7 +57,8 @@ class LatentParts(LayerParts):
 
 
 def heads_product(x: torch.Tensor, method: LinearMethod, outputs: int) -> torch.Tensor:
-    """[T, H, inputs] times each head's matrix, which are stacked: [T, H, outputs]."""
+    """Multiplies [T, H, inputs] by each head's matrix, from a stack of matrices: [T, H,
+    outputs]."""
     rows = x.float().transpose(0, 1).contiguous().numpy()
     out = np.empty((*rows.shape[:2], outputs), np.float32)
     heads_times_matrices(rows, method.operands(None), out, num_workers())

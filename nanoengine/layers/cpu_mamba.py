@@ -1,5 +1,7 @@
-"""Mamba-2 on the CPU: what stands between two projections as a compiled call. Put in place by
-`CPUKernels.fuse`; the readable form is `MambaMixer.mix`."""
+"""Mamba-2 on the CPU: everything between the two projections as one compiled call.
+
+`CPUKernels.fuse` installs it; the readable form is `MambaMixer.mix`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from nanoengine.kernels.cpu_mamba import BEFORE, BEHIND, PLAIN, Mamba, mamba_rul
 from nanoengine.layers.cpu_states import CPURule
 
 NORMS = {None: PLAIN, "behind": BEHIND, "before": BEFORE}
-"""`StatePlan.norm` -> what kernels call it."""
+"""`StatePlan.norm` -> its constant in the kernels."""
 
 
 class CPUMamba(CPURule):
-    """`MambaMixer.mix`."""
+    """The compiled form of `MambaMixer.mix`."""
 
     rule, mixer = staticmethod(mamba_rule), Mamba
 

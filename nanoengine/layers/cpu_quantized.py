@@ -1,8 +1,8 @@
-"""int8 and int4 weights on the CPU: kernels of their own multiply them by int8 activations, and
-those of float32 by float ones.
+"""int8 and int4 weights on the CPU: separate kernels multiply them by int8 and by float
+activations.
 
-What they compute is `QuantizedLinear`, which packs and multiplies in plain torch;
-`tests/kernels/test_cpu_kernels.py` holds them to it. Chosen by `CPUKernels`.
+The readable form is `QuantizedLinear`, which packs and multiplies in plain torch;
+`tests/kernels/test_cpu_kernels.py` compares the two. Selected by `CPUKernels`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nanoengine.layers.quantized_weight import QuantizedWeight, of_rotated, pack
 
 
 def kind_for(quantization: Quantization) -> Callable[..., QuantizedLinear]:
-    """The method whose kernels multiply activations as this says."""
+    """Returns the method for this quantization's activations."""
     stored = quantization.stored
     if quantization.activations == "int8" or (stored is not None and stored.format == "gguf"):
         return CPUQuantizedLinear
@@ -43,15 +43,15 @@ def kind_for(quantization: Quantization) -> Callable[..., QuantizedLinear]:
 
 
 def _made_at_load(name: str, *, bits: int, **numbers: Any) -> QuantizedLinear:
-    """Weight-only integers that `quantize` makes: those of fewer bits than 8 have minima, which
-    only panels of groups hold."""
+    """Makes the method for weight-only integers that `quantize` makes. With fewer than 8 bits they
+    have minima, which only group-wise panels support."""
     kind = CPUWeightOnlyLinear if bits == 8 else CPUQuantizedLinear
     return kind(name, bits=bits, **numbers)
 
 
 def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) -> Any:
-    """The kernel by which `CPUQuantizedLinear` multiplies by a matrix that is stored like this one;
-    None: it has none, and computes as `QuantizedLinear` does."""
+    """Returns the kernel that multiplies by a matrix stored like this one; None: there is none, and
+    the matrix is computed as in `QuantizedLinear`."""
     if activations == "int8" and (weight.inputs is not None or weight.has_row_scales):
         return kernels.linear8
     if layout_of(weight) is None:
@@ -63,25 +63,25 @@ class PanelLinear(QuantizedLinear):
     """A quantized weight in panels, with the operands of its kernel."""
 
     is_packed = True
-    _operands: tuple[Any, ...] | None = None  # made at first use, in their last place
+    _operands: tuple[Any, ...] | None = None  # made at first use, when the tensors no longer move
 
     @property
     def has_kernel(self) -> bool:
         return self.is_packed and self.order is None and not self.pieces
 
     def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
-        """What the kernel reads of this weight, and the bias, zeros if there is none."""
+        """The kernel's operands: the weight, and the bias, zeros if there is none."""
         if self._operands is None or self._bias is not bias:
             padded = self.padded_bias(bias).numpy()
             self._bias, self._operands = bias, (*self.weight_operands(), padded)
         return self._operands
 
     def finish(self) -> None:
-        if self._operands is not None and self._bias is not None:  # a new one, maybe
+        if self._operands is not None and self._bias is not None:  # The bias may be a new one.
             self._operands[-1][:] = self.padded_bias(self._bias).numpy()
 
     def padded_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
-        """A bias, zeros if there is none, of whole panels."""
+        """A bias, zeros if there is none, padded to whole panels."""
         padded = torch.zeros(self.out_features + -self.out_features % PANEL)
         if bias is not None:
             padded[: self.out_features] = bias
@@ -96,11 +96,11 @@ class PanelLinear(QuantizedLinear):
 
 
 class CPUQuantizedLinear(PanelLinear):
-    """A quantized weight in panels. Activations are quantized token by token, so that a row's
-    result has the same bits alone and in any batch; or they are left as they are.
+    """A quantized weight in panels. Activations are quantized per token, so that a row's result has
+    the same bits alone and in any batch; or they stay floats.
 
-    int8 weights of rotated inputs have a kernel of their own; all else is packed by
-    `GroupedPanels`. What that has no form for is computed as `QuantizedLinear` does.
+    int8 weights of rotated inputs have a separate kernel; all others are packed by `GroupedPanels`.
+    Forms that it does not support are computed as in `QuantizedLinear`.
     """
 
     panels: GroupedPanels | None = None
@@ -130,7 +130,7 @@ class CPUQuantizedLinear(PanelLinear):
         self._keep_whole(panels)
 
     def _panels_for(self, weight: QuantizedWeight) -> GroupedPanels | None:
-        """What packs these rows and all others; None: their form has no kernel."""
+        """Returns what packs these rows and all others; None: their form has no kernel."""
         is_first = self.panels is None and not self._parts
         if is_first and kernel_of(weight, self.activations) not in (kernels.linear8, None):
             self.panels = GroupedPanels(
@@ -140,12 +140,13 @@ class CPUQuantizedLinear(PanelLinear):
         return self.panels
 
     def _keep_whole(self, panels: GroupedPanels) -> None:
-        """Keeps what is packed, with the last of the rows."""
+        """Keeps the packed weight after the last rows are added."""
         if not panels.rows_left:
             self.form, self.values, self.panels = "grouped", panels.finish(), None
 
     def load_blocks(self, type: str, rows: torch.Tensor, first: int) -> bool:
-        """Takes rows of a GGUF file's type as they are stored, or says that they are to be read."""
+        """Packs rows of a GGUF file's type without decoding them. Returns False if they must be
+        decoded."""
         weight = read_scales(type, rows)
         panels = self._panels_for(weight)
         if panels is None or not panels.fills_panels(first, len(rows)) or layout_of(weight) is None:
@@ -191,15 +192,15 @@ class CPUQuantizedLinear(PanelLinear):
         return torch.from_numpy(out)
 
     def weight_operands(self) -> tuple[Any, ...]:
-        """What the kernel reads of this weight."""
+        """The kernel's operands for this weight."""
         if self.form == "rows":
             return self.values.numpy(), self.scales.numpy()
-        # Why the sign: it tells those who choose a kernel by types what activations are.
+        # Why the sign: kernels are selected by type, and the sign encodes the activations' type.
         return (self.values.numpy().view(np.uint8 if self.activations == "int8" else np.int8),)
 
     @property
     def is_whole(self) -> bool:
-        """Whether no panel is padded but the last."""
+        """Whether no panel but the last is padded."""
         return self.form == "rows" or bool(self.values.view(torch.int64)[grouped.IS_WHOLE])
 
     def padded_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
@@ -216,10 +217,10 @@ class CPUQuantizedLinear(PanelLinear):
 
 
 class CPUWeightOnlyLinear(PanelLinear):
-    """A quantized weight times float32 activations: each panel is made floats when it is read.
+    """A quantized weight times float32 activations: each panel is dequantized when it is read.
 
-    The multiplication is that of float32, so many rows are no faster than there; memory is that of
-    the whole numbers. A row's result has the same bits alone and in any batch.
+    The multiplication is float32, so many rows are no faster than with float32 weights; only memory
+    is saved. A row's result has the same bits alone and in any batch.
     """
 
     def pack(self, weight: QuantizedWeight) -> None:
@@ -241,23 +242,23 @@ class CPUWeightOnlyLinear(PanelLinear):
         return torch.from_numpy(out)
 
     def weight_operands(self) -> tuple[Any, ...]:
-        """As those of `CPUQuantizedLinear`."""
+        """As `CPUQuantizedLinear.weight_operands`."""
         values, scales, zeros = (t.numpy() for t in (self.values, self.scales, self.zeros))
         return values, self.form, scales, zeros, self.group_size
 
 
 def _in_bytes(weight: QuantizedWeight) -> torch.Tensor:
-    """Values as int8, [N, K], or [N, K / 2] of those of 4 bits."""
+    """Values as int8, [N, K], or [N, K / 2] if they have 4 bits."""
     return pack_pairs(weight).view(torch.int8) if weight.bits == 4 else weight.values
 
 
 def _padded(matrix: torch.Tensor) -> torch.Tensor:
-    """[N, K] with whole panels of outputs."""
+    """Pads [N, K] to whole panels of outputs."""
     return F.pad(matrix, (0, 0, 0, -len(matrix) % PANEL))
 
 
 def _short(scales: torch.Tensor) -> torch.Tensor:
-    """The bits of scales that are bfloat16 numbers, int16."""
+    """The bits of scales that are exact in bfloat16, as int16."""
     return scales.bfloat16().view(torch.int16)
 
 
@@ -268,7 +269,7 @@ def _panels(matrix: torch.Tensor, inputs: int = 1) -> torch.Tensor:
 
 
 def _replace(panels: torch.Tensor, matrix: torch.Tensor, first: int, inputs: int = 1) -> None:
-    """Puts rows [N, K] in the place of those from `first` on in what `_panels` has made."""
+    """Overwrites the rows from `first` on with rows [N, K], in the result of `_panels`."""
     rows = torch.arange(first, first + len(matrix))
     cut = panels.view(-1, matrix.shape[1] // inputs, PANEL, inputs)
     cut[rows // PANEL, :, rows % PANEL] = matrix.unflatten(1, (-1, inputs))

@@ -1,5 +1,8 @@
-"""Layers that keep states, on the CPU: compiled calls of whole layers, and of what stands between
-two projections. Put in place by `CPUKernels.fuse`; the readable forms are in `models/states.py`."""
+"""Recurrent layers on the CPU: compiled calls of whole layers, or of everything between their two
+projections.
+
+`CPUKernels.fuse` installs them; the readable forms are in `models/states.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ Spans = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def spans_of(waves: Sequence[StateWave]) -> Spans:
-    """The sequences of a step as kernels read them, wave after wave.
+    """The sequences of a step in the form that kernels read, wave after wave.
 
     Returns:
-        pieces: [P, 4] int64: a sequence's tokens from one to before another, the slot that the
-            sequence starts from, and the slot where the state behind these tokens goes.
+        pieces: [P, 4] int64: the first token of a piece and the one after its last, the slot from
+            which the sequence starts, and the slot for the state after the piece.
         firsts: [S + 1], where the pieces of each sequence begin.
-        edges: where the sequences of each wave begin, and how many there are.
+        edges: where the sequences of each wave begin, and the number of sequences.
     """
     pieces, counts, edges = [np.empty((0, 4), np.int64)], [0], [0]
     for wave in waves:
@@ -48,13 +51,12 @@ def spans_of(waves: Sequence[StateWave]) -> Spans:
 
 
 class CPURule:
-    """What stands between two projections of one layer as one compiled call, in float32.
+    """Everything between two projections of one layer as one compiled call, in float32.
 
     Attributes:
-        rule: that call.
-        mixer: the operands of the kernel of the whole layer, which are those of the projections and
-            these.
-        operands: what the call has after the states.
+        rule: the compiled call.
+        mixer: the operands of the kernel for the whole layer: the projections' and these.
+        operands: the call's arguments after the states.
     """
 
     rule: Any
@@ -65,7 +67,7 @@ class CPURule:
         self._layer = layer
 
     def __call__(self, *given: Any) -> torch.Tensor:
-        """Of what was projected, the batch, and which rows are wanted: as `mix` of the layer."""
+        """Called like the layer's `mix`: the projected tensors, the batch, and the wanted rows."""
         *projected, batch, rows = given
         states, (groups, heads, _, values) = self._layer.rows.numpy(), self.operands[1]
         out = np.empty((len(projected[0]), groups * heads * values), np.float32)
@@ -78,7 +80,7 @@ class CPURule:
 
 
 class CPUDelta(CPURule):
-    """`GatedDeltaNet.mix`."""
+    """The compiled form of `GatedDeltaNet.mix`."""
 
     rule, mixer = staticmethod(delta_rule), Delta
 
@@ -96,7 +98,7 @@ class CPUDelta(CPURule):
 
 
 class StateParts(LayerParts):
-    """What a decoder layer with a state is made of.
+    """The parts of a decoder layer with a recurrent state.
 
     Attributes:
         mixer: the layer's `StateLayer`.

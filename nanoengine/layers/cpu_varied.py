@@ -1,7 +1,7 @@
-"""VariedLayers: neighbouring layers of Gemma 4 as one compiled call on the CPU.
+"""VariedLayers: adjacent layers of Gemma 4 as one compiled call on the CPU.
 
-`models/gemma4.py` says what is computed, `tests/layers/test_fused_layers.py` compares the two. Made
-by `models/cpu.py` once the weights are loaded.
+`models/gemma4.py` is the readable form; `tests/layers/test_fused_layers.py` compares the two.
+`models/cpu.py` makes it after the weights are loaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NO_INPUTS = np.empty((0, 0, 0), np.float32)
 
 
 class VariedParts(LayerParts):
-    """What a `Gemma4Layer` without experts is made of.
+    """The parts of a `Gemma4Layer` without experts.
 
     Attributes:
         mixer: its attention.
-        of_input: what takes in the layer's input: two linear layers; none: it has none.
+        of_input: the two linear layers of the per-layer input; empty if there is none.
     """
 
     def __init__(self, layer: Any) -> None:

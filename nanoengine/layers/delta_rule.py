@@ -1,19 +1,19 @@
-"""The gated delta rule: a matrix a head that forgets, and learns which value belongs to a key.
+"""The gated delta rule: a matrix per head that decays, and associates keys with values.
 
     S = exp(decay) S                      forget
-    S = S + k (beta (v - k S))            what the key recalls is replaced by v, as far as beta says
+    S = S + k (beta (v - k S))            move the value recalled by k towards v, by beta
     out = q S
 
-`step` does that for one token of many sequences. `scan` does it for many tokens of one, by products
-of matrices over chunks of 64: within a chunk the corrections depend on each other only through a
-triangular system (the WY form). Chunks begin at multiples of 64 of the sequence's positions, so a
-result hardly depends on how a prompt was cut. Both compute in the dtype of the states.
+`step` computes it for one token of many sequences. `scan` computes it for many tokens of one, by
+matrix products over chunks of 64: within a chunk the corrections depend on each other only through
+a triangular system (the WY form). Chunks begin at positions that are multiples of 64, so a result
+hardly depends on how a prompt was cut. Both compute in the dtype of the states.
 
-Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); the chunked form is that of
+Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); the chunked form is from
 "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484).
 
-Legend: T tokens, N tokens of one sequence, H value heads, E / V size of a key / value, S states,
-C chunks, P tokens of a chunk.
+Legend: T tokens, N tokens of one sequence, H value heads, E / V size of a key / value, S states, C
+chunks, P tokens per chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK = 64
 
 
 class DeltaInputs(NamedTuple):
-    """What tokens bring to the rule; queries are scaled, decays are logarithms, at most 0."""
+    """The rule's inputs per token; queries are scaled, decays are logarithms, at most 0."""
 
     q: torch.Tensor  # [T, H, E]
     k: torch.Tensor  # [T, H, E]
@@ -36,18 +36,18 @@ class DeltaInputs(NamedTuple):
     beta: torch.Tensor  # [T, H]
 
     def part(self, which: slice) -> DeltaInputs:
-        """Those of some of the tokens."""
+        """Selects some of the tokens."""
         return DeltaInputs(*(tensor[which] for tensor in self))
 
 
 def step(
     inputs: DeltaInputs, states: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each of several sequences -> [T, H, V].
+    """Computes one token of each of several sequences -> [T, H, V].
 
     Args:
         states: [S, H, E, V].
-        reads, writes: [T], the state that each token starts from, and where the next one goes.
+        reads, writes: [T], the state before each token, and the state to write.
     """
     q, k, v, decay, beta = inputs
     state = states.index_select(0, reads) * decay.exp()[..., None, None]  # [T, H, E, V]
@@ -59,8 +59,8 @@ def step(
 
 
 class Chunks(NamedTuple):
-    """What each chunk does to a state, whichever it is: with `new` = values - recalls S, it reads
-    read S + attended new, and leaves forget S + write^T new."""
+    """The effect of each chunk on a state S: with `new` = values - recalls S, it outputs read S +
+    attended new, and the next state is forget S + write^T new."""
 
     read: torch.Tensor  # [C, H, P, E]
     recalls: torch.Tensor  # [C, H, P, E]
@@ -71,10 +71,10 @@ class Chunks(NamedTuple):
 
 
 def through_chunks(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes a state [H, E, V] through all chunks, one after the other.
+    """Advances a state [H, E, V] over all chunks in order.
 
     Returns:
-        [C, H, P, V], and the state behind the last chunk.
+        [C, H, P, V], and the state after the last chunk.
     """
     out = torch.empty_like(chunks.values)
     for chunk, found in enumerate(out):
@@ -88,18 +88,18 @@ def through_chunks(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, t
 def scan(
     inputs: DeltaInputs, state: torch.Tensor, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of one sequence, the first at `position`, from `state` [H, E, V] on.
+    """Computes tokens of one sequence, the first at `position`, starting from `state` [H, E, V].
 
     Returns:
-        [N, H, V], and the state behind the last token.
+        [N, H, V], and the state after the last token.
     """
     front = position % CHUNK
     count = len(inputs.q)
     back = -(front + count) % CHUNK
-    # Why zeros do no harm: a token without key, decay and beta neither reads nor changes anything.
+    # Why zeros do no harm: without key, decay and beta a token neither reads nor changes anything.
     q, k, v = (_chunks(F.pad(x, (0, 0, 0, 0, front, back))) for x in inputs[:3])  # [C, H, P, E]
     decay, beta = (_chunks(F.pad(x, (0, 0, front, back))) for x in inputs[3:])  # [C, H, P]
-    since = decay.cumsum(-1)  # of the chunk's beginning
+    since = decay.cumsum(-1)  # since the chunk's beginning
     between = since.unsqueeze(-1) - since.unsqueeze(-2)  # [C, H, P, P], from column to row
     ahead = torch.ones_like(between[0, 0], dtype=torch.bool).triu(1)
     between = between.masked_fill(ahead, -torch.inf).exp()

@@ -1,6 +1,6 @@
 """Embedding and OutputHead: token ids in, logits out, with the vocabulary split over ranks.
 
-Special: `models/generic.py`, where embeddings or logits are scaled, or logits capped.
+`models/generic.py` has scaled embeddings, and scaled or capped logits.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from nanoengine.layers.kernels import Masks
 from nanoengine.layers.layer import Layer, ModelContext
 
 NAME = "model.embed_tokens"
-"""The name by which the method of an embedding is asked for."""
+"""The name under which an embedding's method is requested."""
 
 
 class Embedding(Layer):
     """Token ids [T] -> [T, hidden_size]. Each rank holds some rows of the vocabulary.
 
     Attributes:
-        lookup: ids [T] -> rows of the weight; that of a tied head, which may store it in its own
-            form.
-        store: takes this rank's rows of the checkpoint; that of a tied head as well.
-        method: holds the weight where the checkpoint stores it quantized; else None, and `weight`
-            does.
+        lookup: ids [T] -> rows of the weight; a tied head provides it, and may store the weight in
+            another form.
+        store: loads this rank's rows of the checkpoint; a tied head provides it too.
+        method: holds the weight if it is quantized in the checkpoint; else None, and `weight` holds
+            it.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, context: ModelContext) -> None:
@@ -93,8 +93,8 @@ class OutputHead(Layer):
     def argmax(
         self, hidden: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The most likely token of each row [L] and its logit [L], where they can be found without
-        all logits; else None. See `LinearMethod.argmax`."""
+        """The most likely token of each row [L] and its logit [L], if they can be found without all
+        logits; else None. See `LinearMethod.argmax`."""
         return self.method.argmax(hidden, None, masks) if self.ranks == 1 else None
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:

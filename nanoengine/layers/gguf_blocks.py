@@ -1,15 +1,15 @@
-"""Blocks of a GGUF file's quantized types as a `QuantizedWeight`; in plain torch. For kernels that
-read blocks themselves: where codes are in them.
+"""Reads blocks of a GGUF file's quantized types as a `QuantizedWeight`, in plain torch. Kernels
+that read blocks themselves get the positions of the codes.
 
-Whoever loads a matrix from a GGUF file calls this with rows as `read_rows` has them. A row is
-blocks of 32 or 256 inputs, each with its own scales. The bits of a value lie in one or two planes:
+The loaders of GGUF matrices call this with rows as `read_rows` returns them. A row consists of
+blocks of 32 or 256 inputs, each with its own scales. The bits of a value are in one or two planes:
 
     Q6_K   low [128], 4 bits a value | high [64], 2 bits | scales [16] int8 | d, float16
                 value = (low + 16 * high - 32) * scale * d
 
 Source: the structs block_* of ggml-common.h and the functions dequantize_row_* of ggml-quants.c.
 
-Legend: N rows, B blocks of a row.
+Legend: N rows, B blocks per row.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from nanoengine.kernels.code_tables import E2M1, IQ4
 from nanoengine.layers.quantized_weight import QuantizedWeight
 
 Planes = tuple[int, int]
-"""Bits a value, and bytes of a run: all lowest bits of its bytes are the first values of the run's,
-the bits above these the next ones, and so on."""
+"""Bits per value, and bytes per run. The lowest bits of a run's bytes are its first values, the
+bits above them the next values, and so on."""
 
 Scales = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -40,10 +40,11 @@ class Layout(NamedTuple):
     """What the bytes of a block are.
 
     Attributes:
-        parts: name -> bytes, in their order: "d", the scale of the block; "m" its least weight, or
-            "dm" the scale of its mins; "low" and "high" bits of values; "scales" of groups.
-        low, high: how the bits of values lie in these parts.
-        groups: the part "scales" as whole numbers a group, and mins, which are taken off.
+        parts: name -> bytes, in their order: "d", the scale of the block; "m", its minimum, or
+            "dm", the scale of its mins; "low" and "high" bits of values; "scales" of groups.
+        low, high: how the bits of values are stored in these parts.
+        groups: decodes the part "scales" to integer scales per group, and mins, which are
+            subtracted.
         group_size: inputs that share a scale.
         table: see `QuantizedWeight`.
     """
@@ -57,7 +58,7 @@ class Layout(NamedTuple):
 
 
 def planes(packed: torch.Tensor, form: Planes) -> torch.Tensor:
-    """The values in packed bytes, [N, B, bytes] -> [N, B, values] uint8."""
+    """Unpacks the values of packed bytes, [N, B, bytes] -> [N, B, values] uint8."""
     bits, run = form
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
     runs = packed.unflatten(2, (-1, 1, run))
@@ -70,8 +71,8 @@ def _pairs(scales: torch.Tensor) -> Scales:
 
 
 def _sixes(scales: torch.Tensor) -> Scales:
-    """Q4_K and Q5_K: 12 bytes are 8 scales and 8 mins of 6 bits. The first four of each are whole
-    in a byte, whose upper bits are the upper bits of the last four."""
+    """Q4_K and Q5_K: 12 bytes are 8 scales and 8 mins of 6 bits. The first four of each have a byte
+    of their own, which also holds the upper 2 bits of the last four."""
     first, first_mins, last = scales.unflatten(2, (3, 4)).unbind(2)
     return (
         torch.cat((first & 63, (last & 15) | (first >> 6 << 4)), 2).view(torch.int8),
@@ -80,7 +81,7 @@ def _sixes(scales: torch.Tensor) -> Scales:
 
 
 def packed_groups(scales: torch.Tensor, mins: torch.Tensor, groups: int) -> torch.Tensor:
-    """Scales and mins [N, G] of blocks of 8 or 16 groups, as Q4_K and Q2_K have them: [N, B, 12 or
+    """Packs scales and mins [N, G] of blocks of 8 or 16 groups as in Q4_K and Q2_K: [N, B, 12 or
     16] uint8."""
     filled = (F.pad(n.view(torch.uint8), (0, -n.shape[1] % groups)) for n in (scales, mins))
     scales, mins = (n.unflatten(1, (-1, groups)) for n in filled)
@@ -109,7 +110,8 @@ def _bytes(scales: torch.Tensor) -> Scales:
 
 
 def _ones(sums: torch.Tensor) -> Scales:
-    """Q8_K: there is the block's scale alone, a float32, which is no float16 as a group's is."""
+    """Q8_K: the block has one float32 scale, which may not fit into the float16 scale of a
+    group."""
     return torch.ones_like(sums[:, :, ::4]).view(torch.int8), None
 
 
@@ -135,18 +137,18 @@ LAYOUTS = {
     ),
     "MXFP4": Layout({"d": 1, "low": 16}, (4, 16), table=E2M1),
 }  # fmt: skip
-"""Of each quantized type of `TYPES`."""
+"""The layout of each quantized type of `TYPES`."""
 
 
 def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
-    """Rows of a quantized type as a weight.
+    """Reads rows of a quantized type as a weight.
 
     Args:
         type: a key of `LAYOUTS`.
         rows: [N, bytes] uint8.
 
     Raises:
-        WeightLoadError: a scale or a min is no finite number, so the bytes are damaged.
+        WeightLoadError: a scale or a min is not finite, so the bytes are damaged.
     """
     layout, parts = LAYOUTS[type], _parts(type, rows)
     codes, bits = planes(parts["low"], layout.low), layout.low[0]
@@ -167,8 +169,8 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
 
 
 def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
-    """As `read_blocks`, but for the values, which say their number alone and have no memory; scales
-    of one level are float16 where the file has them so."""
+    """As `read_blocks`, but without the values: their tensor has the shape and no memory. Scales of
+    one level stay float16 if the file stores float16."""
     layout, parts = LAYOUTS[type], _parts(type, rows)
     factors = floats(parts["d"])
     scales, mins, min_factors = factors, None, None
@@ -203,11 +205,11 @@ def _parts(type: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class StoredCodes(NamedTuple):
-    """Codes as they lie in rows of bytes; see `kernels/pack_groups.py`.
+    """Codes as they are stored in rows of bytes; see `kernels/pack_groups.py`.
 
     Attributes:
         rows: [N, bytes] uint8.
-        size: bytes of a block.
+        size: bytes per block.
         places: uint64 [C, 4].
         widths: bits of the lower part of a code, and of the upper one.
     """
@@ -219,13 +221,13 @@ class StoredCodes(NamedTuple):
 
 
 def stored_codes(type: str, rows: torch.Tensor) -> StoredCodes:
-    """The codes of rows of a quantized type, which are not read here."""
+    """The codes of rows of a quantized type, without reading them."""
     return StoredCodes(rows.numpy(), TYPES[type].bytes, *_places(type))
 
 
 @functools.cache
 def _places(type: str) -> tuple[np.ndarray, tuple[int, int]]:
-    """Where the codes of a block are."""
+    """The positions of the codes in a block."""
     layout, first = LAYOUTS[type], np.arange(0, TYPES[type].inputs, 4)
     places, widths = np.zeros((len(first), 4), np.uint64), []
     at = dict(zip(layout.parts, np.cumsum([0, *layout.parts.values()]), strict=False))
@@ -239,8 +241,8 @@ def _places(type: str) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def floats(numbers: torch.Tensor) -> torch.Tensor:
-    """One float of each block, [N, B, bytes] -> [N, B, 1]: a float16 or float32; or half of MXFP4's
-    power of two, whose table has twice the numbers, as float32; of that, 255 is NaN."""
+    """One float per block, [N, B, bytes] -> [N, B, 1]: float16 or float32. For MXFP4 it is half the
+    power of two, as float32, because its table has doubled values; the byte 255 is NaN."""
     if numbers.shape[2] == 1:
         return torch.tensor([*(2.0 ** (e - 128) for e in range(255)), math.nan])[numbers.int()]
     stored = {2: torch.float16, 4: torch.float32}[numbers.shape[2]]

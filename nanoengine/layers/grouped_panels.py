@@ -1,7 +1,8 @@
-"""GroupedPanels: packs rows of weights in groups into the array that `cpu_grouped.py` reads.
+"""GroupedPanels: packs rows of group-wise quantized weights into the array that `cpu_grouped.py`
+reads.
 
-Rows are packed as they come, so no whole matrix waits unpacked. Rows that are stored alike are a
-part; a matrix whose rows differ, as q, k and v of a checkpoint may, has several. Used by
+Rows are packed as they are loaded, so no whole matrix is kept unpacked. Rows with the same format
+are a part; a matrix whose rows differ, as a checkpoint's q, k and v may, has several parts. Used by
 `CPUQuantizedLinear`.
 """
 
@@ -41,18 +42,18 @@ from nanoengine.layers.quantized_weight import BLOCK, QuantizedWeight, codes_of,
 
 assert BLOCK == UNIT * UNITS
 BYTES = np.array([[four, 0, 0, 0] for four in range(0, UNIT, 4)], np.uint64)
-"""Where codes of a byte each are; see `StoredCodes`."""
+"""Positions of codes with one byte each; see `StoredCodes`."""
 
 
 class PanelLayout(NamedTuple):
-    """How a part is packed: its form, and units that share a scale, as a power of two."""
+    """How a part is packed: its form, and the units that share a scale, as a power of two."""
 
     form: Form
     shift: int
 
 
 def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
-    """How this is packed; None: the kernels have no such form."""
+    """Returns how this weight is packed; None: the kernels do not support its form."""
     bits, size, inputs = weight.bits, weight.group_size, weight.values.shape[1]
     lowest = -(1 << bits - 1) if weight.lowest is None else weight.lowest
     two_levels, centered = weight.factors is not None, int(lowest < 0)
@@ -76,11 +77,11 @@ def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
 
 
 Room = Callable[[int], torch.Tensor]
-"""Gives so many bytes, uint8, from the begin of a cache line on."""
+"""Allocates a number of bytes, uint8, aligned to a cache line."""
 
 
 class PackedRows(NamedTuple):
-    """Rows that are packed: `count` from `first` on, whose panels begin at `panel` of `data`."""
+    """Packed rows: `count` rows from `first` on; their panels begin at `panel` of `data`."""
 
     first: int
     count: int
@@ -90,11 +91,12 @@ class PackedRows(NamedTuple):
 
 
 class GroupedPanels:
-    """Takes the rows of a matrix in parts, and gives the packed whole.
+    """Packs the rows of a matrix part by part, and returns the packed whole.
 
     Args:
-        room: gives the memory of the whole.
-        one_form: all rows are expected to be stored alike; others are packed elsewhere first.
+        room: allocates the memory of the whole.
+        one_form: all rows are expected to have the same form; otherwise they are packed into
+            another buffer first.
     """
 
     def __init__(
@@ -108,10 +110,10 @@ class GroupedPanels:
         self._whole: dict[PanelLayout, torch.Tensor] = {}
 
     def add(self, weight: QuantizedWeight, first: int, codes: StoredCodes | None = None) -> None:
-        """Takes rows from `first` on, of whole panels if `codes` are given; see `pack`.
+        """Adds rows from `first` on; with `codes` they must fill whole panels; see `pack`.
 
         Raises:
-            WeightLoadError: rows before these have a kernel, and these have none.
+            WeightLoadError: earlier rows have a kernel, and these have none.
         """
         count = len(weight.values)
         self.rows_left -= count
@@ -126,8 +128,8 @@ class GroupedPanels:
             assert codes is None
             self._loose.append((first, weight))
             return
-        # Why room for all rows: most matrices are stored alike, and need no copy then. What nobody
-        # writes takes no memory.
+        # Why a buffer for all rows: most matrices have one form, and then need no copy. Pages that
+        # are never written take no memory.
         step = self._step(layout)
         if layout not in self._whole:
             size = self._start(1) + -(-self.outputs // PANEL) * step
@@ -141,7 +143,7 @@ class GroupedPanels:
         return not (first % PANEL or (count % PANEL and first + count < self.outputs))
 
     def _step(self, layout: PanelLayout) -> int:
-        """Bytes of a panel."""
+        """Bytes per panel."""
         return kernels.panel_bytes(*layout, self.inputs)
 
     @staticmethod
@@ -149,7 +151,7 @@ class GroupedPanels:
         return 8 * (HEAD + parts * RECORD)
 
     def _pack_loose(self) -> None:
-        """Packs rows that fill no whole panels, together with those beside them."""
+        """Packs rows that fill no whole panels, together with adjacent rows."""
         in_order = sorted(self._loose, key=lambda it: it[0])
         for layout, group in groupby(in_order, lambda it: layout_of(it[1])):
             assert layout is not None
@@ -161,7 +163,7 @@ class GroupedPanels:
                 self._runs.append(PackedRows(following[0][0], count, layout, 0, data))
 
     def finish(self) -> torch.Tensor:
-        """All rows, [bytes] uint8."""
+        """Returns all rows, [bytes] uint8."""
         self._pack_loose()
         parts: list[list[PackedRows]] = []
         for run in sorted(self._runs):
@@ -200,11 +202,11 @@ class GroupedPanels:
 
 
 Rows = list[tuple[int, QuantizedWeight]]
-"""The first of some rows, and these."""
+"""Pairs of a first row and the rows from there on."""
 
 
 def _neighbours(rows: Rows) -> list[Rows]:
-    """Runs of rows that follow each other without a gap."""
+    """Groups rows that follow each other without a gap."""
     found: list[Rows] = []
     stop = -1
     for first, weight in rows:
@@ -223,10 +225,12 @@ def pack(
     codes: StoredCodes | None = None,
     lane: int | None = None,
 ) -> None:
-    """Writes a weight's panels into `data` from byte `start` on; `codes` go before its values.
+    """Writes a weight's panels into `data` from byte `start` on.
 
-    lane: the first output of the panel that is written; those beside the rows keep what is there.
-    None: whole panels, filled up with zeros.
+    Args:
+        codes: the codes to pack; None: made from the weight's values.
+        lane: the first output within the panel; other outputs keep their content. None: whole
+            panels, padded with zeros.
     """
     form, shift = layout
     lanes, lane = PANEL if lane is None else min(len(weight.values), PANEL), lane or 0
@@ -254,7 +258,7 @@ def pack(
             [weight.scales] if form.offset != MINS else [weight.scales, taken]
         )
         halves += [taken.half().view(torch.int16)] if form.offset == ZEROS else []
-        times = -(-weight.group_size // (UNIT << shift))  # a group that is longer has several
+        times = -(-weight.group_size // (UNIT << shift))  # a longer group covers several
         halves = [n if times == 1 else n.repeat_interleave(times, 1) for n in halves]
         lines, stride = [(n, UNITS >> shift) for n in halves], 2 * PANEL * len(halves)
     for n, count in lines:
@@ -267,9 +271,9 @@ def pack(
 
 
 def _halves(numbers: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The factor of each output, [N, 1], 1 where its numbers are float16 exactly; and the numbers
-    without it, [N, G] each, as the bits of float16. Why as integers: compiled code has no float16.
-    """
+    """The factor of each output, [N, 1], or 1 if its scales are exact in float16; and the scales
+    divided by it, [N, G] each, as the bits of float16. Why as integers: compiled code has no
+    float16."""
     factors = torch.ones(len(numbers[0]), 1)
     if numbers[0].dtype != torch.float16:
         exact = torch.stack([(n.half().float() == n).all(1) for n in numbers]).all(0)
@@ -279,8 +283,7 @@ def _halves(numbers: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tenso
 
 
 def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> None:
-    """Packs rows in the place of those from `first` on, which have the same form, in the whole
-    `data`."""
+    """Overwrites the rows from `first` on, which have the same form, in the packed `data`."""
     layout, stop = layout_of(weight), first + len(weight.values)
     assert layout is not None, weight.form
     words = data.view(torch.int64)
@@ -291,7 +294,7 @@ def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> Non
         if low >= high:
             continue
         start, end = low - begin, high - begin
-        panels = -(-start // PANEL) * PANEL, end // PANEL * PANEL  # whole ones between these
+        panels = -(-start // PANEL) * PANEL, end // PANEL * PANEL  # whole panels between these
         edges = sorted({start, end, *(edge for edge in panels if start < edge < end)})
         for here, there in pairwise(edges):
             rows = weight.part(slice(begin + here - first, begin + there - first))
@@ -300,7 +303,7 @@ def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> Non
 
 
 def grouped_bias(data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A bias, zeros if there is none, padded part by part as the panels are."""
+    """A bias, zeros if there is none, padded part by part like the panels."""
     words = data.view(torch.int64)
     padded = torch.zeros(PANEL * int(words[kernels.ALL_PANELS]))
     for i in range(int(words[kernels.PARTS]) if bias is not None else 0):

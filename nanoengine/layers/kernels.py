@@ -1,16 +1,15 @@
-"""Kernels: what a model computes with between its tensors; here in plain torch, on any device.
+"""Kernels: a model's operations on its tensors; here in plain torch, on any device.
 
-A *kernel set* is one object for one device: attention, norms, gates, how linear layers store and
-multiply their weights, and what may run as fewer calls once all weights are loaded. `Kernels` is
-the set of `attention_backend="naive"`, the readable form that every other set is tested against.
-Layers reach theirs through `ModelContext.kernels`; `runner/numerics.py` chooses it.
+A *kernel set* is one object per device type: attention, norms, gates, how linear layers store and
+multiply their weights, and what is fused into fewer calls after loading. `Kernels` is the set of
+`attention_backend="naive"`, the readable form against which all other sets are tested. Layers use
+theirs through `ModelContext.kernels`; `runner/numerics.py` selects it.
 
-The dtype of a norm's weight says where to round: a weight of x's dtype is multiplied after the norm
-was rounded to it, a wider one before, as the checkpoints' own code does. Statistics are float32 or
-wider.
+The dtype of a norm's weight says where to round: if the weight has x's dtype, the norm is rounded
+before the multiplication; if it is wider, after. The checkpoints' own code does the same.
+Statistics are float32 or wider.
 
-Special: `models/cpu.py` and `models/triton.py`, a set each; `quantized.py`, weights in whole
-numbers.
+`models/cpu.py` and `models/triton.py` define the other sets; `quantized.py` has integer weights.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467); Shazeer, "GLU
 Variants Improve Transformer" (arXiv 2002.05202).
@@ -34,9 +33,9 @@ from nanoengine.layers.collectives import Shard
 Masks = Callable[[], np.ndarray]
 
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".router", ".key_up", ".value_up")
-"""Ends of the names of small layers that are never rounded. Why: they choose among experts, and
-another choice is another result, not one that is a little off; or they are factors of what all
-queries and values of latent attention are made of."""
+"""Name endings of small layers that are never rounded. Why: routers choose among experts, and
+another choice is a different result, not a slightly inexact one; the MLA matrices are factors of
+all queries and values."""
 
 
 class Kernels:
@@ -44,10 +43,11 @@ class Kernels:
 
     Attributes:
         attention: serves all attention layers.
-        linear: makes the method of one linear layer, given its full name, say
+        linear: makes the method of one linear layer from its full name, for example
             "model.layers.0.mlp.down_proj": how its weights are stored and multiplied.
-        embedding: the same for an embedding that is stored quantized; None: it is floats.
-        products: on a GPU how many matrices are multiplied in which way, a line a kind, once fused.
+        embedding: the same for an embedding that is quantized in the checkpoint; None: it is
+            floats.
+        products: on a GPU, set by `fuse`: how many matrices use which product, one line per kind.
     """
 
     embedding: Callable[[str], LinearMethod] | None = None
@@ -63,19 +63,19 @@ class Kernels:
     def dtypes(
         self, config: ModelConfig, dtype: torch.dtype, shard: Shard
     ) -> tuple[torch.dtype, torch.dtype]:
-        """What a model of `dtype` has between two products, and what its embeddings and matrices
-        are stored in."""
+        """The dtype of activations between two products, and the stored dtype of embeddings and
+        matrices, for a model of `dtype`."""
         return dtype, dtype
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, whose size is weight's: [T, N]."""
+        """x / rms(x) * weight over the last dimension, which has weight's size: [T, N]."""
         normed = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps)
         return (normed * weight).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the norm of x + residual, x + residual), both [T, N]; either input may be
+        """Returns (norm(x + residual), x + residual), both [T, N]; either input may be
         overwritten."""
         residual = x + residual
         return self.rms_norm(residual, weight, eps), residual
@@ -86,20 +86,20 @@ class Kernels:
         return GATES[activation](gate, up)
 
     def quantized_kind(self) -> Callable[..., LinearMethod | None] | None:
-        """What makes methods of weights of 4 and 8 bits on a GPU, for `quantized_linears`; None:
-        the set has no such kernel."""
+        """Makes methods for 4-bit and 8-bit weights on a GPU, for `quantized_linears`; None: the
+        set has no such kernel."""
         return None
 
     def place(self, model: nn.Module) -> None:
-        """Called once when the model is made; a set may move its parameters, not loaded yet."""
+        """Called once after the model is made, before loading; a set may move its parameters."""
 
     def fuse(self, model: nn.Module) -> None:
-        """Called once when all weights are loaded; a set may put calls of its own in place of
-        readable forms, with the same results."""
+        """Called once after all weights are loaded; a set may replace readable forms by its own
+        calls, with the same results."""
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate * sigmoid(1.702 gate) * (up + 1), of a gate up to 7 and an up from -7 to 7.
+    """gate * sigmoid(1.702 gate) * (up + 1), with gate clamped to at most 7 and up to -7 ... 7.
 
     Source: the model code of gpt-oss.
     """
@@ -112,20 +112,21 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),
     "clamped_swiglu": clamped_swiglu,
 }
-"""`LayerPlan.activation` -> the function of gate and up, which every set computes."""
+"""`LayerPlan.hidden_act` -> the function of gate and up, which every set computes."""
 
 
 class LinearMethod(nn.Module, ABC):
-    """How one linear layer's weight is stored and multiplied; the door of quantization. One
-    instance serves one layer.
+    """How one linear layer's weight is stored and multiplied; quantization is implemented as a
+    subclass. One instance serves one layer.
 
     A subclass registers its tensors as parameters or buffers, so that they are counted and found.
 
     Attributes:
-        num_weights: of the model, that are kept in another form than parameters.
-        has_kernel: compiled code multiplies by this weight, in the inputs' own order.
-        product: on a GPU what multiplies by it, for people; "": floats, by torch.
-        bmm: torch.bmm, or one that such methods have instead.
+        num_weights: the model's weights that are not stored as parameters.
+        has_kernel: compiled code multiplies by this weight, with the inputs in their original
+            order.
+        product: on a GPU, a description of the kernel that multiplies by it; "": floats, by torch.
+        bmm: torch.bmm, or the method's replacement for it.
     """
 
     num_weights, has_kernel, product, bmm = 0, False, "", staticmethod(torch.bmm)
@@ -140,48 +141,51 @@ class LinearMethod(nn.Module, ABC):
 
     @abstractmethod
     def hold(self, weight: torch.Tensor) -> None:
-        """Takes storage that is there already.
+        """Uses existing storage.
 
-        Called in place of `create` where the weight is another layer's (a tied embedding), which
-        gives all of its rows to `load`.
+        Called instead of `create` if the weight is another layer's (a tied embedding), which passes
+        all of its rows to `load`.
         """
 
     @abstractmethod
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
         """Stores rows of a checkpoint, [rows, in_features] of any floating dtype, from `first` on.
 
-        Once all rows are there, others may come in their place: in the same memory, which compiled
-        calls and CUDA graphs read.
+        After all rows are loaded, rows may be replaced. They must stay in the same memory, which
+        compiled calls and CUDA graphs read.
         """
 
     @abstractmethod
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features], the dtype of x."""
+        """[..., in_features] -> [..., out_features], in x's dtype."""
 
     def apply_gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
-        """[T, in_features] -> act(gate) * up [T, out_features / 2], where the outputs are gate,
-        then up; a method may fuse the two."""
+        """[T, in_features] -> act(gate) * up [T, out_features / 2], with outputs ordered gate, up;
+        a method may fuse the two."""
         return kernels.gate(self.apply(x, None), activation)
 
     def argmax(
         self, x: torch.Tensor, softcap: float | None = None, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The largest of `apply(x, None)` in each row of x [L, in_features] where the method finds
-        it without computing all: index [L] int64, the lowest among equals, and value [L], NaN if
-        any is. None: compute all.
+        """Finds the largest output of `apply(x, None)` in each row of x [L, in_features] without
+        computing all.
 
         Args:
-            softcap: bends outputs afterwards, which may make two of them equal by rounding; where
-                it may have, all are to be computed.
-            masks: gives the outputs that count, a bit each (`kernels/cpu_screen.py`); called only
-                where they can be used.
+            softcap: applied to the outputs afterwards. Its rounding may make two outputs equal;
+                then all must be computed.
+            masks: returns the allowed outputs, one bit each (`kernels/cpu_screen.py`); called only
+                if they can be used.
+
+        Returns:
+            Indices [L] int64, the lowest among equals, and values [L], NaN if any output is. None:
+            compute all.
         """
         return None
 
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a weight that was given to `hold`, [T] -> [T, in_features]: the lookup of the
-        embedding that it is tied to."""
+        tied embedding."""
 
     def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
         """The slot of the checkpoint's matrix `name`.
@@ -195,7 +199,7 @@ class LinearMethod(nn.Module, ABC):
         return WeightSlot(shape=matrix.shape, part=matrix.part, store=store)
 
     def finish(self) -> None:
-        """Called when all weights are loaded, and when new ones are; a method may repack them."""
+        """Called after all weights are loaded, and after an update; a method may repack them."""
 
 
 class UnquantizedLinear(LinearMethod):

@@ -1,7 +1,7 @@
-"""The scales of an fp8 cache, as some checkpoints hold them beside a layer's projections.
+"""The scales of an fp8 cache, which some checkpoints store with a layer's projections.
 
-Called by `models/loader.py` for a checkpoint that has any. A layer without them has scales of 1,
-and they mean nothing to a cache of the model's dtype.
+`models/loader.py` uses this for a checkpoint that has any. A layer without them has scales of 1. A
+cache of the model's dtype ignores them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KV_SCALES = ("k_scale", "v_scale")
 
 
 def scale_slots(model: nn.Module) -> dict[str, WeightSlot]:
-    """Slots of the scales of all attention layers, by their names here.
+    """Slots of the scales of all attention layers, by their names in this program.
 
     Raises:
         WeightLoadError: from a slot: a scale is not a positive number.

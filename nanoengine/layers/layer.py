@@ -1,8 +1,9 @@
-"""Layer and ModelContext: what every layer of a model is, and what each is made with.
+"""Layer and ModelContext: the base of all layers of a model, and the context that they are made
+with.
 
-Nothing here is global, so two engines, or two ranks of one model, live in one process.
+Nothing here is global, so two engines, or two ranks of one model, can share a process.
 
-Special: `collectives.py`, a model on several ranks.
+`collectives.py` splits a model over several ranks.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ class Layer(nn.Module):
 
 
 def pin_attributes(model: nn.Module) -> None:
-    """Puts each module's parts and tensors beside its plain attributes, where Python finds them at
-    once. For a model that is loaded whole; assigning one of them later takes its pin away."""
+    """Copies each module's submodules and tensors into its plain attributes, where Python finds
+    them at once. For a completely loaded model; assigning one of them later removes its copy."""
     for module in model.modules():
         for named in (module._modules, module._parameters, module._buffers):
             vars(module).update(named)
 
 
 def one_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """The collective of a single rank: the tensor itself."""
+    """The collective of a single rank: returns the tensor itself."""
     return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """How and where a model is built. Made by the runner, given to all layers.
+    """How and where a model is built. Made by the runner and passed to all layers.
 
     Attributes:
-        dtype, device: of activations, and of parameters but for those below.
-        kernels: what computes on that device.
-        weight_dtype: of embeddings and the matrices of linear layers; None: `dtype`. Kernels on a
-            CPU make float32 of 16-bit weights as they read them.
-        keeps_weights: `weight_dtype` must hold what the checkpoint does, exactly; where it does
-            not, weights are stored in `dtype`.
+        dtype, device: of activations, and of all other parameters.
+        kernels: the kernel set for that device.
+        weight_dtype: the dtype of embeddings and of the matrices of linear layers; None: `dtype`.
+            CPU kernels convert 16-bit weights to float32 as they read them.
+        keeps_weights: `weight_dtype` must hold the checkpoint's weights exactly; otherwise weights
+            are stored in `dtype`.
         shard: the part of the model that this rank holds.
         all_reduce: sums a tensor over the ranks, in place or not, and returns it.
-        all_gather: joins the ranks' tensors along the last dimension, in rank order.
-        max_positions: positions that rotary tables cover; None: the model's longest context.
+        all_gather: concatenates the ranks' tensors along the last dimension, in rank order.
+        max_positions: positions in the RoPE tables; None: the model's longest context.
         int8_cache: the KV cache is int8.
     """
 
@@ -74,9 +75,9 @@ class ModelContext:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """What embeddings and the matrices of linear layers are stored in."""
+        """The stored dtype of embeddings and of the matrices of linear layers."""
         return self.weight_dtype or self.dtype
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """One of a layer, uninitialised; `dtype` None: that of activations."""
+        """Makes an uninitialised parameter of a layer; `dtype` None: the activations' dtype."""
         return empty_parameter(shape, dtype or self.dtype, self.device)

@@ -1,12 +1,12 @@
 """Layouts that differ from Llama's: which dimensions RoPE rotates, and how a checkpoint stores
 matrices.
 
-    positions       RoPE of a part of a head, or of none; learned vectors
+    positions       RoPE on a part of a head, or no RoPE; learned position embeddings
     linear layers   several matrices in one tensor, heads in another order, [inputs, outputs]
 
-Pairs without RoPE have the angle 0. Where RoPE rotates neighbours, or a part of a head, the loader
-puts the dimensions of queries and keys in the order that backends rotate (`head_order`). Scores
-don't change, because queries and keys are reordered alike.
+Pairs without RoPE have the angle 0. If RoPE rotates pairs of neighbours, or only a part of a head,
+the loader reorders the dimensions of queries and keys as backends expect them (`head_order`).
+Scores don't change, because queries and keys are reordered alike.
 
 Called by `models/generic.py`, `models/latent.py` and `models/states.py`.
 
@@ -35,7 +35,8 @@ from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
 
 
 class PartialRotary(RotaryEmbedding):
-    """RoPE of the first `plan.rotary_dim` dimensions of a head; of latents these come alone."""
+    """RoPE on the first `plan.rotary_dim` dimensions of a head; for MLA the table has only
+    these."""
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
         size, plan = config.plan.rotary_dim, config.plan
@@ -46,7 +47,7 @@ class PartialRotary(RotaryEmbedding):
 
 
 class NoRotary(RotaryEmbedding):
-    """No RoPE, whatever the position."""
+    """No RoPE at any position."""
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
         return torch.ones(1, config.head_dim // 2), torch.zeros(1, config.head_dim // 2)
@@ -56,7 +57,7 @@ class NoRotary(RotaryEmbedding):
 
 
 class LearnedPositions(Layer):
-    """The learned vectors of positions [T], [T, hidden_size]."""
+    """Learned position embeddings: positions [T] -> [T, hidden_size]."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -72,8 +73,8 @@ class LearnedPositions(Layer):
 
 
 def head_order(config: ModelConfig) -> torch.Tensor | None:
-    """Which dimension of a checkpoint's head each of ours is, [D] int64, so that those turned
-    together are i and i + D / 2; None: they are so already."""
+    """For each dimension of our heads, its index in the checkpoint's head, [D] int64, so that RoPE
+    rotates the pairs i and i + D / 2; None: they are in this order already."""
     head_dim, plan = config.head_dim, config.plan
     size = plan.rotary_dim or head_dim
     if size == head_dim and not plan.rope_interleaved and not plan.rope_reversed:
@@ -89,7 +90,7 @@ def head_order(config: ModelConfig) -> torch.Tensor | None:
 
 
 class OneTensorLinear(MergedLinear):
-    """Matrices that the checkpoint holds as one tensor, of this layer's own name."""
+    """Matrices that the checkpoint stores as one tensor, under this layer's name."""
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         first, found = 0, []
@@ -102,14 +103,14 @@ class OneTensorLinear(MergedLinear):
         return self.slots_of(path, matrix)
 
     def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Where the checkpoint has these rows of the matrices behind each other."""
+        """Maps rows of the concatenated matrices to rows of the checkpoint's tensor."""
         return rows
 
 
 def whole_linear(
     path: str, inputs: int, outputs: int, context: ModelContext, *, bias: bool = False
 ) -> MergedLinear:
-    """A matrix that every rank holds whole."""
+    """Makes a linear layer that every rank holds whole."""
     name = path.rpartition(".")[2]
     shards = {name: context.shard.of_heads(1)}
     return MergedLinear(path, inputs, {name: outputs}, bias=bias, context=context, shards=shards)
@@ -118,9 +119,9 @@ def whole_linear(
 class ReorderedQKV(QKVLinear):
     """The query, key and value projections, with rows in the order that the layer reads them.
 
-    Dimensions of query and key heads are ordered as `head_order` says. Gates come first here,
-    before the queries, wherever the checkpoint holds them: [..., G + (H + 2 K) * D], G being
-    H * D, or H where a head has one.
+    Dimensions of query and key heads are ordered by `head_order`. Gates precede the queries here,
+    wherever the checkpoint stores them: [..., G + (H + 2 K) * D], where G is H * D, or H with one
+    gate per head.
     """
 
     def __init__(self, name: str, config: ModelConfig, context: ModelContext) -> None:
@@ -143,11 +144,11 @@ class ReorderedQKV(QKVLinear):
 
 
 class OneTensorQKV(ReorderedQKV, OneTensorLinear):
-    """Both at once."""
+    """A `ReorderedQKV` that the checkpoint stores as one tensor."""
 
 
 class HeadByHeadQKV(OneTensorQKV):
-    """Of each KV head its queries, its key and its value, then those of the next."""
+    """One tensor with the queries, the key and the value of each KV head, head after head."""
 
     def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
         kv_heads = self.parts["k_proj"] // self.head_dim
@@ -165,8 +166,8 @@ QKV_LAYOUTS: dict[bool | str, type[ReorderedQKV]] = {
 
 
 def as_stored(slots: Mapping[str, WeightSlot], plan: LayerPlan) -> dict[str, WeightSlot]:
-    """The slots of a model whose norms have no weight, which are 1 then, or whose checkpoint has
-    the matrices of layers as [inputs, outputs]."""
+    """Adapts a model's slots if its norms have no weight, which are filled with 1, or if its
+    checkpoint stores matrices as [inputs, outputs]."""
     found = dict(slots)
     for name, slot in slots.items():
         if plan.norm.startswith("bare") and name.endswith("norm.weight"):

@@ -3,10 +3,10 @@
     MergedLinear, QKVLinear   outputs split   each rank holds some rows of every fused matrix
     RowParallelLinear         inputs split    each rank holds some columns; results are summed
 
-How a weight is stored and multiplied is a `LinearMethod`. Used by the models; knows neither
+A `LinearMethod` defines how a weight is stored and multiplied. Used by the models; knows neither
 checkpoint files nor attention.
 
-Special: `layouts.py`, where a checkpoint stores matrices fused, or heads in another order.
+`layouts.py` handles checkpoints that store fused matrices, or heads in another order.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class MergedLinear(Linear):
     ranks.
 
     The output is [..., sum of this rank's parts], part after part. `parts` maps the name of each
-    matrix, beside this layer in the checkpoint, to its number of outputs over all ranks. `shards`
-    names the matrices that are split in another way than by rank, each with its Shard.
+    matrix, next to this layer in the checkpoint, to its number of outputs over all ranks. `shards`
+    maps each matrix to its Shard; None: all are split by rank.
 
     Attributes:
-        orders: by matrix, which of the outputs that this rank has of it comes first, second, ...:
-            int64; without an entry they stay in the checkpoint's order.
+        orders: per matrix, the order of this rank's outputs: int64 indices. A matrix without an
+            entry keeps the checkpoint's order.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MergedLinear(Linear):
         return self.method.apply(x, self.bias)
 
     def gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
-        """act(first part) * second part, of two parts: [T, in_features] -> [T, I]."""
+        """act(first part) * second part, for two parts: [T, in_features] -> [T, I]."""
         if self.bias is not None:
             return kernels.gate(self.method.apply(x, self.bias), activation)
         return self.method.apply_gated(x, activation, kernels)
@@ -104,11 +104,11 @@ class MergedLinear(Linear):
 
 
 class QKVLinear(MergedLinear):
-    """The query, key and value projections as one: [..., (H + 2 K) * D] of this rank's heads.
+    """The query, key and value projections as one: [..., (H + 2 K) * D] for this rank's heads.
 
-    A rank holds whole heads; `check_ranks` has refused rank counts that don't divide them. Where
-    ranks are more than KV heads, several hold the same one. `gates` is how many outputs a query
-    head has besides.
+    A rank holds whole heads; `check_ranks` has rejected rank counts that don't divide them. If
+    there are more ranks than KV heads, several ranks hold the same one. `gates` is the number of
+    additional outputs per query head.
     """
 
     def __init__(
@@ -128,8 +128,7 @@ class QKVLinear(MergedLinear):
 
 
 class RowParallelLinear(Linear):
-    """A matrix whose inputs are split over ranks; the ranks' results are summed by
-    `context.all_reduce`."""
+    """A matrix whose inputs are split over ranks; `context.all_reduce` sums the ranks' results."""
 
     def __init__(
         self,

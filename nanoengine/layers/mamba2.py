@@ -1,17 +1,17 @@
-"""Mamba-2's rule: a matrix a head that forgets, and takes in what a token writes.
+"""Mamba-2's rule: a matrix per head that decays, and to which each token adds.
 
     S = exp(decay) S + b (dt x)       b: which rows of the state; dt: how much; decay: a dt, a < 0
-    y = c S + d x                     c: which rows are read; d: a learned way past the state
+    y = c S + d x                     c: which rows are read; d: a learned skip connection
 
-Heads of a group share b and c. `step` does that for one token of many sequences, `scan` for many
-tokens of one, by products of matrices over chunks of 64 (the dual form, "SSD"). Chunks begin at
-multiples of 64 of the sequence's positions, so a result hardly depends on how a prompt was cut.
-Both compute in the dtype of the states. Called by `models/mamba.py`.
+Heads of a group share b and c. `step` computes it for one token of many sequences, `scan` for many
+tokens of one, by matrix products over chunks of 64 (the dual form, "SSD"). Chunks begin at
+positions that are multiples of 64, so a result hardly depends on how a prompt was cut. Both compute
+in the dtype of the states. Called by `models/mamba.py`.
 
 Source: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060).
 
-Legend: T tokens, N tokens of one sequence, G groups, R heads a group, H = G * R, E size of b and c,
-V size of a head, P tokens of a chunk, S states.
+Legend: T tokens, N tokens of one sequence, G groups, R heads per group, H = G * R, E size of b and
+c, V size of a head, P tokens per chunk, S states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nanoengine.layers.delta_rule import CHUNK
 
 
 class MambaInputs(NamedTuple):
-    """What tokens bring to the rule."""
+    """The rule's inputs per token."""
 
     x: torch.Tensor  # [T, H, V]
     b: torch.Tensor  # [T, G, E]
@@ -34,18 +34,18 @@ class MambaInputs(NamedTuple):
     d: torch.Tensor  # [T, H], for all tokens the same
 
     def part(self, which: slice) -> MambaInputs:
-        """Those of some of the tokens."""
+        """Selects some of the tokens."""
         return MambaInputs(*(tensor[which] for tensor in self))
 
 
 def step(
     inputs: MambaInputs, states: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each of several sequences -> [T, H, V].
+    """Computes one token of each of several sequences -> [T, H, V].
 
     Args:
         states: [S, H, E, V].
-        reads, writes: [T], the state that each token starts from, and where the next one goes.
+        reads, writes: [T], the state before each token, and the state to write.
     """
     x, b, c, dt, decay, d = inputs
     heads = x.shape[1] // b.shape[1]
@@ -59,15 +59,15 @@ def step(
 def scan(
     inputs: MambaInputs, state: torch.Tensor, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of one sequence, the first at `position`, from `state` [H, E, V] on.
+    """Computes tokens of one sequence, the first at `position`, starting from `state` [H, E, V].
 
     Returns:
-        [N, H, V], and the state behind the last token.
+        [N, H, V], and the state after the last token.
     """
     x, *_, d = inputs
     count, size, groups = len(x), x.shape[-1], inputs.b.shape[1]
     out = torch.empty_like(x)
-    # Why side by side: what all heads of a group read and write is one product then.
+    # Why concatenated: one product then reads or writes all heads of a group.
     state = state.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)  # [G, E, R * V]
     start, end = 0, min(count, CHUNK - position % CHUNK)
     while start < count:
@@ -79,12 +79,13 @@ def scan(
 
 
 def _chunk(inputs: MambaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of one chunk, from `state` [G, E, R * V] on -> [P, H, V], and the state behind it."""
+    """Computes the tokens of one chunk from `state` [G, E, R * V] -> [P, H, V], and the next
+    state."""
     x, b, c, dt, decay, _ = inputs
     groups, count, size = b.shape[1], len(x), x.shape[-1]
     b, c = b.transpose(0, 1), c.transpose(0, 1)  # [G, P, E]
     written = x * dt.unsqueeze(-1)  # [P, H, V]
-    since = decay.cumsum(0)  # [P, H], of the chunk's beginning
+    since = decay.cumsum(0)  # [P, H], since the chunk's beginning
     between = since.T.unsqueeze(-1) - since.T.unsqueeze(-2)  # [H, P, P], from column to row
     ahead = torch.ones_like(between[0], dtype=torch.bool).triu_(1)
     between = between.masked_fill_(ahead, -torch.inf).exp_().unflatten(0, (groups, -1))

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router picks a few small MLPs for each token.
+"""Mixture of experts: a router selects a few small MLPs for each token.
 
 Tokens are grouped by expert, each active expert runs once over its group, and the results are added
 back with the router's weights. Under tensor parallelism every rank holds a part of every expert.
@@ -8,7 +8,7 @@ This is the readable form: kernels compute all experts of a step in one call (`c
 Source: Shazeer et al. (arXiv 1701.06538); softmax routing as in Qwen3-MoE (arXiv 2505.09388),
 sigmoid routing with a correction bias and groups as in DeepSeek-V3 (arXiv 2412.19437).
 
-Legend: T tokens, E experts, k experts of a token, I inner size of an expert.
+Legend: T tokens, E experts, k experts per token, I inner size of an expert.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nanoengine.layers.quantized_weight import QuantizedWeight
 class ExactLinear(Linear):
     """A small matrix that every rank holds whole, in the dtype of activations.
 
-    Why not in the dtype that weights are stored in: a rounding here is another expert there.
+    Why not in the dtype of stored weights: a rounding error may select another expert.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Router(ExactLinear):
         return self.method.apply(hidden, self.bias)
 
     def weighed(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Weights [T, k] times what each expert has of its own, in some families."""
+        """Applies per-expert factors to the weights [T, k], in families that have them."""
         return weights
 
     def _best_groups(self, preferred: torch.Tensor) -> torch.Tensor:
-        """The scores [T, E], -inf in all groups but a token's best, by the sum of their best
-        experts."""
+        """The scores [T, E], -inf outside a token's best groups. Groups are ranked by the sum of
+        their best experts' scores."""
         groups = preferred.unflatten(1, (self.moe.num_groups, -1))
         sums = groups.topk(self.moe.best_of_group, dim=-1).values.sum(-1)
         best = sums.topk(self.moe.groups_per_token).indices
@@ -101,7 +101,7 @@ class Router(ExactLinear):
 
 
 class Expert(Layer):
-    """One small MLP, whose two matrices are `LinearMethod`s as those of all linear layers.
+    """One small MLP; its two matrices are `LinearMethod`s, as in all linear layers.
 
     Args:
         plain: its activation, if it is not gated; else None, and `activation` names its gate.
@@ -129,7 +129,7 @@ class Expert(Layer):
     def forward(
         self, hidden: torch.Tensor, bias: torch.Tensor | None, down_bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[T, hidden_size] -> the same; `bias` [2 I] is that of gate and up."""
+        """[T, hidden_size] -> the same; `bias` [2 I] belongs to gate and up."""
         if self.plain is not None:
             gated = self.plain(self.gate_up.apply(hidden, bias))
         elif bias is None:
@@ -142,7 +142,7 @@ class Expert(Layer):
 class Experts(Layer):
     """All experts; of each one this rank holds I of `intermediate_size`.
 
-    Checkpoints hold them stacked, gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I], or
+    Checkpoints store them stacked, gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I], or
     expert by expert; both are read. gpt-oss stacks them in its own order (`MoEConfig`), in floats
     or in MXFP4.
     """
@@ -195,10 +195,10 @@ class Experts(Layer):
         return self.all_reduce(out)
 
     def biases_of(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Those of gate and up and of down that this rank adds for one expert."""
+        """The biases of gate and up and of down that this rank adds for one expert."""
         if self.gate_up_bias is None or self.down_bias is None:
             return None, None
-        # Why: what ranks have of down is summed, so only one adds its bias.
+        # Why: the ranks' outputs of down are summed, so only one adds its bias.
         down = self.down_bias[index] if self.shard.rank == 0 else None
         return self.gate_up_bias[index], down
 
@@ -237,9 +237,9 @@ class Experts(Layer):
         parts: dict[str, MatrixPart],
         taken: tuple[slice | torch.Tensor, slice],
     ) -> dict[str, WeightSlot]:
-        """The slot of a stack of matrices, one an expert, of which this rank has what is `taken`.
+        """The slot of a stack with one matrix per expert; this rank takes the part `taken`.
 
-        Its pieces are a stack in blocks of 4 bits, or the `parts` of the matrices one by one.
+        Its pieces are a stack of 4-bit blocks, or the `parts` of the matrices one by one.
         """
         path, count, transposed = name.rpartition(".")[0], len(methods), self.moe.inputs_first
         outputs, inputs = zip(*(part.shape for part in parts.values()), strict=True)
@@ -276,7 +276,7 @@ class Experts(Layer):
         return {name: slot}
 
     def _gate_up_rows(self) -> torch.Tensor:
-        """Which rows of a checkpoint's gate and up this rank has, gate first: [2 * local]."""
+        """This rank's rows of a checkpoint's gate and up, gate first: [2 * local]."""
         rows = torch.arange(2 * self.shape[1])
         halves = rows.view(-1, 2).T if self.moe.interleaved else rows.view(2, -1)
         return halves[:, self.part].flatten()

@@ -1,9 +1,9 @@
 """RMSNorm and HeadNorm: the weights of norms, and how checkpoints name them.
 
-The arithmetic of RMSNorm is `Kernels.rms_norm`; heads are normed by the attention backend, on their
-way into the cache.
+The arithmetic of RMSNorm is `Kernels.rms_norm`; the attention backend applies the QK norm before it
+stores keys.
 
-Special: `norms.py`, with other factors, with a mean, or over all heads together.
+`norms.py` has the other kinds: other factors, LayerNorm, and norms over all heads.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 
@@ -34,9 +34,9 @@ class RMSNorm(Layer):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the norm of x + residual, x + residual); without a residual x alone.
+        """Returns (norm(x + residual), x + residual); without a residual (norm(x), x).
 
-        The pair is what a pre-norm decoder needs at each norm, so the sum lives in one place.
+        A pre-norm decoder needs the pair at each norm, so the sum is computed in one place.
         """
         if residual is None:
             return self.kernels.rms_norm(x, self.weight, self.eps), x
@@ -46,15 +46,15 @@ class RMSNorm(Layer):
         return {f"{path}.weight": WeightSlot(shape=tuple(self.weight.shape), store=self.store)}
 
     def store(self, stored: torch.Tensor) -> None:
-        """Takes the checkpoint's weight [N]."""
+        """Loads the checkpoint's weight [N]."""
         self.weight.copy_(stored)
 
 
 class HeadNorm(Layer):
-    """The weights of the norm of each query and key head, which the attention backend applies.
+    """The weights of the QK norm per head, which the attention backend applies.
 
-    One for all query and one for all key heads, `q_norm` and `k_norm` beside this module in the
-    checkpoint, kept repeated for every head: [H + K, D].
+    The checkpoint has one weight for all query heads and one for all key heads, `q_norm` and
+    `k_norm` next to this module. They are repeated for every head: [H + K, D].
     """
 
     def __init__(
@@ -80,5 +80,5 @@ class HeadNorm(Layer):
         }
 
     def store(self, rows: torch.Tensor, stored: torch.Tensor) -> None:
-        """Takes the checkpoint's weight [D] for the heads of `rows`."""
+        """Loads the checkpoint's weight [D] for the heads of `rows`."""
         rows.copy_(stored)

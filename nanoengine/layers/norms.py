@@ -1,7 +1,7 @@
-"""Norms of other kinds than `norm.py` has: of other factors, with a mean, or over all heads.
+"""The norms that `norm.py` does not have: with other factors, LayerNorm, or over all heads.
 
-Where a family rounds after multiplying by the weight, the weight is kept in a dtype that is wider
-than the model's. Called by `models/generic.py` and `models/gemma4.py`.
+If a family rounds after multiplying by the weight, the weight is kept in a wider dtype than the
+model's. Called by `models/generic.py` and `models/gemma4.py`.
 
 Source: Ba et al., "Layer Normalization" (arXiv 1607.06450); OLMo 2 (arXiv 2501.00656).
 
@@ -25,7 +25,7 @@ from nanoengine.layers.norm import HeadNorm, RMSNorm
 
 
 def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
-    """The norm over the hidden size that a family has."""
+    """Makes the family's norm over the hidden size."""
     kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
     if kind.endswith("layer"):
         layer_norm = CenteredLayerNorm if kind == "centered layer" else LayerNorm
@@ -35,14 +35,15 @@ def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm
 
 
 def norm_dtype(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a norm's weight: float32 or wider where the norm is rounded behind it."""
+    """The dtype of a norm's weight: float32 or wider if rounding follows the multiplication by
+    it."""
     return dtype if kind == "rms" else torch.promote_types(dtype, torch.float32)
 
 
 class CenteredNorm(RMSNorm):
-    """RMSNorm whose stored weight is how far the factor is from 1.
+    """RMSNorm whose factor is 1 + the stored weight.
 
-    Why added in the dtype that it is kept in: 1 + weight has more digits than 16 bits hold.
+    Why added in the wider dtype: 1 + weight has more digits than 16 bits hold.
     """
 
     def store(self, stored: torch.Tensor) -> None:
@@ -50,7 +51,7 @@ class CenteredNorm(RMSNorm):
 
 
 class LayerNorm(Layer):
-    """(x - mean(x)) / std(x) * weight, plus a bias where the checkpoint has one; in plain torch."""
+    """(x - mean(x)) / std(x) * weight, plus a bias if the checkpoint has one; in plain torch."""
 
     def __init__(self, size: int, eps: float, *, bias: bool, context: ModelContext) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class LayerNorm(Layer):
 
 
 class CenteredLayerNorm(LayerNorm):
-    """LayerNorm whose stored weight is how far the factor is from 1."""
+    """LayerNorm whose factor is 1 + the stored weight."""
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         name, slots = f"{path}.weight", super().weight_slots(path)
@@ -84,8 +85,8 @@ class CenteredLayerNorm(LayerNorm):
 
 
 class ReorderedHeadNorm(HeadNorm):
-    """The norm of each head, of the family's kind, with a head's dimensions in the order that
-    `head_order` says."""
+    """The QK norm per head, of the family's kind, with a head's dimensions ordered by
+    `head_order`."""
 
     def __init__(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> None:
         dtype = norm_dtype(config.plan.norm, context.dtype)
@@ -93,7 +94,7 @@ class ReorderedHeadNorm(HeadNorm):
         self.kind, self.order = config.plan.norm, head_order(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H + K, D] -> the same, each head normed, where no backend does it."""
+        """[T, H + K, D] -> the same with each head normed, if no backend does it."""
         wide = x.to(self.weight.dtype)
         normed = F.rms_norm(wide, self.weight.shape[1:], None, self.weights.eps)
         return (normed * self.weight).to(x.dtype)
@@ -104,12 +105,12 @@ class ReorderedHeadNorm(HeadNorm):
 
 
 class AllHeadsNorm(ReorderedHeadNorm):
-    """RMSNorm over all query heads together, and over all key heads: `q_norm` and `k_norm` beside
-    this module in the checkpoint, [H * D] and [K * D] of all ranks.
+    """RMSNorm over all query heads together, and over all key heads. Its weights are `q_norm` and
+    `k_norm` next to this module in the checkpoint, [H * D] and [K * D] for all ranks.
 
     Attributes:
-        weights: what backends norm with; None: heads are split over ranks, and `forward` norms
-            them.
+        weights: the weights that backends apply; None: heads are split over ranks, and `forward`
+            norms them.
 
     Source: OLMo 2 (arXiv 2501.00656), section 3.3.
     """
@@ -127,7 +128,7 @@ class AllHeadsNorm(ReorderedHeadNorm):
         self.whole = [(count * config.head_dim, context.shard.of_heads(count)) for count in heads]
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """[T, H + 2 K, D] -> the same, value heads as they were; for heads split over ranks."""
+        """[T, H + 2 K, D] -> the same with value heads unchanged; for heads split over ranks."""
         q, k, v = heads.split((*self.counts, self.counts[1]), dim=1)
         weights = self.weight.split(self.counts)
         return torch.cat((self._normed(q, weights[0]), self._normed(k, weights[1]), v), dim=1)
@@ -135,7 +136,7 @@ class AllHeadsNorm(ReorderedHeadNorm):
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         total = self.all_reduce(wide.square().sum((1, 2), keepdim=True))
-        # Why it holds for heads that several ranks share: they count as often in both.
+        # Why this works for KV heads shared by several ranks: they count as often in both.
         size = weight.numel() * self.ranks
         normed = (wide * torch.rsqrt(total / size + self.eps)).to(weight.dtype)
         return (normed * weight).to(x.dtype)

@@ -1,8 +1,8 @@
-"""PackedLinear: weights of 16 or 32 bits in panels, multiplied by kernels of our own; for CPUs.
+"""PackedLinear: 16-bit or 32-bit weights in panels, multiplied by our own CPU kernels.
 
-Packed in place once at load, so a weight never exists twice; only a large head has an int8 copy
-beside it (`ScreenedHead`). Chosen by `CPUKernels`. The readable form is `UnquantizedLinear`,
-and of a screened head's `argmax` that of `runner/sampling/draw.py` over all outputs.
+Weights are packed in place once at load, so a weight never exists twice; only a large head also has
+an int8 copy (`ScreenedHead`). Selected by `CPUKernels`. The readable forms are `UnquantizedLinear`
+and, for `argmax` of a screened head, `runner/sampling/draw.py` over all outputs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from nanoengine.kernels.tiles import PANEL
 from nanoengine.layers.kernels import Masks, UnquantizedLinear
 
 SCREENED_BYTES = 2**24
-"""A weight from this size on has an int8 copy, which takes another quarter of its bytes. Why: a
-smaller one stays in the cache, where reading it costs little."""
+"""Weights of at least this size [bytes] get an int8 copy, which adds a quarter of their size or
+more. Why: a smaller weight stays in the CPU's cache, where reading it is cheap."""
 
 NO_MASKS = np.empty((0, 0), np.int32)
 MOST_ROWS, MOST_ROWS_OF_PAIRS = 256, 8
-"""Rows up to which the screen is faster than all outputs: any usual number, but few where a CPU
-multiplies pairs of bfloat16 as fast as the integers of the screen.
+"""The largest number of rows for which the screen is faster than all outputs: any usual number, but
+few on a CPU that multiplies pairs of bfloat16 as fast as the screen's integers.
 
 Perf: one row of 1,024 times 151,936 outputs, 22 against 7 ms (two Zen 3 cores). 640 times 32,000 on
 two Zen 5 cores: 256 rows, 32 against 18 ms; 8, 16 and 32 rows of pairs, 0.9, 1.5 and 3.0 against
-1.0, 1.9 and 3.9."""
+1.0, 1.9 and 3.9.
+"""
 
 
 def largest_of(outputs: torch.Tensor, masks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `LinearMethod.argmax` gives, of all outputs [L, N] float32."""
+    """The result of `LinearMethod.argmax`, from all outputs [L, N] float32."""
     ids, largest = np.empty(len(outputs), np.int64), np.empty(len(outputs), np.float32)
     cpu_screen.largest_of(outputs.numpy(), masks, ids, largest, num_workers())
     return torch.from_numpy(ids), torch.from_numpy(largest)
@@ -40,19 +41,20 @@ def largest_of(outputs: torch.Tensor, masks: np.ndarray) -> tuple[torch.Tensor, 
 PANEL_DTYPES = {
     torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16
 }  # fmt: skip
-"""What numpy sees of a packed weight of each dtype, since it has no bfloat16 and numba no float16;
-the kernels tell the two apart by the sign: int16 is float16, uint16 bfloat16."""
+"""The numpy dtype of a packed weight per torch dtype, since numpy has no bfloat16 and numba no
+float16. The sign distinguishes the two in the kernels: int16 is float16, uint16 is bfloat16."""
 
 
 class PackedLinear(UnquantizedLinear):
     """A weight on the CPU, float32, bfloat16 or float16, packed once all of its rows are loaded.
 
-    16-bit weights become float32 in registers, so results have the bits of a float32 copy. A tied
-    weight is packed in place too: the embedding then looks its rows up through `rows`. A row's
-    result has the same bits alone and in any batch.
+    16-bit weights are converted to float32 in registers, so results have the bits of a float32
+    copy. A tied weight is packed in place too: the embedding then looks its rows up through `rows`.
+    A row's result has the same bits alone and in any batch.
 
     Args:
-        rounds_inputs: multiply inputs rounded to bfloat16 by bfloat16 weights, and add in float32.
+        rounds_inputs: round inputs to bfloat16, multiply them by bfloat16 weights, and add in
+            float32.
     """
 
     has_kernel = True
@@ -82,13 +84,13 @@ class PackedLinear(UnquantizedLinear):
     def finish(self) -> None:
         if not self.is_packed:
             flat, dtype = self.weight.detach().view(-1), self.weight.dtype
-            # Why a view kept: asking a tensor for one takes about as long as a small row's work.
+            # Why a view is kept: making one takes about as long as the work of a small row.
             self.panels = flat.view(PANEL_DTYPES[dtype]).numpy()
             self.pack(0, self.shape[0])
             self.is_packed = True
 
     def pack(self, start: int, stop: int) -> None:
-        """Makes panels of rows that fill whole ones, in their place."""
+        """Packs rows that fill whole panels, in place."""
         inputs, in_pairs = self.shape[1], self.weight.dtype == torch.bfloat16
         bits = self.panels.view(f"u{self.panels.itemsize}")[start * inputs : stop * inputs]
         kernels.pack(bits, inputs, stop - start, in_pairs, num_workers())
@@ -96,7 +98,7 @@ class PackedLinear(UnquantizedLinear):
     def _replace(self, weight: torch.Tensor, first: int) -> None:
         start = first // PANEL * PANEL
         stop = min(-(-(first + len(weight)) // PANEL) * PANEL, self.shape[0])
-        if stop - start > len(weight):  # the panels at its ends hold rows of others
+        if stop - start > len(weight):  # the panels at its ends hold other rows too
             whole = self.rows(torch.arange(start, stop))
             whole[first - start :][: len(weight)] = weight
             weight = whole
@@ -112,11 +114,11 @@ class PackedLinear(UnquantizedLinear):
         return torch.from_numpy(out)
 
     def operands(self, bias: torch.Tensor | None) -> tuple[np.ndarray, ...]:
-        """What the kernel reads: the weight's panels and the bias, zeros if there is none."""
+        """The kernel's operands: the weight's panels and the bias, zeros if there is none."""
         return *self.weight_operands(), self.no_bias if bias is None else bias.numpy()
 
     def weight_operands(self) -> tuple[np.ndarray, ...]:
-        """What the kernel reads of this weight."""
+        """The kernel's operands for this weight."""
         return (self.panels.view(np.uint32) if self.rounds_inputs else self.panels,)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -128,7 +130,7 @@ class PackedLinear(UnquantizedLinear):
 
 
 class ScreenedHead(PackedLinear):
-    """A packed weight with an int8 copy, and `argmax` by way of it, where that is shorter."""
+    """A packed weight with an int8 copy, which `argmax` uses if that is faster."""
 
     def __init__(self, name: str, *, rounds_inputs: bool = False) -> None:
         super().__init__(name, rounds_inputs=rounds_inputs)
@@ -146,8 +148,8 @@ class ScreenedHead(PackedLinear):
             cpu_screen.quantize_outputs(self.panels, *self._copy(), inputs, num_workers())
 
     def _copy(self) -> tuple[np.ndarray, ...]:
-        """The int8 copy as the kernels read it. Why not kept: buffers move when all is loaded
-        (`layers/placement.py`), and a view would hold the memory that they leave."""
+        """The int8 copy as the kernels read it. Why not kept: buffers are moved after loading
+        (`layers/placement.py`), and a view would keep their old memory."""
         return self.values.numpy(), self.scales.numpy(), self.slack.numpy()
 
     def argmax(

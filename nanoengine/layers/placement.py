@@ -1,13 +1,13 @@
-"""Weights on huge pages: one block of memory for all of a model's tensors on a CPU.
+"""Weights on huge pages: one memory block for all tensors of a model on a CPU.
 
-Why: a step reads every weight once. On pages of 4 KiB the hardware looks up an address every 4 KiB,
-and its prefetchers stop there; numpy asks the kernel for pages of 2 MiB where arrays are large, and
-small tensors get theirs only side by side in one of those.
+Why: a step reads every weight once. With pages of 4 KiB the hardware translates an address every 4
+KiB, and its prefetchers stop there. numpy asks the OS for pages of 2 MiB for large arrays, and
+small tensors get huge pages only if they share such an array.
 
-A page lies on the socket of the thread that first touches it. So those who will read it do that
-here (`kernels/pool.py`), before anything is loaded.
+A page is allocated on the socket of the thread that first touches it. So the threads that will read
+a page touch it here (`kernels/pool.py`), before anything is loaded.
 
-Weights that are packed part by part get theirs from `rooms.py`.
+Weights that are packed part by part get their memory from `rooms.py`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import nn
 LINE = 64  # bytes of a cache line; every tensor starts at one
 
 LARGE_BYTES = 32 << 20
-"""Of a buffer that stays where it was made by `room_for`. Why: it would be there twice while it
-moves, and a head may be a third of a small model."""
+"""Buffers of at least this size [bytes] stay where `room_for` made them. Why: a buffer exists twice
+while it moves, and a head may be a third of a small model."""
 
 MOVED_BYTES = 16 << 20
-"""Bytes of buffers that move before what they leave is given back to the system. Why: the C library
-keeps small pieces for itself, so that all of a model's would stay in memory twice."""
+"""How many bytes of buffers are moved before their old memory is returned to the OS. Why: the C
+library caches small pieces, so otherwise all of a model's buffers would stay in memory twice."""
 
 
 def place_parameters(model: nn.Module) -> None:
-    """Moves the parameters, not loaded yet, into one array; what they hold is lost.
+    """Moves the parameters, before loading, into one array; their content is lost.
 
-    Nothing is copied, and memory that nobody has touched is given back untouched.
+    Nothing is copied, and memory that was never touched is freed.
     """
     named = [(path, p) for path, p in model.named_parameters() if p.device.type == "cpu"]
     tensors = _side_by_side([parameter for _, parameter in named])
@@ -43,7 +43,7 @@ def place_parameters(model: nn.Module) -> None:
 
 
 def place_buffers(model: nn.Module) -> None:
-    """Moves what is kept in buffers, the packed numbers of quantized layers, into one array."""
+    """Moves buffers, the packed weights of quantized layers, into one array."""
     named = [
         (module, path, name, buffer)
         for path, module in model.named_modules()
@@ -54,7 +54,7 @@ def place_buffers(model: nn.Module) -> None:
     ]
     places = _side_by_side([buffer for *_, buffer in named])
     moved = 0
-    while named:  # one by one, so that only the last ones are there twice
+    while named:  # one by one, so that only the last ones exist twice
         module, path, name, buffer = named.pop()
         setattr(module, name, touched(places.pop(), path).copy_(buffer))
         moved += buffer.nbytes
@@ -64,20 +64,21 @@ def place_buffers(model: nn.Module) -> None:
 
 
 def _give_back() -> None:
-    """Has the C library give back memory that nobody uses, where it can: glibc's."""
+    """Makes the C library return unused memory to the OS, if it is glibc."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def touched(tensor: torch.Tensor, path: str = "") -> torch.Tensor:
-    """The tensor, whose memory lies where the workers are that will read it; `kernels/pool.py`.
+    """Returns the tensor after touching its memory from the workers that will read it;
+    `kernels/pool.py`.
 
-    `path`: of the parameter or the module that it belongs to. Who computes a gated output reads its
-    row of the gate and that of up (`cpu_decoder.activate`), so each half is shared out by itself.
-
-    Why not by who writes it: a checkpoint's tensors come one by one, and each is written by all.
+    `path` is the full name of its parameter or module. The worker that computes a gated output
+    reads its rows of gate and up (`cpu_decoder.activate`), so each half is distributed separately.
+    Why not by the writing thread: a checkpoint's tensors are loaded one by one, and all workers
+    write each.
     """
-    # Why here: they bring numba, which no other device needs.
+    # Why here: they import numba, which no other device needs.
     from nanoengine.kernels.pool import touch
     from nanoengine.kernels.threads import num_workers
 
@@ -88,12 +89,12 @@ def touched(tensor: torch.Tensor, path: str = "") -> torch.Tensor:
 
 
 def _is_small(buffer: torch.Tensor) -> bool:
-    """Whether it is no large array, nor in one."""
+    """Whether it is not a large array, nor part of one."""
     return buffer.untyped_storage().nbytes() < LARGE_BYTES
 
 
 def room_for(size: int) -> torch.Tensor:
-    """Bytes, uint8 and empty, from the begin of a cache line on; on huge pages if they are many."""
+    """Allocates empty bytes, uint8, aligned to a cache line; on huge pages if they are many."""
     whole = np.empty(size + LINE, np.uint8)
     at = -whole.ctypes.data % LINE
     return torch.from_numpy(whole[at : at + size])

@@ -1,12 +1,12 @@
-"""Quantized linear layers: whole numbers and scales, a quarter or an eighth of float32's bytes.
+"""Quantized linear layers: integers and scales, a quarter or an eighth of float32's bytes.
 
     float rows ───── quantize ──┐
                                 ├─ QuantizedWeight ─ pack (once all rows are there) ─ multiply
     stored tensors ─ a format ──┘
 
-`QuantizedLinear` is the readable form in plain torch: it says what a kernel must compute. A faster
-one is a subclass with its own `pack` and `multiply`. Chosen by
-`quantized_linears`; knows no checkpoint file.
+`QuantizedLinear` is the readable form in plain torch, which defines what a kernel must compute. A
+faster form is a subclass with its own `pack` and `multiply`. Selected by `quantized_linears`; knows
+no checkpoint file.
 
 Legend: T rows of activations, K inputs, N outputs, G groups of inputs that share a scale.
 """
@@ -46,16 +46,16 @@ ACTIVATION_GROUP = 32
 """Inputs of a token that share a scale."""
 
 SMALLEST = 2e-36
-"""A group whose largest magnitude is below is 0: 127 / largest could overflow."""
+"""A group is 0 if its largest magnitude is below this: 127 / largest could overflow."""
 
 ROWS_AT_ONCE = 4096
-"""Rows that are quantized together. Why: it takes another copy of them as floats, which for a
-head of 150,000 rows would be the peak of the whole start."""
+"""Rows that are quantized together. Why: it makes another float copy of them, which for a head of
+150,000 rows would be the peak memory of the whole start."""
 
 
 NARROW = 1024
-"""Hidden size below which int4 gives most matrices one bit more, if it is no whole blocks: for such
-models llama.cpp's Q4_K_M takes 5.5 bits per weight."""
+"""Hidden size below which int4 uses one more bit for most matrices, unless it is a multiple of a
+block: for such models llama.cpp's Q4_K_M takes 5.5 bits per weight."""
 
 
 def quantized_linears(
@@ -63,12 +63,13 @@ def quantized_linears(
     exact: Callable[[str], LinearMethod],
     kind: Callable[..., LinearMethod | None] | None = None,
 ) -> Callable[[str], LinearMethod]:
-    """What makes the method of a linear layer, given its full name.
+    """Returns a function that makes the method of a linear layer from its full name.
 
     Args:
-        exact: makes those of layers that are not rounded, or that the checkpoint stores as floats.
-        kind: makes the others: `QuantizedLinear` or a faster one. Where it returns None, the stored
-            form becomes floats while it loads.
+        exact: makes the methods of layers that are never rounded, or that the checkpoint stores as
+            floats.
+        kind: makes the others: `QuantizedLinear` or a faster one. If it returns None, the stored
+            form is dequantized while it loads.
     """
     stored, kind = quantization.stored, kind or QuantizedLinear
 
@@ -91,20 +92,19 @@ def quantized_linears(
 
 
 def no_kind(name: str, **options: object) -> None:
-    """For devices without a kernel that multiplies stored forms: they become floats."""
+    """Returns None, for devices without a kernel for stored forms: these are dequantized."""
 
 
 def expanded(method: LinearMethod, reader: StoredFormat | GGUF) -> LinearMethod:
-    """The method, but that its matrices become floats while they load from the stored form: one
-    matrix at a time. Why no class of its own: kernels go by the classes of methods whose weights
-    are floats."""
+    """Returns the method with a weight slot that dequantizes the stored form while it loads, one
+    matrix at a time. Why not a class: kernels check the classes of methods with float weights."""
     plain = method.weight_slot
 
     def weight_slot(name: str, matrix: MatrixPart) -> WeightSlot:
         rows, columns = (*matrix.part, slice(None), slice(None))[:2]
 
         def load(weight: QuantizedWeight, first: int) -> None:
-            # Why columns last: a rank's may cut through a group.
+            # Why columns last: a rank's columns may cut through a group.
             method.load(weight.dequantized()[:, columns], first)
 
         pieces = reader.matrix_slots(name, matrix._replace(part=(rows,)), load)
@@ -115,7 +115,7 @@ def expanded(method: LinearMethod, reader: StoredFormat | GGUF) -> LinearMethod:
 
 
 def int4_bits(name: str, outputs: int, inputs: int) -> int:
-    """Bits of the matrix `name` [outputs, inputs] where int4 weights are made while loading.
+    """Bits of the matrix `name` [outputs, inputs] if int4 weights are made while loading.
 
     Why more than 4 for some: errors of v_proj and down_proj cost most, and a narrow model is hurt
     more by the same errors. llama.cpp's Q4_K_M does the same, with more bytes per weight.
@@ -132,10 +132,10 @@ def int4_bits(name: str, outputs: int, inputs: int) -> int:
 def quantize_activations(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations [T, K] -> (values int8 [T, K], scales float32 [T, K / size, rounded up]).
 
-    Each `size` inputs of a token have one scale, their largest magnitude / 127; x is about values *
-    scales. A token's result does not depend on the batch, and one outlier costs its own group the
-    precision, not the whole token. values = x / scale, rounded half to even. A group that holds NaN
-    or infinity gets such a scale, and the token such a result.
+    Each `size` inputs of a token share one scale, their largest magnitude / 127, so values * scales
+    approximates x. A token's result does not depend on the batch, and an outlier reduces the
+    precision of its own group, not of the whole token. values = x / scale, rounded half to even. A
+    group with NaN or infinity gets such a scale, and the token such a result.
 
     Source: Yao et al., ZeroQuant (arXiv 2206.01861), section 3.1, token-wise quantization; groups
     of 32, ggml's Q8_0.
@@ -152,17 +152,17 @@ def quantize_activations(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torc
 class QuantizedLinear(LinearMethod):
     """A quantized weight, multiplied by plain torch on the CPU.
 
-    A tied weight is quantized as a copy: the embedding still looks up rows of the float one.
+    A tied weight is quantized as a copy: the embedding still looks up rows of the float weight.
 
     Args:
-        bits, group_size: of what `load` quantizes; group_size None: one scale per output, or
-            per rotated group where activations are int8.
+        bits, group_size: of the weights that `load` quantizes; group_size None: one scale per
+            output, or per rotated group if activations are int8.
         activations: "int8" quantizes them in groups of a token's inputs, see
             `quantize_activations`; "float" leaves them as they are.
-        stored: the format of a checkpoint that holds this layer quantized already.
+        stored: the format of a checkpoint that stores this layer quantized.
 
     Raises:
-        ConfigError: from `create`: the inputs are no multiple of the group size, or on a GPU.
+        ConfigError: from `create`: the inputs are not a multiple of the group size, or on a GPU.
     """
 
     rotated = staticmethod(quantize_rotated)
@@ -219,14 +219,14 @@ class QuantizedLinear(LinearMethod):
 
     @property
     def is_loaded(self) -> bool:
-        """All rows are there; others may come in their place."""
+        """Whether all rows are loaded; rows may then be replaced."""
         return self.values is not None or len(self.pieces) > 0
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
-        """Takes rows from `first` on; with the last of them the whole is packed. Rows of another
-        form than those before them are a method of their own. Stored rows of one scale per output
-        are rotated and rounded again where activations are int8: one scale per token would cost
-        more than the second rounding.
+        """Takes rows from `first` on, and packs the whole after the last rows. Runs of rows with
+        different forms become separate methods (`pieces`). If activations are int8, stored rows
+        with one scale per output are rotated and rounded again: one activation scale per token
+        would cost more accuracy than the second rounding.
 
         Raises:
             WeightLoadError: they have another order of inputs.
@@ -257,9 +257,7 @@ class QuantizedLinear(LinearMethod):
             self.pieces.append(one)
 
     def check_order(self, weight: QuantizedWeight) -> None:
-        """Raises:
-        WeightLoadError: rows have another order of inputs than those before them.
-        """
+        """Raises WeightLoadError if rows have another order of inputs than earlier rows."""
         orders = [None if order is None else order.tolist() for order in (self.order, weight.order)]
         if orders[0] != orders[1]:
             raise WeightLoadError(
@@ -285,7 +283,7 @@ class QuantizedLinear(LinearMethod):
         self.rest: Any = replace(weight, **dict.fromkeys(TENSORS, None))
 
     def replace(self, weight: QuantizedWeight, first: int) -> None:
-        """Puts rows that `load` has quantized in the place of those from `first` on."""
+        """Replaces the rows from `first` on by rows that `load` has quantized."""
         for piece in self.pieces:
             if 0 <= first < piece.out_features:
                 piece.replace(weight, first)
@@ -309,7 +307,7 @@ class QuantizedLinear(LinearMethod):
         return out if bias is None else out + bias
 
     def unpacked(self, rows: slice | torch.Tensor = slice(None)) -> QuantizedWeight:
-        """These rows of what was packed."""
+        """Returns these rows, unpacked."""
         kept = {name: getattr(self, name) for name in TENSORS}
         parts = {name: None if part is None else part[rows] for name, part in kept.items()}
         if self.values.dtype == torch.uint8:
@@ -321,7 +319,7 @@ class QuantizedLinear(LinearMethod):
 
     @property
     def num_weights(self) -> int:
-        """Weights of the model that this layer stands for; those of a tied one are another's."""
+        """The model's weights in this layer; a tied weight is counted in its embedding."""
         counted_elsewhere = self.tied is not None or len(self.pieces) > 0
         return 0 if counted_elsewhere else self.in_features * self.out_features
 
@@ -339,17 +337,17 @@ class QuantizedLinear(LinearMethod):
 
 
 def kept_values(weight: QuantizedWeight) -> torch.Tensor:
-    """The values as a plain layer keeps them: those of 4 bits two to a byte."""
+    """The values in the form of a plain layer: 4-bit values two to a byte."""
     return pack_pairs(weight) if weight.bits == 4 else weight.values
 
 
 def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """[T, K] floats, quantized by `quantize_activations`, times the weight: [T, N] of x's dtype.
-    Inputs of a rotated weight are rotated first.
+    For a rotated weight the inputs are rotated first.
 
-    Inputs that share both scales, those of the weight and of the activations, have dot products of
-    integers, exact in any order of addition. They are multiplied by both scales and added up in the
-    order of inputs. So a row's result is the same bits in any batch.
+    Inputs that share both a weight scale and an activation scale have integer dot products, exact
+    in any order of addition. They are multiplied by both scales and added in the order of inputs.
+    So a row's result has the same bits in any batch.
     """
     dtype, wide, size = x.dtype, torch.promote_types(x.dtype, torch.float32), ACTIVATION_GROUP
     if weight.inputs is not None:
@@ -360,7 +358,7 @@ def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     total = torch.zeros(len(x), len(weight.values), dtype=wide)
     edges = sorted({inputs, *range(0, inputs, weight.group_size), *range(0, inputs, size)})
     for start, stop in pairwise(edges):
-        # Why float64: it holds every sum of these integers, and torch multiplies it fast.
+        # Why float64: it is exact for every sum of these integers, and torch multiplies it fast.
         part, group = values[:, start:stop].double(), start // weight.group_size
         dots, sums = part @ weight.values[:, start:stop].double().T, part.sum(1, keepdim=True)
         if weight.zeros is not None:

@@ -1,8 +1,8 @@
 """How checkpoints store quantized matrices: GPTQ, AWQ, compressed-tensors, fp8, MXFP4 and GGUF.
 
-A format says which tensors stand for one matrix [N, K] and reads them as a `QuantizedWeight`. These
-pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest bits; they differ in
-what lies side by side in a word, in the zero points, and in names:
+A format says which tensors make up one matrix [N, K] and reads them as a `QuantizedWeight`. These
+formats pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest bits; they
+differ in the values that share a word, in the zero points, and in names:
 
     GPTQ                     AWQ                      compressed-tensors, pack-quantized
     qweight  [K / p, N]      qweight  [K, N / p]      weight_packed      [N, K / p]
@@ -11,9 +11,9 @@ what lies side by side in a word, in the zero points, and in names:
     g_idx    [K]                                      weight_g_idx       [K]
                                                       weight_shape       [2]
 
-The others hold a value or two a byte, and fp8 a scale for each block of outputs and inputs.
+The others store one or two values per byte, and fp8 one scale per block of outputs and inputs.
 
-Legend: N outputs, K inputs, G groups of inputs that share a scale, p = 32 / bits values a word.
+Legend: N outputs, K inputs, G groups of inputs that share a scale, p = 32 / bits values per word.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ ROWS_AT_ONCE = 4096
 Tensors = dict[str, torch.Tensor]
 Load = Callable[[QuantizedWeight, int], object]
 LoadBlocks = Callable[[str, torch.Tensor, int], bool]
-"""Its arguments are a type of `LAYOUTS`, rows [N, bytes] and the place of the first."""
+"""Its arguments are a type of `LAYOUTS`, rows [N, bytes] and the index of the first row."""
 
 
 class StoredTensor(NamedTuple):
     """One tensor of a quantized matrix.
 
     Attributes:
-        dims: a letter for each dimension: N, K and G of the legend, n and k for the words that hold
-            so many values, B and C for blocks of outputs and of inputs, h for half of K; or a
+        dims: a letter per dimension: N, K and G of the legend, n and k for N and K counted in words
+            of several values, B and C for blocks of outputs and of inputs, h for half of K; or a
             number.
-        dtypes: the allowed ones; () is any floating one.
+        dtypes: the allowed dtypes; (): any floating dtype.
     """
 
     dims: str
@@ -66,10 +66,10 @@ class StoredTensor(NamedTuple):
 
 
 class StoredFormat(ABC):
-    """The base of all formats; a subclass says which tensors there are and reads them.
+    """The base of all formats; a subclass lists its tensors and reads them.
 
     Attributes:
-        whole_groups: the inputs of a matrix are whole groups.
+        whole_groups: the inputs of a matrix are a multiple of the group size.
     """
 
     whole_groups = True
@@ -83,7 +83,7 @@ class StoredFormat(ABC):
 
     @abstractmethod
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
-        """The matrix [num_rows, num_columns] that these tensors stand for."""
+        """Reads the matrix [num_rows, num_columns] that these tensors represent."""
 
     def matrix_slots(self, name: str, matrix: MatrixPart, load: Load) -> dict[str, WeightSlot]:
         """Slots of all tensors of the matrix `name`; `load` takes its part and the first row."""
@@ -102,11 +102,11 @@ class StoredFormat(ABC):
         store: Callable[[QuantizedWeight], object],
         count: int | None = None,
     ) -> dict[str, WeightSlot]:
-        """Slots of all tensors of the matrix `name` [N, K]. When the last of them is filled, the
-        matrix is read and stored, so no more than one waits for its tensors.
+        """Slots of all tensors of the matrix `name` [N, K]. After the last one is filled, the
+        matrix is read and stored, so at most one matrix waits for its tensors.
 
         Args:
-            count: the tensors are stacks of so many matrices, which are stored one after the other.
+            count: the tensors are stacks of `count` matrices, which are stored one after the other.
         """
         wanted = self.tensors()
         waiting, found = set(wanted), Tensors()
@@ -152,7 +152,7 @@ class StoredFormat(ABC):
     def _weight(
         self, unsigned: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
     ) -> QuantizedWeight:
-        """From values [N, K] and zeros [N, G] counted from 0 to those counted from the middle."""
+        """Converts unsigned values [N, K] and zeros [N, G] to signed ones."""
         middle = 1 << (self.bits - 1)
         centered = None if zeros is None else (zeros - middle).float().contiguous()
         if centered is not None and not centered.any():
@@ -170,8 +170,8 @@ class GPTQ(StoredFormat):
     """A word holds neighbours along the inputs.
 
     Zero points are stored less one (format "gptq") or as they are ("gptq_v2"). `g_idx` gives each
-    input's group; where calibration went by activation order (desc_act), groups are scattered, and
-    columns are gathered group by group here. Writers add a bias of zeros to layers without one.
+    input's group. If weights were calibrated in activation order (desc_act), groups are scattered,
+    and columns are gathered group by group here. Writers add a bias of zeros to layers without one.
 
     Source: AutoGPTQ, `QuantLinear.pack` of nn_modules/qlinear/qlinear_cuda.py; GPTQModel for v2.
     """
@@ -218,8 +218,8 @@ class AWQ(StoredFormat):
 
 
 class PackQuantized(StoredFormat):
-    """compressed-tensors, format "pack-quantized": a word holds neighbours along the inputs, and of
-    zero points along the outputs. Both are stored plus 2^(bits - 1).
+    """compressed-tensors, format "pack-quantized": a word holds neighbours along the inputs, and
+    for zero points along the outputs. Both are stored plus 2^(bits - 1).
 
     Source: compressed-tensors, `PackedQuantizationCompressor` and `pack_to_int32`.
     """
@@ -246,7 +246,7 @@ class PackQuantized(StoredFormat):
 
 
 class IntQuantized(StoredFormat):
-    """compressed-tensors, format "int-quantized": int8 values as they are, a scale for each row.
+    """compressed-tensors, format "int-quantized": int8 values as they are, one scale per row.
 
     Source: compressed-tensors, `IntQuantizationCompressor`.
     """
@@ -258,7 +258,7 @@ class IntQuantized(StoredFormat):
         }
 
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
-        # Why copies: what is read may still be the mapped file.
+        # Why copies: the tensors may be views of the mapped file.
         return QuantizedWeight(
             values=tensors["weight"].clone(),
             scales=tensors["weight_scale"].to(torch.float32, copy=True),
@@ -268,8 +268,8 @@ class IntQuantized(StoredFormat):
 
 
 class FP8(StoredFormat):
-    """e4m3 floats as they are; a scale for each block, those at the ends being smaller, or one for
-    the whole matrix, which older writers call `weight_scale`. Scales of activations are left out.
+    """e4m3 floats as they are, with one scale per block (blocks at the ends may be smaller) or one
+    for the whole matrix, which older writers call `weight_scale`. Activation scales are ignored.
 
     Source: transformers' `FP8Linear`; AutoFP8's `FP8StaticLinear` for the older names.
     """
@@ -290,13 +290,13 @@ class FP8(StoredFormat):
         found = [tensors[name] for name in SCALES if name in tensors]
         if len(found) != 1:
             raise WeightLoadError(f"it has {len(found)} of {' and '.join(SCALES)}, not one")
-        # Why a copy: what is read may still be the mapped file.
+        # Why a copy: the tensor may be a view of the mapped file.
         values, scales = tensors["weight"].clone().view(torch.int8), finite(found[0])
         if ((values & 127) == 127).any():
             raise WeightLoadError("a weight is 0x7f or 0xff, which stand for no number")
         rows = self.stored.group_rows or num_rows
         size = min(self.stored.group_size or num_columns, num_columns)
-        # Why smaller groups: those of a `QuantizedWeight` are of equal size.
+        # Why smaller groups: all groups of a `QuantizedWeight` have the same size.
         group_size = math.gcd(size, num_columns)
         scales = scales.reshape(-(-num_rows // rows), -1).repeat_interleave(rows, 0)[:num_rows]
         scales = scales.repeat_interleave(size // group_size, 1)[:, : num_columns // group_size]
@@ -310,7 +310,7 @@ class FP8(StoredFormat):
 
 
 class FloatQuantized(FP8):
-    """compressed-tensors, format "float-quantized": a scale for each block, row or matrix.
+    """compressed-tensors, format "float-quantized": one scale per block, row or matrix.
 
     Source: compressed-tensors, `FloatQuantizationCompressor`.
     """
@@ -325,7 +325,7 @@ class FloatQuantized(FP8):
 
 class NVFP4(StoredFormat):
     """compressed-tensors, format "nvfp4-pack-quantized": 4-bit floats, two to a byte, the first in
-    the low half. 16 inputs share an e4m3 scale, which is divided by one of the whole matrix.
+    the low half. 16 inputs share an e4m3 scale, which is divided by one scale of the whole matrix.
 
     Source: compressed-tensors, `NVFP4PackedCompressor`.
     """
@@ -342,7 +342,7 @@ class NVFP4(StoredFormat):
         scales = tensors["weight_scale"].float() / tensors["weight_global_scale"].float()
         return QuantizedWeight(
             values=unpack_pairs(tensors["weight_packed"], E2M1),
-            scales=finite(scales) / 2,  # Why 2: values are twice the numbers.
+            scales=finite(scales) / 2,  # Why 2: the table's values are doubled.
             bits=4,
             group_size=16,
             table=E2M1,
@@ -352,8 +352,8 @@ class NVFP4(StoredFormat):
 class MXFP4(StoredFormat):
     """Microscaling 4-bit floats: blocks of 32 inputs share a power of two.
 
-    Here a stack of matrices is one pair of tensors. A byte holds two inputs, the
-    first in its low half; a scale s stands for 2 ** (s - 127).
+    Here a stack of matrices is one pair of tensors. A byte holds two inputs, the first in its low
+    half; a scale s means 2 ** (s - 127).
 
     Source: OCP Microscaling Formats (MX) v1.0, section 5; the checkpoints of gpt-oss.
     """
@@ -370,7 +370,7 @@ class MXFP4(StoredFormat):
             raise WeightLoadError("a scale is 255, which stands for no number")
         return QuantizedWeight(
             values=unpack_pairs(blocks, E2M1),
-            # Why 128: values are twice the numbers.
+            # Why 128: the table's values are doubled.
             scales=torch.tensor([2.0 ** (s - 128) for s in range(256)])[scales.long()],
             bits=4,
             group_size=32,
@@ -379,8 +379,9 @@ class MXFP4(StoredFormat):
 
 
 class GGUF:
-    """Blocks of ggml's types, in which a matrix is rows of bytes under its own name. Each matrix
-    has its type, and none waits for others, so rows become weights a few at a time."""
+    """Blocks of ggml's types: a matrix is one tensor, stored as rows of bytes under its own name.
+    Each matrix has its own type and depends on no other tensor, so rows are read a few at a
+    time."""
 
     whole_groups = True
 
@@ -391,7 +392,7 @@ class GGUF:
         self, name: str, matrix: MatrixPart, load: Load, load_blocks: LoadBlocks | None = None
     ) -> dict[str, WeightSlot]:
         """The slot of the matrix `name`; see `StoredFormat.matrix_slots`. `load_blocks` takes rows
-        as they are stored, or says that they are to be read first."""
+        as they are stored, or returns False if they must be read first."""
         rows, columns = (*matrix.part, slice(None), slice(None))[:2]
         is_whole = columns.indices(matrix.shape[1]) == (0, matrix.shape[1], 1)
 
@@ -408,7 +409,7 @@ class GGUF:
 
 
 def as_floats(slot: WeightSlot, type: str) -> WeightSlot:
-    """The slot of a tensor of floats, for one that a GGUF file has in blocks of this type."""
+    """Adapts the slot of a float tensor to a GGUF file that stores it in blocks of this type."""
     rows, *columns = slot.part or (slice(None),)
     is_matrix = len(slot.shape) == 2
 
@@ -437,11 +438,11 @@ FORMATS: dict[str, type[StoredFormat] | type[GGUF]] = {
 
 
 SCALES = ("weight_scale_inv", "weight_scale")
-"""Names of what fp8 weights are multiplied by."""
+"""Names of the scales of fp8 weights."""
 
 
 def finite(scales: torch.Tensor) -> torch.Tensor:
-    """As float32.
+    """Converts scales to float32.
 
     Raises:
         WeightLoadError: one is NaN or infinite.
@@ -453,13 +454,13 @@ def finite(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [R, C] -> its unsigned values, [R, C * 32 / bits] int32, lowest bits first."""
+    """Unpacks int32 [R, C] to unsigned values, [R, C * 32 / bits] int32, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
 def in_groups(weight: QuantizedWeight, groups: torch.Tensor | None) -> QuantizedWeight:
-    """The weight with its columns gathered group by group, where `groups` [K] scatters them.
+    """Gathers the weight's columns group by group, if `groups` [K] scatters them.
 
     Raises:
         WeightLoadError: the groups are not of equal size.

@@ -1,8 +1,9 @@
-"""The last place of weights in groups, given to their layers before these pack them into it.
+"""Preallocated memory for group-wise quantized weights, given to layers before they pack into it.
 
-Called by `models/cpu.py` for a model that is quantized, and for no other.
+`models/cpu.py` calls this only for quantized models.
 
-Why before: a system takes longer to give a page than to fill it, so no page is asked for twice.
+Why before: the OS takes longer to provide a page than the packing to fill it, so no page is
+requested twice.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from nanoengine.kernels.tiles import LINE
 from nanoengine.layers.placement import room_for, touched
 
 ROOM_BYTES = 256 << 20
-"""Of an array of `Rooms`. What nobody has taken of it takes no memory."""
+"""Size of an array of `Rooms` [bytes]. Its unused pages take no memory."""
 
 
 class Rooms:
-    """Takes rooms for weights from large arrays, one behind the other."""
+    """Allocates consecutive memory for weights from large arrays."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> torch.Tensor:
-        """As `room_for`, and touched."""
+        """As `room_for`, and touches the memory."""
         whole = -(-size // LINE) * LINE
         if whole > len(self._free):
             self._free = room_for(max(whole, ROOM_BYTES))
@@ -33,9 +34,9 @@ class Rooms:
 
 
 def give_rooms(model: nn.Module) -> None:
-    """The layers that pack weights into a `room` get rooms that are side by side."""
+    """Gives consecutive memory to all layers that pack weights into a `room`."""
     rooms = Rooms()
     for path, module in model.named_modules():
-        # Why not experts: kernels want those of a layer at equal distances.
+        # Why not experts: kernels need a layer's experts at equal distances.
         if hasattr(module, "room") and ".experts." not in path:
             module.room = rooms.take

@@ -1,7 +1,7 @@
-"""Rotations of contexts longer than those of pre-training: linear, llama3, yarn,
-longrope; and those of a part of the pairs alone.
+"""RoPE for contexts longer than in pre-training (linear, llama3, yarn, longrope), and RoPE on only
+a part of the pairs.
 
-Called by `rotary.py` for a rope of such a type; each slows some of the wavelengths.
+`rotary.py` calls this for such types; each type lowers some of the frequencies.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from nanoengine.checkpoint.rope import RopeConfig
 
 
 def scaled(rope: RopeConfig, wavelengths: torch.Tensor, max_positions: int) -> torch.Tensor:
-    """Radians per position of each pair of dimensions, as `rope.type` says: [pairs] float32.
+    """Radians per position of each pair of dimensions, by `rope.type`: [pairs] float32.
 
     Args:
-        wavelengths: [pairs], of the plain rope, divided by 2 pi.
-        max_positions: positions of this engine, which choose longrope's factors. Why not each
-            prompt's length: keys in the cache would have been turned by others.
+        wavelengths: [pairs], of the plain RoPE, divided by 2 pi.
+        max_positions: positions of this engine, which select longrope's factors. Why not each
+            prompt's length: cached keys would have been rotated with other factors.
     """
     if rope.type == "longrope":
         is_long = max_positions > rope.original_max_position_embeddings
@@ -34,7 +34,8 @@ def scaled(rope: RopeConfig, wavelengths: torch.Tensor, max_positions: int) -> t
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Slows long wavelengths by `factor`, keeps short ones, blends those between.
+    """Divides the frequencies of long wavelengths by `factor`, keeps short wavelengths, and blends
+    between.
 
     Source: Llama 3.1 (arXiv 2407.21783, section 3.4.2) and the model code released with it.
     """
@@ -45,8 +46,9 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Slows by `factor` what turns less than `beta_slow` times in the original context, keeps what
-    turns more than `beta_fast` times, and blends by dimension between.
+    """Divides frequencies by `factor` for pairs with fewer than `beta_slow` rotations in the
+    original context, keeps pairs with more than `beta_fast` rotations, and blends by dimension
+    between.
 
     Source: YaRN (arXiv 2309.00071), section 3.2.
     """
@@ -60,7 +62,7 @@ def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
-    width = high - low or 0.001  # Why: a blend of no width would divide by zero
+    width = high - low or 0.001  # Why: a blend without width would divide by zero
     pairs = torch.arange(len(frequencies), dtype=torch.float32)
     slowed = ((pairs - low) / width).clamp(0, 1)
     return frequencies / rope.factor * slowed + frequencies * (1 - slowed)

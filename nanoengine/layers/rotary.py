@@ -1,11 +1,11 @@
-"""RotaryEmbedding: angles of each position, from one table built at start.
+"""RotaryEmbedding: the RoPE angles of each position, from one table built at start.
 
 Angles are float32 whatever the model's dtype, as the checkpoints were trained and as transformers
-computes them. cos and sin are looked up once a step and shared by all layers. Backends turn pairs
-(x[i], x[i + D / 2]) of whole heads.
+computes them. cos and sin are looked up once per step and shared by all layers. Backends rotate the
+pairs (x[i], x[i + D / 2]) of whole heads.
 
-Special: `rope_scaling.py`, for contexts longer than those of pre-training; `layouts.py`, where
-a part of a head is turned, neighbours are, or nothing is.
+`rope_scaling.py` handles contexts longer than in pre-training; `layouts.py` handles partial RoPE,
+pairs of neighbours, and layers without RoPE.
 
 Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX.
 """
@@ -22,10 +22,10 @@ from nanoengine.layers.layer import Layer, ModelContext
 
 
 class RotaryEmbedding(Layer):
-    """Looks up the rotation of each position: a table of [num_positions, head_dim], cos then sin.
+    """Looks up cos and sin of each position in a table [num_positions, head_dim], cos then sin.
 
     Raises:
-        ConfigError: `context.max_positions` passes the model's longest context.
+        ConfigError: `context.max_positions` exceeds the model's longest context.
     """
 
     def __init__(self, rope: RopeConfig, config: ModelConfig, context: ModelContext) -> None:
@@ -50,15 +50,16 @@ class RotaryEmbedding(Layer):
 
 
 def cos_and_sin(rope: RopeConfig, size: int, num_positions: int) -> Rotation:
-    """Of each position and each pair of `size` dimensions, [num_positions, size / 2] float32."""
+    """cos and sin per position and pair of `size` dimensions, [num_positions, size / 2] float32
+    each."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, size, num_positions))
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 
 
 def inverse_frequencies(rope: RopeConfig, size: int, num_positions: int) -> torch.Tensor:
-    """Radians per position of each pair of `size` dimensions, [size / 2] float32, in an engine of
-    so many positions."""
+    """Radians per position of each pair of `size` dimensions, [size / 2] float32, for an engine
+    with `num_positions` positions."""
     wavelengths = rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if rope.type == "default":
         return 1.0 / wavelengths

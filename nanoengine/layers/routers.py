@@ -1,7 +1,7 @@
-"""Routers of a few families, which choose by a rule of their own, or of an input of their own.
+"""Routers of single families, with another selection rule or another input.
 
-Taken by `models/moe.py` and `models/gemma4.py`. What differs from `Router` is plain torch, on a GPU
-too, where nothing here may wait for the host: graphs hold it.
+Used by `models/moe.py` and `models/gemma4.py`. Their differences from `Router` are plain torch, on
+a GPU too. Nothing here may wait for the host, because CUDA graphs capture it.
 
 Legend: T tokens, E experts.
 """
@@ -19,8 +19,8 @@ from nanoengine.layers.moe import Router
 
 
 class SparseMixer(Router):
-    """Takes the best expert, then the best of the others, each with its share of a softmax over
-    the experts that come near it.
+    """Selects the best expert, then the best of the others. The weight of each is its share of a
+    softmax over the experts with similar scores.
 
     Source: Phi-3.5-MoE's model code; Liu et al., GRIN (arXiv 2409.12136).
     """
@@ -39,7 +39,7 @@ class SparseMixer(Router):
 
 
 class ScaledRouter(Router):
-    """Norms what it routes, and weighs each expert by a factor of its own. Source: Gemma 4."""
+    """Norms its input, and multiplies weights by a learned factor per expert. Source: Gemma 4."""
 
     def __init__(
         self, path: str, hidden: int, moe: MoEConfig, config: ModelConfig, context: ModelContext

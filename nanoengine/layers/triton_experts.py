@@ -1,12 +1,12 @@
 """TritonExperts: a mixture of experts in eight launches, without waiting for the host.
 
-    the router's product | routing | its order by expert | gate and up | gate | down | their sum
+    router's product | routing | sort by expert | gate and up | gate | down | sum
 
-The readable form is `Router` and `Experts`, which waits for the number of rows of each expert and
-calls them one by one. Put in its place by `TritonKernels.fuse` once the weights are loaded. This
+The readable form is `Router` and `Experts`, which waits for the number of rows per expert and calls
+the experts one by one. `TritonKernels.fuse` installs this form after the weights are loaded. This
 file chooses grids and tiles; the arithmetic is in `kernels/triton_routing.py` and
-`kernels/triton_experts.py`. What `layers/routers.py::ScaledRouter` has of its own is plain torch,
-in more launches.
+`kernels/triton_experts.py`. The additional operations of `layers/routers.py::ScaledRouter` are
+plain torch, in further launches.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
@@ -35,16 +35,16 @@ from nanoengine.layers.triton_linear import (
 from nanoengine.layers.triton_quantized import tile_of
 
 ROUTED_TOKENS = 8
-"""A tile of the routing: two rows of scores a warp, so that a warp has whole rows."""
+"""Tokens per tile of the routing: two rows of scores per warp, so that a warp has whole rows."""
 MOST_BLOCKS = 256
-"""Programs that route at most: two a multiprocessor. Each of them adds up what all have counted."""
+"""The most programs that route: two per multiprocessor. Each program sums the counts of all."""
 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """order, starts and tiles of `align_kernel`."""
 
 
 class StackForm(NamedTuple):
-    """`TritonQuantizedLinear.form`, inputs of a tile, and inputs that share a scale."""
+    """`TritonQuantizedLinear.form`, inputs per tile, and inputs that share a scale."""
 
     name: str
     inputs: int
@@ -59,15 +59,15 @@ class TritonExperts:
 
     Attributes:
         graph_safe: nothing here waits for the host.
-        activate: what is between an expert's two products.
+        activate: the activation between an expert's two products.
     """
 
     graph_safe = True
 
     @staticmethod
     def takes(experts: Experts) -> bool:
-        """Whether the kernels compute them: floats of a dtype that they multiply, or all in one
-        form of 4 or 8 bits, with the inputs in their own order."""
+        """Whether the kernels support the experts: all floats of a supported dtype, or all in one
+        4-bit or 8-bit form, with the inputs in their original order."""
         gates, downs = zip(*((each.gate_up, each.down) for each in experts.experts), strict=True)
         forms = [{form_of(method) for method in methods} for methods in (gates, downs)]
         return all(len(found) == 1 and None not in found for found in forms)
@@ -84,8 +84,8 @@ class TritonExperts:
         self.down_bias = experts.down_bias if experts.shard.rank == 0 else None
 
     def __call__(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
-        """`seen`: what the router takes in the place of x."""
-        if not len(x):  # the last layer, in a step that is only a chunk of a prompt
+        """`seen`: the router's input, if it is not x."""
+        if not len(x):  # the last layer, in a step with only a chunk of a prompt
             return torch.empty_like(x)
         moe, arch = self.router.moe, arch_of(x.device)
         rows = 64
@@ -114,7 +114,7 @@ class TritonExperts:
         places: Places,
         config: GemmConfig,
     ) -> torch.Tensor:
-        """Rows of tokens, or before `down` sorted rows; see `expert_gemm_kernel`."""
+        """Multiplies rows of tokens, or for `down` sorted rows; see `expert_gemm_kernel`."""
         (experts, outputs, in_features), weight, form = stack.shape, stack.weight, stack.form
         pairs = len(places[0])
         out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
@@ -140,8 +140,11 @@ class TritonExperts:
 def route(
     logits: torch.Tensor, correction: torch.Tensor | None, moe: MoEConfig, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, Places]:
-    """Weights [T, k] and experts [T, k] of tokens by their logits [T, E], and where their rows are
-    in tiles of so many `rows`."""
+    """Routes tokens by their logits [T, E].
+
+    Returns:
+        Weights [T, k] and experts [T, k], and the places of their rows in tiles of `rows` rows.
+    """
     tokens, taken, experts = len(logits), moe.num_experts_per_tok, moe.num_experts
     mixes, steps = moe.score == "sparsemixer", cdiv(tokens, ROUTED_TOKENS * MOST_BLOCKS)
     blocks = cdiv(tokens, ROUTED_TOKENS * steps)
@@ -174,8 +177,8 @@ def route(
 
 
 def tile_rows(per_expert: float) -> int:
-    """Rows of a tile for so many an expert on average. Why half of them at most where they are
-    few: an expert that needs a second tile reads its weights twice."""
+    """Rows per tile for an average number of rows per expert. Why at least twice the average if it
+    is small: an expert that needs a second tile reads its weights twice."""
     return 16 if per_expert <= 8 else 64 if per_expert <= 64 else 128
 
 
@@ -183,10 +186,10 @@ def tile_rows(per_expert: float) -> int:
 def expert_config(
     arch: int, out_features: int, dtype: torch.dtype, rows: int, form: StackForm
 ) -> GemmConfig:
-    """Tiles of so many rows, in 16 bits, for weights in this form.
+    """Tiles with `rows` rows, in 16 bits, for weights in this form.
 
-    Few rows are a decode, whose time is that of reading weights: longer pieces of them at a time.
-    Many are a prompt, whose time is arithmetic: tiles that read each input for more outputs.
+    Few rows are a decode, which is bound by reading weights: longer pieces of them at a time. Many
+    rows are a prompt, which is bound by arithmetic: tiles that read each input for more outputs.
     """
     config = gemm_config(arch, out_features, dtype)
     if form.name:
@@ -202,8 +205,8 @@ def expert_config(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """The weights of all experts: [E, outputs, inputs], of 4 bits half of these; scales and zeros
-    [E, groups, outputs] float32."""
+    """The weights of all experts: [E, outputs, inputs], or half as many inputs for 4 bits; scales
+    and zeros [E, groups, outputs] float32."""
 
     weight: torch.Tensor
     form: StackForm = FLOATS
@@ -219,7 +222,7 @@ class Stack:
 
 
 def form_of(method: LinearMethod) -> StackForm | None:
-    """How the kernels read its weight; None: they don't."""
+    """The form in which the kernels read its weight; None: they can't."""
     if getattr(method, "order", None) is not None or method.weight is None:
         return None
     if getattr(method, "tile", 0):
@@ -228,8 +231,8 @@ def form_of(method: LinearMethod) -> StackForm | None:
 
 
 def stacked(methods: Sequence[LinearMethod]) -> Stack:
-    """Those of all experts as one, of which each keeps its part: none but the tensor being moved is
-    there twice."""
+    """Stacks the weights of all experts; each expert keeps a view of its part. Only the tensor
+    being moved exists twice."""
     form = form_of(methods[0])
     for method in methods:
         method.product = f"{form.name or 'floats'}, a grouped product of experts by Triton"
@@ -247,7 +250,7 @@ def stacked(methods: Sequence[LinearMethod]) -> Stack:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensors as one [E, ...], whose parts they become."""
+    """Stacks the tensors to one [E, ...]; they become views of it."""
     whole = tensors[0].new_empty((len(tensors), *tensors[0].shape))
     for tensor, part in zip(tensors, whole, strict=True):
         tensor.data = part.copy_(tensor)

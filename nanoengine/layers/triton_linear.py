@@ -1,8 +1,8 @@
 """TritonLinear: matrix multiplication by our own kernel, for `deterministic=True`.
 
-cuBLAS picks its algorithm by the number of rows, and with it the order of a sum, so the same token
+cuBLAS picks its algorithm, and with it the order of a sum, by the number of rows, so the same token
 may get other bits in another batch. TritonLinear has one configuration for every number of tokens,
-so a row's bits follow from the row.
+so a row's bits depend only on the row.
 
 It has run in Triton's interpreter and been compiled ahead of time; it has not run on a GPU yet.
 """
@@ -20,14 +20,14 @@ from nanoengine.kernels.launch import Constants, cdiv, launch
 from nanoengine.layers.kernels import UnquantizedLinear
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""What the kernels compute; float64 takes plain torch."""
+"""The dtypes that the kernels support; float64 uses plain torch."""
 
 arch_of = functools.cache(base.arch_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConfig:
-    """`rows`, `columns` and `inputs` of a tile, warps, and tiles in flight."""
+    """`rows`, `columns` and `inputs` per tile, warps, and tiles in flight."""
 
     rows: int
     columns: int
@@ -40,9 +40,10 @@ class GemmConfig:
 def gemm_config(arch: int, out_features: int, dtype: torch.dtype) -> GemmConfig:
     """Tile sizes for a GPU of compute capability `arch` and one layer's shape.
 
-    Why never by the number of rows: that is the point. 64 rows are a compromise between a decode,
-    whose time is that of reading the weights, and a prompt, whose time is arithmetic. Narrow tiles
-    where there are few outputs: a decode needs as many programs as the GPU has multiprocessors.
+    Why never by the number of rows: results must not depend on it. 64 rows are a compromise between
+    a decode, which is bound by reading the weights, and a prompt, which is bound by arithmetic.
+    Tiles are narrow for few outputs: a decode needs as many programs as the GPU has
+    multiprocessors.
     """
     if dtype == torch.float32:
         return GemmConfig(rows=32, columns=32, inputs=32, warps=4, stages=2)
@@ -54,7 +55,7 @@ def gemm_config(arch: int, out_features: int, dtype: torch.dtype) -> GemmConfig:
 class TritonLinear(UnquantizedLinear):
     """A weight of the model's dtype; row-wise products.
 
-    The attention backend has refused dtypes that the kernel doesn't compute.
+    The attention backend has rejected dtypes that the kernel doesn't support.
     """
 
     product = "floats, by Triton with one tile"
@@ -77,8 +78,8 @@ class TritonLinear(UnquantizedLinear):
 
     @staticmethod
     def bmm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """out [H, T, O] = x [H, T, I] @ weight [H, I, O], in which an output's inputs are side by
-        side."""
+        """out [H, T, O] = x [H, T, I] @ weight [H, I, O], where each output's inputs are
+        contiguous."""
         heads, rows, inputs = x.shape
         outputs = weight.shape[2]
         assert weight.stride()[1:] == (1, inputs) and x.stride(2) == out.stride(2) == 1
@@ -103,7 +104,7 @@ def gemm_constants(
     row: int, out_row: int, inputs: int, outputs: int, biased: bool, config: GemmConfig,
     heads: tuple[int, ...] | None = None,
 ) -> Constants:  # fmt: skip
-    """Of `gemm_kernel`."""
+    """The constants of `gemm_kernel`."""
     return Constants(
         X_ROW=row, OUT_ROW=out_row, HEADS=heads, IN=inputs, OUT=outputs,
         M=config.rows, N=config.columns, K=config.inputs,

@@ -1,8 +1,7 @@
-"""TritonMamba: the rule, the gates and the norm of a MambaMixer, by Triton.
+"""TritonMamba: the rule, the gates and the norm of a MambaMixer, in Triton.
 
-Put in place by `TritonKernels.fuse` once a model is loaded. The readable forms are the methods of
-`MambaMixer` that each names. This file chooses grids and widths; the arithmetic is in
-`kernels/triton_mamba.py`.
+`TritonKernels.fuse` installs it after a model is loaded. Each method names its readable form in
+`MambaMixer`. This file chooses grids and widths; the arithmetic is in `kernels/triton_mamba.py`.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
@@ -20,14 +19,14 @@ from nanoengine.layers.delta_rule import CHUNK
 from nanoengine.layers.triton_states import TritonConv, width_of
 
 STEP_WIDTH = 32
-"""Columns of a matrix that one program of a step holds, with all of its rows: 16 KiB of 128."""
+"""Columns of a matrix per program of a step, with all of its rows: 16 KiB for 128 rows."""
 SCAN_WIDTH, SCAN_KEYS = 32, 16
-"""Columns that a program takes through all pieces, and how many rows of b and c at once. In
-float32, whose products take three times the registers, half the columns."""
+"""Columns that a program carries through all pieces, and rows of b and c at a time. float32
+products need three times the registers, so float32 has half the columns."""
 
 
 class TritonMamba:
-    """What is between the projections of one layer, a `MambaMixer`."""
+    """Everything between the projections of one layer, a `MambaMixer`."""
 
     def __init__(self, layer: Any) -> None:
         self.plan, self.layer, self.conv = layer.plan, layer, TritonConv(layer.conv1d)

@@ -1,12 +1,12 @@
-"""Linear layers whose weights have 4 or 8 bits on a GPU, as the checkpoint stores them or quantized
+"""Linear layers with 4-bit or 8-bit weights on a GPU, as the checkpoint stores them or quantized
 while they load.
 
     TritonQuantizedLinear   multiplied by float activations, in Triton
-    E4M3Linear              fp8 by fp8, on GPUs that can: activations are quantized token by token
+    E4M3Linear              fp8 by fp8, on GPUs that support it: activations are quantized per token
 
-Loaded by `TritonKernels` for a model that has such weights, or experts (`triton_experts.py`). Not
-held so are layers of other formats, and matrices whose groups the kernel's tiles don't divide: they
-are floats.
+`TritonKernels` imports it for a model that has such weights, or such experts (`triton_experts.py`).
+Layers of other formats, and matrices whose groups are not a multiple of the kernel's tiles, are
+dequantized.
 
 The kernels have run in Triton's interpreter and been compiled ahead of time; they have not run on a
 GPU yet.
@@ -39,11 +39,11 @@ def triton_kind(
     name: str, *, stored: StoredFormat | GGUF | None = None, **options: Any
 ) -> LinearMethod | None:
     """The method of a quantized layer on a GPU, for `quantized_linears`; None: the kernel does not
-    multiply the stored form."""
+    support the stored form."""
     kind = TritonQuantizedLinear
     if stored is not None:
         own = stored.stored
-        # Why one type: what has several is several matrices.
+        # Why one type: a layer with several types needs several matrices.
         types = {own.types.get(matrix, "") for matrix in own.matrices(name)}
         if own.format == "gguf" and not (len(types) == 1 and types <= TYPES):
             return None
@@ -53,7 +53,8 @@ def triton_kind(
 
 
 class TritonQuantizedLinear(QuantizedLinear):
-    """A weight in 4 or 8 bits and float32 scales, or in floats if the kernel has no tile for it."""
+    """A weight in 4 or 8 bits with float32 scales, or in floats if the kernel has no tile for
+    it."""
 
     zeros: torch.Tensor | None
     cut = False
@@ -71,11 +72,11 @@ class TritonQuantizedLinear(QuantizedLinear):
         return self.weight is not None or len(self.pieces) > 0
 
     def load(self, weight: torch.Tensor, first: int = 0, bits: int | None = None) -> None:
-        # Why: a GPU rounds to 8 bits faster; the search of `quantize_with_mins` is the CPU's.
+        # Why: a GPU rounds to 8 bits faster; the search of `quantize_with_mins` runs on the CPU.
         super().load(weight.to(self.device) if self.bits == 8 else weight, first, bits)
 
     def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
-        """That of a rank's part, which may cut through groups."""
+        """The slot of a rank's part, which may cut through groups."""
         rows, columns = (*matrix.part, slice(None), slice(None))[:2]
         start, stop, _ = columns.indices(matrix.shape[1])
         if self.stored is None or (start, stop) == (0, matrix.shape[1]):
@@ -150,14 +151,15 @@ class TritonQuantizedLinear(QuantizedLinear):
 
 
 class E4M3Linear(TritonQuantizedLinear):
-    """A weight in e4m3, a scale for each output, by activations in e4m3, a scale for each token.
+    """An e4m3 weight with one scale per output, times e4m3 activations with one scale per token.
 
-    Only bfloat16 on a GPU that multiplies fp8, sm_89 and later, and only matrices that no rank has
-    a part of the inputs of: with a scale of its part results would follow from the number of ranks.
-    Other layers are multiplied by float activations.
+    Only for bfloat16 on a GPU that multiplies fp8, sm_89 and later, and only for matrices whose
+    inputs are not split over ranks: with scales per part, results would depend on the number of
+    ranks. Other layers use float activations.
 
-    Source: torch's ScaledBlas.cpp: sizes in 16s, and row-wise scales on all of these GPUs. Scales
-    of blocks it has on sm_90 alone, in a layout that differs between its two functions.
+    Source: torch's ScaledBlas.cpp: sizes are multiples of 16, and all of these GPUs support
+    row-wise scales. It supports scales of blocks only on sm_90, in a layout that differs between
+    its two functions.
     """
 
     def pack(self, weight: QuantizedWeight) -> None:
@@ -181,8 +183,8 @@ class E4M3Linear(TritonQuantizedLinear):
 def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations [T, K] -> (codes e4m3 [T, K], scales float32 [T, 1]); x is about codes * scales.
 
-    Each row has its own scale, its largest magnitude / 448: a token's result does not depend on its
-    neighbours in the batch.
+    Each row has its own scale, its largest magnitude / 448, so a token's result does not depend on
+    the rest of the batch.
     """
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -200,8 +202,8 @@ def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cut(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
-    """A rank's inputs of a weight. Where they cut through groups, these become smaller ones; where
-    inputs are in another order, each has a scale of its own, for which the kernel has no tile."""
+    """A rank's inputs of a weight. Groups that are cut become smaller groups. If inputs are
+    reordered, each gets its own scale, for which the kernel has no tile."""
     size, order = weight.group_size, weight.order
     if size < weight.values.shape[1]:
         unit = 1 if order is not None else math.gcd(size, start, stop)
@@ -219,14 +221,14 @@ def cut(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
 
 
 def with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
-    """A weight of `quantize_with_mins` as the kernel multiplies it: with zero points, which are
-    floats, and 5 or 6 bits in a byte each. Other weights are returned as they are."""
+    """Converts a weight of `quantize_with_mins` for the kernel: with float zero points, and 5 or 6
+    bits stored in a byte each. Other weights are returned unchanged."""
     if weight.mins is None or weight.factors is None:
         return weight
     scales, mins = (
         of_groups(weight.scales, weight.factors), of_groups(weight.mins, weight.min_factors)
     )  # fmt: skip
-    # Why: without a scale all values of a group are 0, and stand for -min.
+    # Why: without a scale all values of a group are 0, and mean -min.
     no_scale, lowest = scales == 0, 8 if weight.bits == 4 else 0
     return replace(
         weight, values=weight.values - lowest, scales=torch.where(no_scale, mins, scales),
@@ -236,7 +238,7 @@ def with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def tile_inputs(weight: QuantizedWeight) -> int:
-    """Inputs that the kernel takes at a time; 0: no number of them divides a group and a row."""
+    """Inputs per step of the kernel; 0: no supported number divides both a group and a row."""
     width = weight.values.shape[1] // (2 if weight.bits == 4 else 1)
     fits = [k for k in (64, 32, 16) if not (width % k or weight.group_size % k)]
     return fits[0] if fits else 0
@@ -245,13 +247,13 @@ def tile_inputs(weight: QuantizedWeight) -> int:
 def tile_of(
     num_rows: int, num_outputs: int, dtype: torch.dtype, form: str, inputs: int
 ) -> GemmConfig:
-    """Tiles for a product by a weight in this form, so many `inputs` at a time.
+    """Tiles for a product by a weight in this form, with `inputs` at a time.
 
-    A decode's time is that of reading the weights: few rows, and outputs so few that all of the
-    GPU's multiprocessors have a program; each waits for 14 KiB of 8-bit weights at a time, which is
-    what memory of 3 TB/s delivers within 0.6 us to one of 132. A prompt's is arithmetic: the larger
-    a tile, the less often a weight is widened. 4 bits have two tiles of inputs at a time: 128
-    outputs would spill.
+    A decode is bound by reading the weights: few rows, and few enough outputs per tile that all of
+    the GPU's multiprocessors have a program. Each has 14 KiB of 8-bit weights in flight, which a
+    memory of 3 TB/s delivers to one of 132 within 0.6 us. A prompt is bound by arithmetic: the
+    larger a tile, the less often a weight is widened. 4 bits have two tiles of inputs at a time:
+    128 outputs would spill.
     """
     columns = 64 if num_outputs >= 16384 else 32
     if dtype == torch.float32:

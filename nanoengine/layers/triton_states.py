@@ -1,6 +1,6 @@
-"""Layers that keep states, by Triton: what a GPU runs in place of a dozen small operations a token.
+"""Recurrent layers in Triton: one launch replaces a dozen small operations per token.
 
-Put in place by `TritonKernels.fuse` once a model is loaded. The readable forms are
+`TritonKernels.fuse` installs them after a model is loaded. The readable forms are
 `GatedDeltaNet.gates`, `MatrixLayer.steps` and `scans`, `GateNorm`, `CausalConv.step` and `scan`.
 This file chooses grids and widths; the arithmetic is in `kernels/triton_states.py`.
 
@@ -20,18 +20,18 @@ from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import CHUNK
 
 CONV_WIDTH = 512
-"""Channels of a token that one program takes: 4 a thread, 16 bytes of a float32 state."""
+"""Channels of a token per program: 4 per thread, 16 bytes of a float32 state."""
 TILE_WIDTH = 32
-"""Channels of a piece that one program takes: 16 numbers a thread."""
+"""Channels of a piece per program: 16 elements per thread."""
 STEP_WIDTH = 32
-"""Columns of a matrix that one program of a step holds, with all of its rows: 16 KiB of 128."""
+"""Columns of a matrix per program of a step, with all of its rows: 16 KiB for 128 rows."""
 SCAN_WIDTH, SCAN_KEYS = 32, 16
-"""Columns that a program takes through all pieces, and how many keys are in registers at once: with
-twice as many a program takes all 255 registers of a thread."""
+"""Columns that a program carries through all pieces, and keys in registers at a time: twice as many
+would need all 255 registers of a thread."""
 
 
 def width_of(size: int, most: int) -> int:
-    """How many of `size` numbers a program takes; products have 16 at least."""
+    """Elements per program out of `size`; products need at least 16."""
     return min(most, max(16, next_power_of_2(size)))
 
 
@@ -88,7 +88,7 @@ class TritonConv:
         return out
 
     def scan(self, x: torch.Tensor, wave: StateWave, out: torch.Tensor) -> None:
-        """The tokens of a wave's spans, all at once: see `CausalConv.scan`."""
+        """Computes the tokens of a wave's spans, all at once: see `CausalConv.scan`."""
         pieces, firsts = wave.pieces
         channels, sizes = x.shape[1], self._sizes(x)
         width = width_of(channels, TILE_WIDTH)

@@ -1,1 +1,2 @@
-"""Models: Llama and Qwen3 on one page, other families beside it, and a kernel set a device."""
+"""Models: Llama and Qwen3 in one file, other families in the files next to it, one kernel set per
+device."""

@@ -1,11 +1,11 @@
-"""CPUKernels: the kernel set of a CPU, over kernels compiled by numba.
+"""CPUKernels: the kernel set of a CPU, built on kernels compiled by numba.
 
-Norms and gates are one pass each, weights lie in panels on huge pages, and once they are loaded,
-neighbouring decoder layers become one compiled call. `layers.kernels.Kernels` is the readable form;
-tests/kernels/test_cpu_kernels.py and tests/layers/test_fused_layers.py compare the two.
+Norms and gates take one pass each. Weights are stored in panels on huge pages. After loading,
+adjacent decoder layers are fused into one compiled call. `layers.kernels.Kernels` is the readable
+form; tests/kernels/test_cpu_kernels.py and tests/layers/test_fused_layers.py compare the two.
 
-Special: `layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_states.py`, which are
-loaded for a model that has such layers.
+`layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_states.py` are imported only for
+models that have such layers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from nanoengine.models.decoder import CausalLM
 class CPUKernels(Kernels):
     """Fused kernels with the arithmetic of `Kernels`; `add_rms_norm` works in place.
 
-    float32 weights are packed, 16-bit ones stay as they are stored. With bfloat16 the products
-    alone are rounded: between two of them is float32. float64 has norms and gates only.
+    float32 weights are packed; 16-bit weights stay as stored. With bfloat16 only the matrix
+    products are rounded, and everything between them is float32. float64 has only norms and gates.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CPUKernels(Kernels):
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`dtype` is the model's: float32, float64 or bfloat16."""
+        """`dtype` is the model's dtype: float32, float64 or bfloat16."""
         super().__init__(attention, self.exact_linear)
         self.dtype = dtype
         self.is_quantized = quantization is not None
@@ -57,13 +57,13 @@ class CPUKernels(Kernels):
     def dtypes(
         self, config: ModelConfig, dtype: torch.dtype, shard: Shard
     ) -> tuple[torch.dtype, torch.dtype]:
-        """Weights are stored in 16 bits where they come so, since kernels read those.
+        """Keeps 16-bit weights in 16 bits, because the kernels read them directly.
 
         Raises:
-            ConfigError: bfloat16, and a layer of an odd number of inputs.
+            ConfigError: dtype is bfloat16 and a layer has an odd number of inputs.
         """
         between = torch.float32 if dtype == torch.bfloat16 else dtype
-        # Why even: weights of 16 bits are read in pairs of inputs.
+        # Why even: 16-bit weights are read as pairs of inputs.
         sizes = {
             key: size if key == "hidden_size" else shard.split(size)
             for key, size in config.linear_inputs.items()
@@ -80,7 +80,7 @@ class CPUKernels(Kernels):
         return between, stored if in_16_bits else dtype
 
     def exact_linear(self, name: str) -> LinearMethod:
-        """Weights in panels; the head has a screen."""
+        """Weights in panels; the head also has a screen."""
         if self.dtype == torch.float64:
             return UnquantizedLinear(name)
         kind = ScreenedHead if name == "lm_head" else PackedLinear
@@ -119,8 +119,8 @@ class CPUKernels(Kernels):
         place_parameters(model)
 
     def fuse(self, model: CausalLM) -> None:
-        """Neighbouring layers that a kernel computes become one call in `Decoder.stack`; a
-        state's rule and mixtures of experts become one call each."""
+        """Fuses adjacent layers that a kernel supports into one call in `Decoder.stack`. Each
+        recurrent layer's rule and each mixture of experts becomes one call too."""
         place_buffers(model)
         if model.config.moe is not None:
             from nanoengine.layers.cpu_experts import CPUExperts

@@ -1,4 +1,4 @@
-"""CausalLM: Llama and Qwen3 from token ids to logits, top to bottom on this page.
+"""CausalLM: Llama and Qwen3 from token ids to logits, top to bottom in this file.
 
     token_ids ─ embed_tokens ─┐
       per layer:              ├─ input_layernorm ─ self_attn ─────────┐
@@ -8,14 +8,14 @@
                      residual └────────────────────────────────────── + ┐
       norm ─ lm_head ─ logits ──────────────────────────────────────────┘
 
-T tokens go in and L rows come out: in the last layer only rows that give logits go on from
-attention, since behind it no row looks at another.
+T tokens go in and L rows come out. In the last layer only the rows that give logits continue after
+attention, because no later operation reads another row.
 
-Module names are those of the checkpoint, so weights find their place by name. Called by the runner;
-knows neither blocks nor sampling.
+Modules are named as in the checkpoint, so each weight is found under its own name. The runner calls
+the model; the model knows neither blocks nor sampling.
 
-Special: what other families have in place of these parts is in `generic.py`, `moe.py` and
-`states.py`; `loader.py` takes them where a config asks for them.
+Other families replace these parts by those in `generic.py`, `moe.py` and `states.py`; `loader.py`
+selects them by the config.
 
 Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
 """
@@ -39,16 +39,16 @@ from nanoengine.layers.norm import HeadNorm, RMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding
 
 Layers = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-"""A layer, or several: called as `DecoderLayer.forward`."""
+"""One layer or several, with the signature of `DecoderLayer.forward`."""
 
 
 class CausalLM(Layer):
     """A language model on one rank. Parameters are uninitialised until `load_model` fills them.
 
     Attributes:
-        graph_safe: a forward decides nothing on the host, so it may be captured in a CUDA graph.
-        state_layers: the layers that keep a state in place of keys and values.
-        key_factors: of each layer, where an int8 cache has them (`key_factors.py`).
+        graph_safe: a forward decides nothing on the host, so a CUDA graph can capture it.
+        state_layers: the recurrent layers, which keep a state instead of keys and values.
+        key_factors: the factors of each layer, if an int8 cache has them (`key_factors.py`).
     """
 
     graph_safe = True
@@ -64,7 +64,7 @@ class CausalLM(Layer):
         )
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Hidden states of the rows of a step that give logits, [L, hidden_size]."""
+        """Returns the hidden states of the step's rows that give logits, [L, hidden_size]."""
         return self.model(batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -74,21 +74,27 @@ class CausalLM(Layer):
     def most_likely(
         self, hidden: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The largest logit of each row, found without all of them: token ids [L] and their logits
-        [L]. None: this head can't, so ask for `logits`. `masks`: see `LinearMethod.argmax`."""
+        """Finds the largest logit of each row without computing all logits.
+
+        Args:
+            masks: see `LinearMethod.argmax`.
+
+        Returns:
+            Token ids [L] and their logits [L]; None if this head can't, so call `logits`.
+        """
         return self.lm_head.argmax(hidden, masks)
 
     @property
     def attention_layers(self) -> list[Attention]:
-        """The attention layers in order, for the runner to bind the KV cache to."""
+        """The attention layers in order; the runner binds the KV cache to them."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
 
 class Decoder(Layer):
-    """The stack of layers between token ids and the last norm.
+    """The layers between the token ids and the last norm.
 
     Attributes:
-        stack: what runs: `layers`, or what `Kernels.fuse` made of them.
+        stack: what is executed: `layers`, or the calls that `Kernels.fuse` made of them.
     """
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
@@ -114,7 +120,7 @@ class Decoder(Layer):
 
 
 class DecoderLayer(Layer):
-    """One layer. The residual travels beside x, and each norm adds the two before it norms them."""
+    """One layer. The residual is passed along with x; each norm adds the two, then normalizes."""
 
     def __init__(self, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -132,8 +138,15 @@ class DecoderLayer(Layer):
         batch: Batch,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes what the layer before computed, and the residual that this is to be added to; gives
-        the same pair of this layer, for the `rows` that go on behind attention (None: all)."""
+        """Computes one layer.
+
+        Args:
+            x, residual: the output of the layer before, and the residual to add it to.
+            rows: the rows that continue after attention; None: all.
+
+        Returns:
+            The same pair for the next layer.
+        """
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, rotation, batch, rows)
         x, residual = self.post_attention_layernorm(x, taken(residual, rows))
@@ -141,13 +154,13 @@ class DecoderLayer(Layer):
 
 
 def taken(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """The rows [L] of x [T, ...]; None: all of them, without a copy."""
+    """Selects the rows [L] of x [T, ...]; None: all of them, without a copy."""
     return x if rows is None else x.index_select(0, rows)
 
 
 class SelfAttention(Layer):
-    """Projects to heads, norms each of them where there is a norm, rotates and attends, projects
-    back."""
+    """Projects to heads, applies the norm of heads if there is one, applies RoPE, attends, and
+    projects back."""
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -165,11 +178,11 @@ class SelfAttention(Layer):
         self.attention = Attention(spec, context.kernels.attention)
 
     def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> QKVLinear:
-        """The projections to heads."""
+        """Makes the projections to heads."""
         return QKVLinear(path, config, context)
 
     def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
-        """What the layer's attention computes."""
+        """Returns what the layer's attention computes."""
         kv_heads = config.num_key_value_heads
         return AttentionSpec(
             num_heads=context.shard.split(config.num_attention_heads),
@@ -180,23 +193,23 @@ class SelfAttention(Layer):
         )
 
     def make_norm(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> Layer:
-        """The norm of heads."""
+        """Makes the norm of queries and keys."""
         return HeadNorm(spec, config.rms_norm_eps, context=context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """All rows store keys and values and attend; those that `rows` names come out."""
+        """All tokens store keys and values and attend; only the outputs in `rows` are returned."""
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D]
         attended = self.attention(heads, rotation, self.norm_weights, batch)  # [T, H, D]
         return self.o_proj(taken(attended, rows).flatten(1))
 
 
 class GatedMLP(Layer):
-    """down(act(gate(x)) * up(x)); `inner` is the size between.
+    """down(act(gate(x)) * up(x)); `inner` is the intermediate size.
 
     Attributes:
-        linear: the layer of gate and up.
+        linear: the class of the layer that computes gate and up.
     """
 
     linear = MergedLinear

@@ -1,19 +1,20 @@
-"""Layers of two shapes, that may attend to another's keys, and have an input of their own.
+"""Gemma 4: layers of two shapes, shared KV caches, and per-layer input embeddings.
 
-    Gemma4LM         the model; its layers' caches, several of which may share a slice
-    Gemma4Decoder    makes the inputs of all layers of the token ids and of their embeddings
-    Gemma4Layer      attention, MLP and experts side by side, then the layer's input, then a factor
-    Gemma4Attention  values are normed, or are the keys; or keys and values are an earlier layer's
+    Gemma4LM         the model; several of its layers' caches may share a slice
+    Gemma4Decoder    computes the per-layer inputs from the token ids and their embeddings
+    Gemma4Layer      attention, MLP and experts in parallel, the per-layer input, then a factor
+    Gemma4Attention  values are normed, or equal the keys; or an earlier layer's KV is used
 
     token ids ─ embed_tokens_per_layer ────────────────────┐
     embeddings ─ per_layer_model_projection ─ norm ── + ── inputs [T, layers, input size]
 
-Layers that see everything have heads of another size, and another number of KV heads, than those
-with a window. A layer of the narrower kind takes a fraction of a slice of the KV cache, so several
-of them share one: blocks of theirs have the numbers m b, m b + 1, ... where the pool's has b.
+Layers with full attention have another head dim and another number of KV heads than layers with a
+sliding window. A layer of the narrower kind needs only a fraction of a slice of the KV cache, so
+several of them share one: block b of the pool is their blocks m b, m b + 1, ...
 
-Taken by `loader.py` for a plan that is `varied`. All is plain torch but products, norms and
-attention; on a CPU `layers/cpu_varied.py` has compiled calls of layers without experts.
+`loader.py` uses this file if `plan.gemma4` is set. Everything except matrix products, norms and
+attention is plain torch; on a CPU `layers/cpu_varied.py` has compiled calls for layers without
+experts.
 
 Source: the model code of Gemma 4.
 
@@ -56,7 +57,7 @@ from nanoengine.models.generic import (
 
 
 def of_layer(config: ModelConfig, index: int) -> ModelConfig:
-    """The config of a model all of whose layers are as this one is."""
+    """Returns the config of a model in which all layers have the shape of layer `index`."""
     varied = config.plan.gemma4
     assert varied is not None
     head_dim, kv_heads = varied.shapes[config.sliding_windows[index] is None]
@@ -66,10 +67,10 @@ def of_layer(config: ModelConfig, index: int) -> ModelConfig:
 
 
 class Gemma4LM(GenericLM):
-    """A language model whose layers differ, on one rank.
+    """A language model with layers of two shapes, on one rank.
 
     Raises:
-        ConfigError: ranks are more than KV heads of one kind of layer.
+        ConfigError: there are more ranks than KV heads in one kind of layer.
     """
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> Gemma4Decoder:
@@ -85,7 +86,8 @@ class Gemma4LM(GenericLM):
 
     @property
     def attention_layers(self) -> list[SharedSlice]:
-        """What the KV cache's slices are bound to, in the order of the first layer of each."""
+        """What the slices of the KV cache are bound to, ordered by the first layer of each
+        slice."""
         varied = self.config.plan.gemma4
         assert varied is not None
         layers = [layer.mixer.attention for layer in self.model.layers]
@@ -96,10 +98,10 @@ class Gemma4LM(GenericLM):
 
 
 class SharedSlice:
-    """Layers whose caches lie in one slice of the KV cache; bound as an `Attention` is.
+    """Layers that share one slice of the KV cache; bound like an `Attention`.
 
     Attributes:
-        spec: of a layer that fills the slice alone.
+        spec: the spec of a layer that fills the slice alone.
     """
 
     def __init__(self, layers: Sequence[Attention], spec: AttentionSpec) -> None:
@@ -112,7 +114,8 @@ class SharedSlice:
             layer.bind(*parts, group)
 
     def _part(self, cache: torch.Tensor, layer: Attention, number: int) -> torch.Tensor:
-        """The slice from the first block of the `number`th layer on, in blocks of its size."""
+        """Views the slice from the first block of the `number`th layer, in blocks of that layer's
+        size."""
         heads, dim = layer.spec.num_kv_heads, layer.spec.head_dim
         in_order = layer.backend.kv_layout == "PKD"
         size = cache.shape[1] if in_order else cache.shape[2]
@@ -123,7 +126,7 @@ class SharedSlice:
 
 
 class Gemma4Decoder(GenericDecoder):
-    """The stack of layers, and the inputs that each of them has of its own."""
+    """The layers and their per-layer input embeddings."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
@@ -167,7 +170,7 @@ class Gemma4Decoder(GenericDecoder):
         for layer in self.stack:
             if index == self.first_shared and _has_others(batch):
                 kept = batch.logits_indices
-                if not len(kept):  # the step is only a chunk of prompts
+                if not len(kept):  # the step has only chunks of prompts
                     return x[:0]
                 batch = ends_of(batch, self.backend)
                 x, inputs = x[kept], None if inputs is None else inputs[kept]
@@ -178,7 +181,7 @@ class Gemma4Decoder(GenericDecoder):
         return self.norm(x, None)[0]
 
     def _inputs(self, embedded: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """What each layer takes of each token: [T, layers, input size]."""
+        """Computes the per-layer inputs of each token: [T, layers, input size]."""
         shape = len(token_ids), -1, self.input_size
         projected = self.per_layer_model_projection(embedded) * self.projection_scale
         normed, _ = self.per_layer_projection_norm(projected.view(-1, self.input_size), None)
@@ -186,15 +189,17 @@ class Gemma4Decoder(GenericDecoder):
 
 
 def _has_others(batch: Batch) -> bool:
-    """Whether there are tokens that give no logits."""
+    """Whether some tokens give no logits."""
     wanted = batch.logits_indices
     return wanted is not None and len(wanted) < batch.num_tokens
 
 
 def ends_of(batch: Batch, backend: AttentionBackend) -> Batch:
-    """A batch of the tokens that give logits, each as a sequence of its own, without a look at the
-    values. Why: layers that store no keys and values need no others; of most prompts one is
-    left."""
+    """Makes a batch of the tokens that give logits, each as its own sequence, without reading
+    values on the host.
+
+    Why: layers that store no keys and values need no other token; most prompts are left with one.
+    """
     wanted = batch.logits_indices
     assert wanted is not None
     starts, count = batch.query_start_loc[1:], len(wanted)
@@ -217,10 +222,10 @@ def ends_of(batch: Batch, backend: AttentionBackend) -> Batch:
 
 
 class Gemma4Layer(GenericLayer):
-    """One layer; `shared` is the attention whose keys and values it attends to, None: its own.
+    """One layer; `shared` is the attention that provides keys and values, None if it has its own.
 
     Attributes:
-        depth: how many layers it is.
+        depth: how many layers it counts as.
     """
 
     depth = 1
@@ -269,7 +274,7 @@ class Gemma4Layer(GenericLayer):
 
     @property
     def graph_safe(self) -> bool:
-        """As that of `SparseMLP`, where there are experts."""
+        """As `SparseMLP.graph_safe`, if there are experts."""
         return self.experts is None or getattr(self.routed, "graph_safe", False)
 
     def forward(
@@ -280,8 +285,11 @@ class Gemma4Layer(GenericLayer):
         rows: torch.Tensor | None,
         inputs: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Hidden states [T, hidden_size] -> the same of the rows that go on from attention;
-        `inputs` [T, layers, input size] are those of all layers."""
+        """Hidden states [T, hidden_size] -> the same for the rows that continue after attention.
+
+        Args:
+            inputs: the per-layer inputs of all layers, [T, layers, input size].
+        """
         normed, x = self.input_layernorm(x, None)
         attended = self.mixer(normed, rotations[self.rotation], batch, rows)
         attended = self._added(self.attention_output_norm, attended)
@@ -294,7 +302,7 @@ class Gemma4Layer(GenericLayer):
         return x * self.layer_scalar
 
     def _mlps(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What the MLP adds to x, and the experts beside it."""
+        """Returns what the MLP adds to x, including the experts in parallel with it."""
         if self.experts is None:
             return self.mlp_part(normed)
         dense = self._added(self.post_mlp_norm, self.mlp(normed))
@@ -304,7 +312,7 @@ class Gemma4Layer(GenericLayer):
 
     @property
     def gate(self) -> ScaledRouter:
-        """The router, by its name in a `SparseMLP`."""
+        """The router, under the name that it has in a `SparseMLP`."""
         return self.router
 
     def _one_by_one(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -315,10 +323,10 @@ class Gemma4Layer(GenericLayer):
 
 
 class Gemma4Attention(GenericAttention):
-    """Attention whose values are normed, without a weight; they may be the keys as projected.
+    """Attention with normed values; the norm has no weight, and values may be the projected keys.
 
     Attributes:
-        attention: its own, or that of the layer whose keys and values it attends to.
+        attention: the layer's own, or the one of the layer whose keys and values it uses.
     """
 
     def __init__(
@@ -331,7 +339,7 @@ class Gemma4Attention(GenericAttention):
     ) -> None:
         varied = config.plan.gemma4
         assert varied is not None
-        # Why before the base is made: it makes projections and norms by these.
+        # Why before the base class: it makes projections and norms that depend on these.
         self.is_shared, self.eps = shared is not None, config.rms_norm_eps
         self.keys_are_values = varied.keys_are_values and config.sliding_windows[index] is None
         super().__init__(path, index, config, context)
@@ -374,7 +382,7 @@ class Gemma4Attention(GenericAttention):
 
 
 class QueryNorm(ReorderedHeadNorm):
-    """The norm of query heads alone."""
+    """The norm of query heads only."""
 
     def __init__(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(replace(spec, num_kv_heads=0), config, context)

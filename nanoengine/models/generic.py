@@ -1,14 +1,14 @@
-"""What other families have in place of the parts of `decoder.py`, as `LayerPlan` says it.
+"""Replacements for the parts of `decoder.py`, selected by `LayerPlan`, for other families.
 
     GenericLM         a head that scales or caps logits
-    GenericDecoder    embeddings that are scaled; several kinds of rotation
-    GenericLayer      norms behind attention and MLP too, or only there, or one before both; other
-                      MLPs; layers that keep a state in place of keys and values
-    GenericAttention  rows stored otherwise, factors, soft caps, sinks, other norms of heads
-    UnfusedAttention    gates, and whatever else no backend does
+    GenericDecoder    scaled embeddings; several kinds of RoPE
+    GenericLayer      post-norms, sandwich norms, or one pre-norm for both; other MLPs; recurrent
+                      layers instead of attention
+    GenericAttention  other weight layouts, multipliers, soft caps, sinks, other QK norms
+    UnfusedAttention  output gates, and whatever no backend supports
 
-Taken by `loader.py` for a config that asks for any of them. Experts (`moe.py`) and states
-(`states.py`) are loaded for configs that have them.
+`loader.py` uses them if a config needs any of them. Experts (`moe.py`) and recurrent layers
+(`states.py`) are imported only for configs that have them.
 
 Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
 """
@@ -56,7 +56,7 @@ class GenericLM(CausalLM):
     """A language model of any family, on one rank.
 
     Attributes:
-        layer: the kind of its layers; None: `GenericLayer`.
+        layer: the class of its layers; None: `GenericLayer`.
     """
 
     layer: type[GenericLayer] | None = None
@@ -77,7 +77,7 @@ class GenericLM(CausalLM):
             self.state_layers = [m for m in self.modules() if isinstance(m, StateLayer)]
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
-        """What is between token ids and the last norm."""
+        """Makes everything between the token ids and the last norm."""
         return GenericDecoder(config, context, self.layer or GenericLayer)
 
     @property
@@ -86,9 +86,9 @@ class GenericLM(CausalLM):
 
 
 class CappedHead(OutputHead):
-    """An output head whose logits are scaled, have biases, and are bent to at most a cap.
+    """An output head with scaled logits, biases, or a soft cap.
 
-    Why the hidden states are scaled, and not the logits: they are fewer.
+    Why the hidden states are scaled, not the logits: they have fewer elements.
     """
 
     def __init__(self, plan: LayerPlan, *arguments: Any, context: ModelContext, tied: bool) -> None:
@@ -119,7 +119,7 @@ class CappedHead(OutputHead):
 
 
 class GenericDecoder(Decoder):
-    """The stack of layers, of this kind, with a list of rotations in place of one."""
+    """A `Decoder` of generic layers, with a list of rotations instead of one."""
 
     embed_positions: layouts.LearnedPositions | None = None
 
@@ -152,7 +152,7 @@ class GenericDecoder(Decoder):
 
 
 class ScaledEmbedding(Embedding):
-    """An embedding times the family's factor."""
+    """An embedding times the family's embedding multiplier."""
 
     def __init__(self, scale: float, *sizes: int, context: ModelContext) -> None:
         super().__init__(*sizes, context=context)
@@ -164,7 +164,8 @@ class ScaledEmbedding(Embedding):
 
 
 class Rotaries(Layer):
-    """Kinds of rotation, each with the config of its layers: positions [T] -> one of each."""
+    """Several kinds of RoPE, each with the config of its layers: positions [T] -> one rotation per
+    kind."""
 
     def __init__(
         self, kinds: list[tuple[RopeConfig | None, ModelConfig]], context: ModelContext
@@ -184,9 +185,9 @@ class GenericLayer(DecoderLayer):
     """One layer of any family.
 
     Attributes:
-        rotation: which of the model's kinds of rotation the layer has.
-        mixer: where rows look at others: attention, or what keeps a state in place of it.
-        needs_torch: it is of a form that no kernel for whole layers has.
+        rotation: index of the layer's kind of RoPE.
+        mixer: the part that mixes tokens: attention, or a recurrent layer.
+        needs_torch: no kernel for whole layers supports its form.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class GenericLayer(DecoderLayer):
         Layer.__init__(self)
         self.rotation, path = rotation, f"model.layers.{index}"
         mixer = make_mixer(path, index, config, context)
-        setattr(self, mixer.name, mixer)  # as checkpoints call it
+        setattr(self, mixer.name, mixer)  # named as in checkpoints
         self.mixer, self.mlp = mixer, make_mlp(f"{path}.mlp", index, config, context)
         norms, self.scale = config.plan.norms, config.plan.residual_multiplier
         self.is_parallel = norms in ("parallel", "parallel each")
@@ -233,11 +234,11 @@ class GenericLayer(DecoderLayer):
         return self.mlp_part(x), residual
 
     def mlp_part(self, x: torch.Tensor) -> torch.Tensor:
-        """What the MLP adds to the residual, x being normed already where a norm is before it."""
+        """Returns what the MLP adds to the residual; x is normed already if there is a pre-norm."""
         return self._added(self.mlp_output_norm, self.mlp(x))
 
     def _added(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
-        """What attention or MLP adds to the residual."""
+        """Returns what attention or MLP adds to the residual."""
         x = x if norm is None else norm(x, None)[0]
         return x if self.scale == 1 else x * self.scale
 
@@ -245,7 +246,10 @@ class GenericLayer(DecoderLayer):
 def summed(
     norm: Norm, x: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm of x + residual, x + residual); no norm: the sum twice; no residual: x alone."""
+    """Returns (norm(x + residual), x + residual).
+
+    Without a norm both are the sum; without a residual the sum is x.
+    """
     if norm is not None:
         return norm(x, residual)
     total = x if residual is None else x + residual
@@ -253,7 +257,8 @@ def summed(
 
 
 def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
-    """What layer `index`, whose full name is `path`, has where others have attention."""
+    """Makes the mixer of layer `index`: attention or a recurrent layer; `path` is the layer's full
+    name."""
     states = config.states
     if states is not None and index in states.layers:
         if states.kind == "mamba":
@@ -273,7 +278,7 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
 
 
 def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
-    """The MLP of layer `index`, whose full name is `path`: [T, hidden_size] -> the same."""
+    """Makes the MLP of layer `index`, whose full name is `path`: [T, hidden_size] -> the same."""
     plan = config.plan
     gated = OneTensorMLP if plan.fused_gate_up else FactorMLP if plan.falcon_h1 else GatedMLP
     if config.moe is not None and index in config.moe.layers:
@@ -287,13 +292,13 @@ def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) 
 
 
 class OneTensorMLP(GatedMLP):
-    """A gated MLP whose gate and up are one tensor of the checkpoint."""
+    """A gated MLP whose gate and up weights are one tensor in the checkpoint."""
 
     linear = layouts.OneTensorLinear
 
 
 class FactorMLP(GatedMLP):
-    """A gated MLP with factors on the gate and on what comes out."""
+    """A gated MLP with factors on the gate and on the output."""
 
     def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(path, inner, config, context)
@@ -313,15 +318,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square_(),
 }
-"""`hidden_act` of a config -> the function of an MLP without a gate, in plain torch everywhere."""
+"""`hidden_act` of a config -> the activation of an MLP without a gate, always in plain torch."""
 
 
 class XIELU(Layer):
-    """a x^2 + b x, for x above 0; below, c (e^x - 1 - x) + b x. a and c are a layer's own.
+    """a x^2 + b x for x > 0, else c (e^x - 1 - x) + b x, with a and c learned per layer.
 
     Attributes:
-        alpha_p, alpha_n, beta, eps: as checkpoints have them: a is softplus(alpha_p), c is beta +
-            softplus(alpha_n), b is beta; x counts as at most eps in e^x.
+        alpha_p, alpha_n, beta, eps: the checkpoint's parameters: a is softplus(alpha_p), c is beta
+            + softplus(alpha_n), b is beta; in e^x, x is clamped to at most eps.
 
     Source: Huang and Schlag (arXiv 2411.13010).
     """
@@ -359,11 +364,11 @@ class PlainMLP(Layer):
 
 
 class GenericAttention(SelfAttention):
-    """The attention of any family, where backends do all that stands between two projections.
+    """The attention of any family, if backends support everything between its two projections.
 
     Attributes:
         name: of the module in a checkpoint's layer.
-        needs_torch: something there is in plain torch.
+        needs_torch: a part of it is computed in plain torch.
     """
 
     name, needs_torch = "self_attn", False
@@ -391,10 +396,10 @@ class GenericAttention(SelfAttention):
 
 
 def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
-    """A parameter for the sinks of a layer's heads.
+    """Makes the parameter for the attention sinks of a layer's heads.
 
     Raises:
-        ConfigError: the attention backend does not compute them.
+        ConfigError: the attention backend does not compute sinks.
     """
     backend, wide = context.kernels.attention, torch.promote_types(context.dtype, torch.float32)
     if not backend.takes_sinks:
@@ -406,7 +411,8 @@ def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
 
 
 def needs_torch(index: int, config: ModelConfig, context: ModelContext) -> bool:
-    """Whether the attention of layer `index` has what `UnfusedAttention` does, but for a gate."""
+    """Whether the attention of layer `index` needs `UnfusedAttention` for another reason than a
+    gate."""
     norm, rope = config.plan.qk_norm, config.ropes[index]
     split = norm == "all_heads" and context.shard.world_size > 1
     grows = rope is not None and rope.llama_4_scaling_beta != 0
@@ -414,8 +420,8 @@ def needs_torch(index: int, config: ModelConfig, context: ModelContext) -> bool:
 
 
 class UnfusedAttention(GenericAttention):
-    """Attention with what no backend does: a gate on what heads have attended, queries that grow, a
-    norm behind the rotation, or one over heads of several ranks, and heads that are clipped."""
+    """Attention with what no backend supports: output gates, query scales that depend on the
+    position, QK norms after RoPE or over heads of several ranks, and clipped heads."""
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(path, index, config, context)
@@ -454,13 +460,13 @@ class UnfusedAttention(GenericAttention):
     def _attend_normed_last(
         self, heads: torch.Tensor, rotation: Rotation, batch: Batch
     ) -> torch.Tensor:
-        """Heads are turned in plain torch, then normed, stored and attended."""
+        """Applies RoPE to the heads in plain torch, then norms them, stores them and attends."""
         counts = self.num_heads, self.num_kv_heads
         qk, v = heads.split((sum(counts), self.num_kv_heads), dim=1)
         q, k = self.head_norm(rotate(qk, rotation, None)).split(counts, dim=1)
         return self.attention.backend.forward(q, k, v, self.attention.cache, batch)
 
     def _query_scale(self, positions: torch.Tensor) -> torch.Tensor:
-        """How much queries grow with their positions: [T] -> [T, 1, 1]. Source: Llama 4."""
+        """The factor on queries by position: [T] -> [T, 1, 1]. Source: Llama 4."""
         periods = torch.floor(positions / self.original_len)
         return (1 + self.growth * torch.log(1 + periods)).view(-1, 1, 1)

@@ -1,6 +1,6 @@
-"""A decoder without a head: hidden states go out, and no token is ever generated.
+"""A decoder without a language head: it returns hidden states and generates no tokens.
 
-Called by `loader.py` for a checkpoint of vectors or classes, and for no other.
+`loader.py` uses it only for checkpoints of embedding models and classifiers.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from nanoengine.models.decoder import CausalLM
 
 
 class NoHead(Layer):
-    """In the place of a language head."""
+    """A placeholder for the language head."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Raises UnsupportedModelError."""
         raise UnsupportedModelError("this checkpoint has no language head, so it gives no logits")
 
     def argmax(self, *_: object) -> None:
-        """There are no tokens to choose from."""
+        """Returns None: there are no logits."""
 
 
 def take_head_off(model: CausalLM) -> CausalLM:
-    """The model without its head, whose weights were tied and are the embedding's alone now.
+    """Removes the model's head; its weights were tied, so the embedding alone uses them from now
+    on.
 
-    Why afterwards: so every family's model is made as it always is.
+    Why afterwards: every family's model is built in the same way.
     """
     embedding = model.model.embed_tokens
     embedding.lookup, embedding.store = embedding.plain_lookup, embedding.weight.copy_

@@ -1,4 +1,4 @@
-"""Factors between queries and keys, for an int8 cache of a model whose keys have biases.
+"""Factors between queries and keys, for an int8 cache of a model with key biases.
 
 Called by `models/loader.py` before layers are fused.
 """
@@ -11,21 +11,21 @@ from nanoengine.attention.base import HeadNormWeights
 from nanoengine.models.decoder import CausalLM
 
 PROBES = 64
-"""Random rows that a layer's queries and keys are measured with."""
+"""Random inputs on which a layer's queries and keys are measured."""
 MAX_EXPONENT = 16
 
 
 def balance_keys(model: CausalLM, dtype: torch.dtype) -> None:
-    """Gives each layer factors that multiply the channels of its queries and divide those of its
-    keys, and keeps them in `model.key_factors`.
+    """Sets each layer's factors, which multiply the channels of its queries and divide the channels
+    of its keys, and keeps them in `model.key_factors`.
 
-    Why: with biases a few channels of the keys are up to 100 times larger than the others, and one
-    scale serves all channels of a row. Scores stay the same: factors are powers of two, and are
+    Why: with biases, a few channels of the keys are up to 100 times larger than the others, and all
+    channels of a row share one scale. Scores do not change: factors are powers of two, and are
     equal in the two channels that RoPE rotates together.
 
-    The rounding error of a row is spread evenly over its channels (`attention/stored.py`), so
-    factors sqrt(|k| / |q|) make the error of a score smallest. How large channels are is measured
-    on normally distributed inputs, which works for weights of any format.
+    The rounding error of a row is spread evenly over its channels (`attention/stored.py`), so the
+    factors sqrt(|k| / |q|) minimize the error of a score. Channel sizes are measured on normally
+    distributed inputs, which works for weights in any format.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROBES, model.config.hidden_size, generator=generator)
@@ -39,7 +39,7 @@ def balance_keys(model: CausalLM, dtype: torch.dtype) -> None:
             inputs = norm(inputs, None)[0]
         spec = attention.attention.spec
         counts = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
-        # Why the last: in some models gates are before the heads.
+        # Why the last: in some models gates precede the heads.
         heads = attention.qkv_proj(inputs)[:, -sum(counts) * spec.head_dim :].float()
         pairs = heads.square().mean(0).view(sum(counts), 2, -1).mean(1)  # [H + 2 K, D / 2]
         q, k, _ = pairs.split(counts)

@@ -1,20 +1,21 @@
-"""LatentAttention: heads whose keys and values are all made of one short vector a token.
+"""LatentAttention: multi-head latent attention (MLA), with one short latent vector per token.
 
-A token's *latent* has `rank` numbers. A matrix of each head makes its key of them (`key_up`), and
-another its value (`value_up`); beside it `rope_dim` numbers are turned by the position and serve
-all heads as they are. Only latent and turned numbers lie in the KV cache, as one KV head.
+A token's *latent* has `rank` elements. Each head has a matrix that makes its key from the latent
+(`key_up`) and another that makes its value (`value_up`). Each token also has `rope_dim` elements
+with RoPE, which all heads share as they are. The KV cache holds only the latent and these elements,
+as one KV head.
 
-No key and no value is ever made. A query q scores the key W l of a latent l by q W l, so the query
-is multiplied with W once in place of all latents: attention runs over latents, and what it adds up
-is a latent too, of which `value_up` makes the value.
+Keys and values are never materialized. A query q scores the key W l of a latent l by q W l, so the
+query is multiplied by W once instead of all latents. Attention runs over latents, its sum is a
+latent too, and `value_up` makes the value from it.
 
     x ─ q_a ─ norm ─ q ─┬─ nope ─ key_up ─┐
-                        └─ rope ─ turned ─┴─ query [rank + rope_dim] ─ attention ─ value_up ─ o_proj
+                        └─ rope ─ RoPE ───┴─ query [rank + rope_dim] ─ attention ─ value_up ─ o_proj
     x ─ kv_a ─┬─ latent ─ norm ─┐                                        │
-              └─ rope ─ turned ─┴─ KV head [rank + rope_dim] ── cache ───┘
+              └─ rope ─ RoPE ───┴─ KV head [rank + rope_dim] ── cache ───┘
 
-The value is the first `rank` numbers of the key, so the cache holds keys alone. Taken by
-`generic.py` for a plan that has a latent.
+The value is the first `rank` elements of the key, so the cache holds only keys. `generic.py` uses
+this layer if `plan.latent` is set.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
 
@@ -42,16 +43,16 @@ from nanoengine.layers.norm import RMSNorm
 from nanoengine.models.decoder import taken
 
 PANEL = 16
-"""Outputs side by side, in kernels of a CPU."""
+"""Outputs per panel in the CPU kernels."""
 
 NORM_EPS = 1e-6
-"""Of the norms inside, whatever the config says of the others. Source: the families' own code."""
+"""Epsilon of the inner norms, whatever the config says for the others. Source: the families'
+code."""
 
 
 def put_in_halves(linear: MergedLinear, still: int, turned: int) -> None:
-    """Orders the outputs of a layer whose checkpoint has RoPE rotate neighbours: of each head,
-    those of the last `turned` dimensions become the two halves that backends rotate.
-    """
+    """Reorders the outputs of a layer whose checkpoint applies RoPE to pairs of neighbours: in each
+    head, the last `turned` dimensions become the two halves that backends rotate."""
     pairs = torch.arange(still, still + turned).view(-1, 2).T.flatten()
     head = torch.cat((torch.arange(still), pairs))
     for name, size in linear.parts.items():
@@ -60,7 +61,7 @@ def put_in_halves(linear: MergedLinear, still: int, turned: int) -> None:
 
 
 class HeadMatrices(Layer):
-    """A matrix [outputs, inputs] for each head, never rounded; heads begin at whole panels."""
+    """A matrix [outputs, inputs] per head, never rounded; each head begins at a panel boundary."""
 
     def __init__(
         self, name: str, heads: int, outputs: int, inputs: int, context: ModelContext
@@ -72,12 +73,12 @@ class HeadMatrices(Layer):
         self.method.create((rows, inputs), context.stored_dtype, context.device)
 
     def load(self, weight: torch.Tensor) -> None:
-        """Takes [H, outputs, inputs]."""
+        """Loads [H, outputs, inputs]."""
         behind = self.padded - self.shape[1]
         self.method.load(F.pad(weight, (0, 0, 0, behind)).flatten(0, 1))
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, H, inputs] -> [T, H, outputs], in `out` where it is given."""
+        """[T, H, inputs] -> [T, H, outputs], written to `out` if given."""
         (heads, outputs, inputs), method = self.shape, self.method
         if method.has_kernel:
             from nanoengine.layers.cpu_latent import heads_product
@@ -90,12 +91,12 @@ class HeadMatrices(Layer):
 
 
 class Expansion(Layer):
-    """What makes keys and values of latents: `kv_b_proj` of the checkpoint, split by head.
+    """Makes keys and values from latents: `kv_b_proj` of the checkpoint, split by head.
 
     Attributes:
-        key_up: of each head [kv_lora_rank, qk_nope_head_dim].
-        value_up: of each head [v_head_dim, kv_lora_rank].
-        stored: how matrices are stored that are neither floats nor a GGUF file's blocks; else None.
+        key_up: [kv_lora_rank, qk_nope_head_dim] per head.
+        value_up: [v_head_dim, kv_lora_rank] per head.
+        stored: the quantization of the stored matrices; None for floats and for GGUF blocks.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class Expansion(Layer):
         self.stored, self.shard = stored, context.shard
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        """As the checkpoint's matrix is stored, which becomes floats where it is quantized; a GGUF
-        file may have two in its place, that of keys in this layer's order."""
+        """The slot of the checkpoint's matrix, which is dequantized if it is quantized. A GGUF file
+        may have two matrices instead; its key matrix has this layer's order."""
         apart = {"k_b_proj": self.key_up, "v_b_proj": self.value_up}
         beside, own = path.rpartition(".")[0], self.stored and self.stored.of(path)
         pieces = {f"{beside}.{name}.weight": self._own(each) for name, each in apart.items()}
@@ -129,7 +130,7 @@ class Expansion(Layer):
         return {f"{path}.weight": replace(slot, pieces_only=bool(own))}
 
     def _own(self, each: HeadMatrices) -> WeightSlot:
-        """The matrices of all heads, one below the other."""
+        """The slot of all heads' matrices, concatenated along the rows."""
         heads, outputs, inputs = each.shape
         shape = (self.shard.world_size * heads * outputs, inputs)
         part = self.shard.slice(shape[0], "num_attention_heads")
@@ -137,7 +138,7 @@ class Expansion(Layer):
         return WeightSlot(shape=shape, part=(part,), store=store)
 
     def store(self, stored: torch.Tensor) -> None:
-        """Takes this rank's rows of the checkpoint's matrix: of each head keys, then values."""
+        """Loads this rank's rows of the checkpoint's matrix: per head, first keys, then values."""
         heads, _, still = self.key_up.shape
         of_heads = stored.view(heads, -1, stored.shape[1])
         self.key_up.load(of_heads[:, :still].transpose(1, 2))
@@ -145,11 +146,10 @@ class Expansion(Layer):
 
 
 class LatentAttention(Layer):
-    """Attention over latents, with its projections; of the heads each rank has a part, of the
-    latent the whole.
+    """Attention over latents, with its projections; heads are split over ranks, the latent is not.
 
     Attributes:
-        turn_and_store: the backend's own, where norm, rotation and store are one kernel; or None.
+        turn_and_store: the backend's kernel for norm, RoPE and store in one; None: it has none.
     """
 
     name, needs_torch, norm_weights = "self_attn", False, None
@@ -175,7 +175,7 @@ class LatentAttention(Layer):
             put_in_halves(self.q, latent.qk_nope_head_dim, latent.qk_rope_head_dim)
             put_in_halves(self.kv_a, latent.kv_lora_rank, latent.qk_rope_head_dim)
         self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, NORM_EPS, context=context)
-        # Why exact: an 8-bit number times its scale is no 16-bit one.
+        # Why exact: an 8-bit integer times its scale is not exact in 16 bits.
         stored = config.quantization
         exact = context if stored is None else replace(context, weight_dtype=None)
         read = stored if stored and stored.format != "gguf" else None
@@ -201,7 +201,7 @@ class LatentAttention(Layer):
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """All rows store their vector and attend; those that `rows` names come out."""
+        """All tokens store their vector and attend; only the outputs in `rows` are returned."""
         latent, up = self.latent, self.kv_b_proj
         queries = x if self.q_a is None else self.q_a_layernorm(self.q_a(x), None)[0]
         q = self.q(queries).view(len(x), -1, latent.qk_nope_head_dim + latent.qk_rope_head_dim)
@@ -220,7 +220,7 @@ class LatentAttention(Layer):
     def _attend_by_parts(
         self, q: torch.Tensor, vector: torch.Tensor, rotation: Rotation, batch: Batch
     ) -> torch.Tensor:
-        """Norm, rotation and store in plain torch, on any backend."""
+        """Norm, RoPE and store in plain torch, for any backend."""
         latent, up = self.latent, self.kv_b_proj
         vector, rope = vector.split((latent.kv_lora_rank, latent.qk_rope_head_dim), dim=1)
         vector = self.kv_a_layernorm(vector.contiguous(), None)[0].unsqueeze(1)

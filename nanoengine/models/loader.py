@@ -1,4 +1,4 @@
-"""load_model: from a config and a directory to a model ready to run. Called by the runner."""
+"""load_model: builds a model from a config and a directory, ready to run. Called by the runner."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from nanoengine.models.decoder import CausalLM
 log = logging.getLogger(__name__)
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
-"""How safetensors names what weights are kept in."""
+"""safetensors' names of the dtypes in which weights are kept."""
 FLOATS = {"BF16", "F16", "F32", "F64"}
-"""What may be stored beside whole numbers."""
+"""Stored dtypes that are floats; the others are integers."""
 
 CLASSES = "score.weight"
-"""A head of classes, which is read by whoever asks for classes."""
+"""A classification head; only pooling for classes reads it."""
 
 LONGEST_DEFAULT = 2**20
-"""Longest context [tokens] that is taken without being asked for. Why: tables of rotations and of
-token ids are made for all of it."""
+"""Longest context [tokens] that is accepted without an explicit max_model_len. Why: the tables of
+RoPE and of token ids have an entry per position."""
 
 
 def load_model(
@@ -44,16 +44,16 @@ def load_model(
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
 ) -> CausalLM:
-    """Builds the model of `config` on `context.device` and fills it.
+    """Builds the model of `config` on `context.device` and loads its weights.
 
     Args:
-        directory: of the checkpoint, or its GGUF file.
-        load_format: "auto" reads the checkpoint's files; "dummy" draws weights from
-            `seed` and reads nothing.
+        directory: the checkpoint's directory, or its GGUF file.
+        load_format: "auto" reads the checkpoint's files; "dummy" draws weights from `seed` and
+            reads nothing.
 
     Raises:
-        ConfigError: the ranks don't divide the model, or `max_positions` passes its context; it is
-            not given, and the context is longer than `LONGEST_DEFAULT`.
+        ConfigError: the ranks don't divide the model, or `max_positions` exceeds its context; or it
+            is not given, and the context is longer than `LONGEST_DEFAULT`.
         WeightLoadError: see `stored_tensors`, `drop_copy`, `check_sizes` and `load_weights`.
     """
     context_len = config.max_position_embeddings
@@ -113,7 +113,7 @@ def load_model(
 def _taking_blocks(
     slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]
 ) -> dict[str, WeightSlot]:
-    """The slots, of which those of floats take blocks where a GGUF file has these."""
+    """Returns the slots; slots of floats accept blocks if the GGUF file stores these."""
     from nanoengine.layers.quantized_formats import as_floats
 
     found: dict[str, WeightSlot] = {}
@@ -126,8 +126,8 @@ def _taking_blocks(
 
 
 def model_class(config: ModelConfig) -> type[CausalLM]:
-    """`CausalLM` for what Llama and Qwen3 compute, with or without biases, whichever family it is;
-    else its variant."""
+    """`CausalLM` for everything that Llama and Qwen3 compute, with or without biases, for any
+    family; else the class of the variant."""
     named = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "hidden_act": "silu"}
     plans = LayerPlan(**named), LayerPlan(**named, qk_norm="per_head")
     (rope, *others) = set(config.ropes)
@@ -151,8 +151,8 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
 
 
 def check_ranks(config: ModelConfig, ranks: int) -> None:
-    """Raises ConfigError unless each rank gets a part of the same size of all that is split; KV
-    heads may also be fewer than ranks, which share them then."""
+    """Raises ConfigError unless every rank gets an equal part of everything that is split. There
+    may be fewer KV heads than ranks; then ranks share them."""
     is_mamba = config.states is not None and config.states.kind == "mamba"
     groups = "mamba_n_groups" if is_mamba else "linear_num_key_heads"
     sizes = {
@@ -176,7 +176,7 @@ def check_ranks(config: ModelConfig, ranks: int) -> None:
 
 
 def tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors but those for images or drafts."""
+    """Returns the tensors that are run, without those for images or drafts."""
     if config.headless:
         stored = {name: tensor for name, tensor in stored.items() if name != CLASSES}
     if not config.left_out:
@@ -194,7 +194,7 @@ def tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, 
 
 
 def weight_slots(model: CausalLM) -> dict[str, WeightSlot]:
-    """All slots of a model by their names here."""
+    """All slots of a model by their names in this program."""
     slots: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         if isinstance(module, OwnsWeights):
@@ -210,7 +210,7 @@ def weight_slots(model: CausalLM) -> dict[str, WeightSlot]:
 
 
 def model_size(model: torch.nn.Module) -> tuple[int, int]:
-    """(number of weights, bytes that they take here); a quantized weight counts as one."""
+    """Returns (number of weights, their size here [bytes]); a quantized weight counts as one."""
     parameters = list(model.parameters())
     methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
     return (

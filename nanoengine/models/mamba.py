@@ -1,10 +1,10 @@
-"""Mamba-2 in a decoder layer.
+"""Mamba-2 as the mixer of a decoder layer.
 
     MambaMixer   x ─ in_proj ─┬─ x, b, c ─ convolution ─ silu ─ Mamba's rule ─┬─ norm ─ out_proj
                               ├─ dt ─────────────────────────┘                │
                               └─ gate z ─ silu ───────────────────────────────*
 
-Used by `generic.py` for configs that have such layers.
+`generic.py` uses it for configs that have such layers.
 
 Legend: T tokens, L rows of logits, G groups, H heads, E / V size of a state's rows / of a head.
 """
@@ -27,7 +27,7 @@ from nanoengine.models.states import Decay, MatrixLayer, PickedLinear, pick_rows
 
 
 class MambaMixer(MatrixLayer):
-    """A Mamba-2 layer; ranks part its groups."""
+    """A Mamba-2 layer; its groups are split over ranks."""
 
     name, names = "mamba", ("mamba_n_groups", "mamba_n_heads")
     rule, values_first = mamba2, True
@@ -56,21 +56,21 @@ class MambaMixer(MatrixLayer):
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """All rows advance their states; those that `rows` names come out."""
+        """All tokens advance their states; only the outputs in `rows` are returned."""
         projected = self.in_proj(x)
         if self.factors is not None:
             projected = projected * self.factors
         return self.out_proj(self.mix_of(projected, batch, rows))
 
     def mix(self, projected: torch.Tensor, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
-        """What stands between the projections: [T, H * V + channels + H] -> [L, H * V]."""
+        """Computes everything between the projections: [T, H * V + channels + H] -> [L, H * V]."""
         sizes = self.inner, self.plan.channels, self.plan.num_value_heads
         z, xbc, dt = projected.split(sizes, dim=1)
         out = self.through(batch, xbc, *self.gates_of(dt))
         return self.gated_of(taken(out, rows).flatten(1), taken(z, rows))
 
     def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """What heads have read, weighed by the gate and normed: [L, H * V] twice -> the same."""
+        """Applies the gate and the norm to the heads' outputs: [L, H * V] twice -> the same."""
         gate = F.silu(z.to(out.dtype))
         if self.norm is None:
             out = out * gate
@@ -90,12 +90,12 @@ class MambaMixer(MatrixLayer):
 
 
 class MambaHeads(Decay):
-    """What a Mamba layer learns of each head: how fast it forgets (a_log), a bias of dt, and the
-    way past the state (d).
+    """The learned parameters per head of a Mamba layer: decay (a_log), bias of dt, and the skip
+    connection around the state (d).
 
     Args:
-        num_heads: of all ranks.
-        limits: between which dt stays.
+        num_heads: on all ranks.
+        limits: the range to which dt is clamped.
     """
 
     def __init__(self, num_heads: int, limits: tuple[float, float], context: ModelContext) -> None:
@@ -104,7 +104,7 @@ class MambaHeads(Decay):
         self.limits = None if limits == ANY_STEP else limits
 
     def forward(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """dt as projected -> dt and decay, [T, H] each."""
+        """The projected dt -> dt and decay, [T, H] each."""
         dt = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         if self.limits is not None:
             dt = dt.clamp(*self.limits)
@@ -115,7 +115,7 @@ class MambaHeads(Decay):
 
 
 class GroupNorm(Layer):
-    """RMSNorm of each group's part of a row; a rank has whole groups: [L, G * size] -> the same."""
+    """RMSNorm per group within a row; a rank has whole groups: [L, G * size] -> the same."""
 
     def __init__(self, groups: int, size: int, eps: float, context: ModelContext) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Layers of models with Mamba that are no mixer and MLP behind each other.
+"""Layers of Mamba models that are not one mixer followed by an MLP.
 
-    FalconH1Layer   the mixer is Mamba and attention, each with factors (Falcon-H1)
-    NemotronHLayer    one norm and one of Mamba, attention, MLP or experts (Nemotron-H)
+    FalconH1Layer    Mamba and attention in parallel, each with multipliers (Falcon-H1)
+    NemotronHLayer   one norm and one of Mamba, attention, MLP or experts (Nemotron-H)
 
-Taken by `loader.py` for a config that asks for either.
+`loader.py` uses them for a config that needs either.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nanoengine.models.generic import (
 
 
 class FalconH1Layer(GenericLayer):
-    """A layer in which Mamba and attention see the same, and what they say is added."""
+    """A layer in which Mamba and attention have the same input, and their outputs are added."""
 
     def __init__(
         self, index: int, rotation: int, config: ModelConfig, context: ModelContext
@@ -40,13 +40,13 @@ class FalconH1Layer(GenericLayer):
 
 
 class ParallelMixer(Layer):
-    """The mixer of such a layer."""
+    """The mixer of a `FalconH1Layer`."""
 
     needs_torch = True
 
     def __init__(self, mamba: Layer, attention: Layer, factors: FalconH1Multipliers) -> None:
         super().__init__()
-        # Why a tuple: a checkpoint has them as parts of the layer, under names of their own.
+        # Why a tuple: in a checkpoint they are parts of the layer, under names of their own.
         self.parts, self.factors = (mamba, attention), factors
 
     def forward(
@@ -59,7 +59,7 @@ class ParallelMixer(Layer):
 
 
 class NemotronHLayer(GenericLayer):
-    """A layer that is one thing, behind one norm."""
+    """A layer with a single block after one norm."""
 
     needs_torch = True
 

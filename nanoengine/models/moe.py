@@ -1,4 +1,4 @@
-"""SparseMLP: the mixture of experts that a layer has in place of an MLP."""
+"""SparseMLP: the mixture of experts that replaces a layer's MLP."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from nanoengine.models.decoder import GatedMLP
 
 
 class SharedGate(ExactLinear):
-    """How much of the shared expert a token takes: [T, hidden_size] -> [T, 1]."""
+    """Each token's weight for the shared expert: [T, hidden_size] -> [T, 1]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(x, None).sigmoid()
 
 
 class SparseMLP(Layer):
-    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes.
+    """A router (`gate` in the checkpoint), its experts, and an MLP shared by all tokens.
 
     Args:
-        shared: the kind of that MLP.
-        plain: the activation of experts that are not gated.
+        shared: the class of the shared MLP.
+        plain: the activation of experts without a gate.
 
     Attributes:
-        routed: what runs as router and experts, [T, hidden_size] -> the same: these themselves, or
-            what computes them in one call once the weights are loaded, which may do all of it.
+        routed: computes router and experts, [T, hidden_size] -> the same. After loading, one call
+            may replace the two; it may include the shared MLP.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class SparseMLP(Layer):
 
     @property
     def graph_safe(self) -> bool:
-        """Whether it decides nothing on the host. Experts one by one do: how many rows each has."""
+        """Whether it decides nothing on the host. Computing experts one by one does: it needs the
+        number of rows per expert."""
         return getattr(self.routed, "graph_safe", False)
 
     def _one_by_one(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,5 +79,5 @@ class SparseMLP(Layer):
 
 
 def mixtures(model: nn.Module) -> list[Any]:
-    """Those of a model that kernels may compute: each has a `gate`, `experts` and `routed`."""
+    """The model's mixtures that kernels may compute: each has a `gate`, `experts` and `routed`."""
     return [module for module in model.modules() if hasattr(module, "routed")]

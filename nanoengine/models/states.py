@@ -1,10 +1,10 @@
-"""Layers that keep a state of fixed size a sequence where SelfAttention keeps keys and values.
+"""Recurrent layers: they keep a state of fixed size per sequence instead of keys and values.
 
     GatedDeltaNet   x ─ in_proj ─┬─ q, k, v ─ convolution ─ delta rule ─ norm ─┐
                                  └─ gate z ───────────────────────── silu ─── * ─ out_proj
     ShortConv       x ─ in_proj ─ before * value ─ convolution ─ * behind ─ out_proj
 
-Which states a step reads and writes stands in `batch.state_waves`.
+`batch.state_waves` says which states a step reads and writes.
 
 Legend: T tokens, L rows of logits, H / G value / key heads, E / V size of a key / value.
 """
@@ -37,14 +37,14 @@ from nanoengine.models.decoder import taken
 
 
 class StateLayer(Layer):
-    """The base: what the runner asks of any of them.
+    """The base class: the interface between the runner and all recurrent layers.
 
     Attributes:
         name: of the module in a checkpoint's layer.
-        plan: of this rank's part of the layer.
+        plan: the plan of this rank's part of the layer.
         graph_safe: a decode decides nothing on the host, and writes nothing to slot 0.
-        one_token_each, several_tokens_each: what advances a wave's sequences, those with one token
-            and those with more: `steps` and `scans` of its kind, or kernels in their place.
+        one_token_each, several_tokens_each: advance the sequences of a wave that have one token, or
+            more; `steps` and `scans` of the class, or kernels that replace them.
     """
 
     name, graph_safe = "", False
@@ -59,8 +59,11 @@ class StateLayer(Layer):
     def over_waves(
         self, batch: Batch, given: tuple[torch.Tensor, ...], out: torch.Tensor
     ) -> torch.Tensor:
-        """Fills `out` [T, ...] in the order in which the step's sequences depend on each other;
-        `given`: what both functions take of the tokens, [T, ...] each."""
+        """Fills `out` [T, ...] in the order in which the step's sequences depend on each other.
+
+        Args:
+            given: the per-token arguments of both functions, [T, ...] each.
+        """
         for wave in batch.state_waves:
             slots = wave.reads, wave.writes
             if len(wave.reads) == len(out):
@@ -73,16 +76,17 @@ class StateLayer(Layer):
 
 
 class MatrixLayer(StateLayer):
-    """The base of layers that keep a matrix a head, written by a rule, and a convolution's inputs.
+    """The base of layers that keep a matrix per head, updated by a rule, and the convolution's last
+    inputs.
 
     Attributes:
-        names: what configs call the numbers of key heads and of value heads.
-        values_first: in what is convolved, values are before the keys.
+        names: the config's keys for the numbers of key heads and of value heads.
+        values_first: values precede keys in the convolution's input.
         rule: the module with the rule's `step` and `scan`.
-        each: value heads that a key head serves.
-        sizes: of what is convolved, numbers a key head.
-        inner: numbers of all value heads of this rank.
-        mix_of: what stands between the projections.
+        each: value heads per key head.
+        sizes: sizes of the parts of the convolution's input, per key head.
+        inner: elements of all value heads of this rank.
+        mix_of: computes everything between the projections.
     """
 
     names: tuple[str, str]
@@ -127,26 +131,26 @@ class MatrixLayer(StateLayer):
         self.conv1d.bind(inputs)
 
     def through(self, batch: Batch, mixed: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
-        """What heads read of their matrices, from what is to be convolved [T, channels] and the
-        rule's numbers [T, H]: [T, H, V]."""
+        """Applies convolution and rule: the convolution's input [T, channels] and the rule's inputs
+        per head [T, H] -> the heads' outputs [T, H, V]."""
         shape = len(mixed), self.plan.num_value_heads, self.plan.value_dim
         out = mixed.new_empty(shape, dtype=self.states.dtype)
         return self.over_waves(batch, (mixed, *numbers), out)
 
     def inputs(self, mixed: torch.Tensor, *numbers: torch.Tensor) -> Any:
-        """What tokens bring to the rule, from what the convolution left."""
+        """Makes the rule's inputs from the convolution's output."""
         raise NotImplementedError
 
     def steps(
         self, mixed: torch.Tensor, first: torch.Tensor, second: torch.Tensor, reads: torch.Tensor,
         writes: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """One token of each of several sequences -> [T, H, V].
+        """Advances several sequences by one token each -> [T, H, V].
 
         Args:
-            mixed: what is to be convolved, [T, channels].
-            first, second: the rule's numbers, [T, H].
-            reads, writes: [T], the state that each token starts from, and where the next one goes.
+            mixed: the convolution's input, [T, channels].
+            first, second: the rule's inputs per head, [T, H].
+            reads, writes: [T], the state before each token, and the state to write.
         """
         mixed = self.conv1d.step(mixed, reads, writes)
         return self.rule.step(self.inputs(mixed, first, second), self.states, reads, writes)
@@ -155,8 +159,8 @@ class MatrixLayer(StateLayer):
         self, mixed: torch.Tensor, first: torch.Tensor, second: torch.Tensor, wave: StateWave,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Several tokens of each of a wave's sequences, one after the other, into `out` [T, H, V];
-        arguments as in `steps`, of all tokens of the step."""
+        """Advances each of a wave's sequences by several tokens, in order, into `out` [T, H, V];
+        the arguments are as for `steps`, for all tokens of the step."""
         for span in wave.spans:
             tokens = slice(span.start, span.end)
             convolved = self.conv1d.scan(mixed[tokens], span)
@@ -197,7 +201,7 @@ class GatedDeltaNet(MatrixLayer):
         )
         self.decay = Decay(key_heads * self.each, context)
         self.norm = GateNorm(plan.value_dim, context)
-        # Why after the norm: columns of quantized blocks can't be put in another order.
+        # Why after the norm: the columns of quantized blocks can't be reordered.
         order = torch.arange(plan.num_value_heads).view(-1, self.each).T.flatten()
         self.out_order = order if plan.tiled and self.each > 1 else None
         if self.out_order is not None and shard.world_size > 1:
@@ -210,14 +214,15 @@ class GatedDeltaNet(MatrixLayer):
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """All rows advance their states; those that `rows` names come out."""
+        """All tokens advance their states; only the outputs in `rows` are returned."""
         qkvz, ba = self.in_proj_qkvz(x), self.in_proj_ba(x)
         return self.out_proj(self.mix_of(qkvz, ba, batch, rows))
 
     def mix(
         self, qkvz: torch.Tensor, ba: torch.Tensor, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """What stands between the projections: [T, channels + H * V], [T, 2 H] -> [L, H * V]."""
+        """Computes everything between the projections: [T, channels + H * V], [T, 2 H] -> [L, H *
+        V]."""
         qkv, z = qkvz.split((self.plan.channels, self.inner), dim=1)
         beta, decay = self.gates_of(ba)
         out = taken(self.through(batch, qkv, decay, beta), rows)
@@ -225,13 +230,14 @@ class GatedDeltaNet(MatrixLayer):
         return (normed if self.out_order is None else normed[:, self.out_order]).flatten(1)
 
     def gates(self, ba: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How much each head learns at a token, and how much it forgets: [T, 2 H] -> [T, H] each,
-        as `DeltaInputs` has them."""
+        """Each head's write strength (beta) and decay per token: [T, 2 H] -> [T, H] each; see
+        `DeltaInputs`."""
         beta, a = ba.to(self.states.dtype).chunk(2, dim=1)
         return beta.sigmoid(), self.decay(a)
 
     def inputs(self, mixed: torch.Tensor, *numbers: torch.Tensor) -> DeltaInputs:
-        """Queries and keys of length 1, each for all value heads that its head serves."""
+        """Normalizes queries and keys to length 1 and repeats them for each value head of a key
+        head."""
         plan, keys = self.plan, self.plan.num_key_heads * self.plan.key_dim
         mixed = F.silu(mixed.to(self.states.dtype))
         q, k, v = mixed.split((keys, keys, plan.channels - 2 * keys), dim=1)
@@ -282,7 +288,7 @@ class ShortConv(StateLayer):
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """All rows advance their states; those that `rows` names come out."""
+        """All tokens advance their states; only the outputs in `rows` are returned."""
         before, behind, value = self.in_proj(x).chunk(3, dim=1)
         gated = before * value
         out = self.over_waves(batch, (gated,), torch.empty_like(gated))
@@ -294,11 +300,11 @@ STATE_LAYERS = {"delta": GatedDeltaNet, "conv": ShortConv}
 
 
 class PickedLinear(MergedLinear):
-    """A MergedLinear of rows that are picked from the checkpoint's tensors.
+    """A MergedLinear of rows that are selected from the checkpoint's tensors.
 
     Args:
-        picks: for each tensor, by its name beside this layer's, how many rows it has, and which of
-            them this rank takes, in what order.
+        picks: tensor name (next to this layer) -> its number of rows, and the rows that this rank
+            takes, in order.
     """
 
     def __init__(
@@ -327,11 +333,12 @@ class PickedLinear(MergedLinear):
 def pick_rows(
     sizes: tuple[int, ...], num_heads: int, shard: Shard, *, merged: bool
 ) -> tuple[int, torch.Tensor]:
-    """How many rows a tensor of several outputs has, and which belong to one rank's key heads.
+    """Counts the rows of a tensor with several outputs and selects the rows of one rank's key
+    heads.
 
     Args:
-        sizes: rows a key head of each output.
-        merged: the rows of a key head lie together; else those of an output.
+        sizes: rows per key head of each output.
+        merged: the rows of one key head are adjacent; else the rows of one output are.
     """
     heads, num_rows = shard.slice(num_heads, "linear_num_key_heads"), num_heads * sum(sizes)
     rows = torch.arange(num_rows)
@@ -344,9 +351,9 @@ def pick_rows(
 
 
 class Decay(Layer):
-    """How much each head forgets at a token: a [T, H] -> logarithms [T, H], at most 0.
+    """Each head's decay per token: a [T, H] -> logarithms [T, H], at most 0.
 
-    `num_heads` are those of all ranks, `name` what the config calls them.
+    `num_heads` counts all ranks' heads; `name` is the config's key for it.
     """
 
     def __init__(self, num_heads: int, context: ModelContext, name: str = "heads") -> None:
@@ -364,7 +371,8 @@ class Decay(Layer):
         return self.head_slots(path, A_log=self.a_log, dt_bias=self.dt_bias)
 
     def head_slots(self, path: str, **tensors: torch.Tensor) -> dict[str, WeightSlot]:
-        """Slots of a number a head, of which this rank holds its part, beside the module `path`."""
+        """The slots of tensors with one element per head, next to the module `path`; each rank
+        holds its part."""
         beside, shape, part = path.rpartition(".")[0], (self.num_heads,), (self.part,)
         return {
             f"{beside}.{name}": WeightSlot(shape=shape, part=part, store=tensor.copy_)
@@ -373,7 +381,7 @@ class Decay(Layer):
 
 
 class GateNorm(Layer):
-    """RMSNorm of each head, weighed by the silu of its gate: [L, H, V] twice -> [L, H, V]."""
+    """RMSNorm of each head, multiplied by the silu of its gate: [L, H, V] twice -> [L, H, V]."""
 
     def __init__(self, size: int, context: ModelContext) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
-"""TritonKernels: the kernel set of a GPU, in Triton; products are cuBLAS.
+"""TritonKernels: the kernel set of a GPU, in Triton; matrix products use cuBLAS.
 
-Plain torch reads and writes a row once for each operation, and launches a kernel for it; one kernel
-for the operations of a norm or a gate saves that memory traffic. This file chooses grids, widths
-and warps; the arithmetic is in `kernels/triton_layers.py`. `layers.kernels.Kernels` is the readable
+Plain torch reads and writes a row once per operation, and launches a kernel for it. One kernel for
+all operations of a norm or a gate saves that memory traffic. This file chooses grids, widths and
+warps; the arithmetic is in `kernels/triton_layers.py`. `layers.kernels.Kernels` is the readable
 form; tests/layers/test_triton_ops.py compares the two.
 
 The kernels have run in Triton's interpreter and been compiled ahead of time for sm_80, sm_89 and
 sm_90. They have not run on a GPU yet.
 
-Special: `layers/triton_experts.py`, `triton_states.py` and `triton_mamba.py` there, which are
-loaded for a model that has such layers.
+`triton_experts.py`, `triton_states.py` and `triton_mamba.py` in `layers/` are imported only for
+models that have such layers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from nanoengine.models.decoder import CausalLM
 
 
 class TritonKernels(Kernels):
-    """Norms and gates that read a row once and write it once.
+    """Norms and gates that read each row once and write it once.
 
-    Results differ from those of `Kernels` by the order of a row's sum and by the exponential's last
-    bit. With a deterministic backend all linear layers have one multiplication with a fixed tile.
+    Results differ from `Kernels` by the order of a row's sum and by the last bit of the
+    exponential. With a deterministic backend all linear layers use one matrix product with a fixed
+    tile.
 
     Raises:
-        ConfigError: a dtype that the kernels don't compute.
+        ConfigError: the kernels don't support the dtype.
     """
 
     def __init__(self, attention: AttentionBackend, *, dtype: torch.dtype) -> None:
@@ -59,7 +60,8 @@ class TritonKernels(Kernels):
     def _norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """The norm of x, or in x's place that of x + residual, which takes residual's place."""
+        """Returns norm(x); with a residual, x becomes norm(x + residual) and the residual becomes
+        the sum."""
         num_tokens, size = x.shape
         out, added, add = x, residual, True
         if added is None:
@@ -97,8 +99,8 @@ class TritonKernels(Kernels):
         return triton_kind
 
     def fuse(self, model: CausalLM) -> None:
-        """Replaces a mixture of experts by grouped launches, and computes layers that keep states
-        by kernels of their own."""
+        """Replaces mixtures of experts by grouped launches, and recurrent layers by their
+        kernels."""
         if model.config.moe is not None:
             from nanoengine.layers.triton_experts import TritonExperts
             from nanoengine.models.moe import mixtures
@@ -137,7 +139,7 @@ GATE_WIDTH = 1024
 def norm_warps(size: int) -> int:
     """Warps that share a row of `size` elements.
 
-    Why 256 elements a warp: 8 a thread are one load of 16 bytes. More than 16 warps would wait for
-    each other longer than they read.
+    Why 256 elements per warp: 8 per thread are one load of 16 bytes. More than 16 warps would wait
+    for each other longer than they read.
     """
     return min(max(next_power_of_2(size) // 256, 1), 16)

@@ -1,7 +1,8 @@
-"""The families: one description per family, in a module per kind of model.
+"""The families: one description per family, in one module per kind of model.
 
-`dense` has Llama, and is all that a plain prompt loads. A family of known mechanisms is one entry
-of a module's `FAMILIES`. A new mechanism is a field of `LayerPlan`, `StatePlan` or `MoEConfig` too.
+`dense` has Llama, and is the only one that a plain prompt loads. A family of known mechanisms is
+one entry in a module's `FAMILIES`. A new mechanism is also a field of `LayerPlan`, `StatePlan` or
+`MoEConfig`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["FAMILIES", "Family"]
 
 
 def every_family() -> Mapping[str, Family]:
-    """Supported architecture -> its family, those of all modules."""
+    """Returns all modules' families: supported architecture -> its family."""
     from nanoengine.checkpoint.families import gemma, gpt, hybrid, mla, moe
 
     return {
@@ -30,7 +31,7 @@ ALIASES = {
     "InternLM3ForCausalLM": "LlamaForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
-"""Architecture as published checkpoints name it -> as transformers does."""
+"""Architecture name in published checkpoints -> name in transformers."""
 
 TEXT_PARTS: dict[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
@@ -48,4 +49,4 @@ TEXT_PARTS: dict[str, Mapping[str, str]] = {
 part."""
 
 OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
-"""Keys of a multimodal config that count before those of its `text_config`."""
+"""Keys of a multimodal config that take precedence over its `text_config`."""

@@ -1,4 +1,5 @@
-"""Dense families with attention in every layer: Llama and what differs from it by a few fields."""
+"""Dense families with attention in every layer: Llama, and families that differ from it in a few
+fields."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ GRANITE = plan(**GRANITE_KEYS, **LLAMA)
 WINDOW = family.windows(named=False)
 QWEN_WINDOWS = family.windows(family.from_max_window_layers, asked=True)
 
-# Why: in other families no token ends a text that the files don't name.
+# Why: no other family has EOS tokens that are missing in the files.
 GLM_DEFAULTS = {"eos_token_id": [151_329, 151_336, 151_338]}
 # Why without effect: a config with an alpha has these too, and transformers reads none of them.
 HUNYUAN_ROPE = dict.fromkeys(
     ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), False,
 )
 M_ROPE = {"mrope_section": False, "mrope_interleaved": False}
-"""Where positions of images go. Why without effect: all positions of a text are the same."""
+"""Positions of images. Why without effect: all positions of a text are the same."""
 
 POST_NORM_NAMES = {
     "attention_output_norm": "post_attention_layernorm",
@@ -45,12 +46,13 @@ HUNYUAN_NAMES = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
 BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
 MERGED_GATE = {"ffn_up": "mlp.gate_up_proj"}
 IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
-"""Keys of GGUF files: positions and features of images. Positions of a text are all the same."""
+"""Keys of GGUF files for positions and features of images. All positions of a text are the same."""
 NO_STATES = (
     "expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
     "ssm.inner_size", "ssm.time_step_rank",
 )
-"""What dense Granite 4 has of its hybrids: an MLP's size once more, and that of no states."""
+"""Keys that dense Granite 4 has in common with the hybrids: an MLP's size, and sizes of states that
+it does not have."""
 
 FAMILIES: dict[str, Family] = {
     "ApertusForCausalLM": Family(

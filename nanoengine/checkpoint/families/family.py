@@ -1,8 +1,8 @@
-"""Family: what the config.json of one family means, and functions that read its fields.
+"""Family: the meaning of one family's config.json, and functions that read its fields.
 
 A field of `LayerPlan`, `StatePlan` or `MoEConfig` is a value, or a function of the config's keys,
-such as `key("mlp_bias")`. It reads only keys that the family honours; `Keys` refuses the others.
-Further functions read which layers have a sliding window, and which apply RoPE.
+such as `key("mlp_bias")`. The function reads only keys that the family supports; `Keys` rejects the
+others. Further functions determine which layers have a sliding window, and which apply RoPE.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def key(name: str, make: Callable[[Any], Any] | None = None) -> Reader[Any]:
 
 
 def same(*names: str) -> dict[str, Reader[Any]]:
-    """Fields of a plan that are called as the keys that say them."""
+    """Fields of a plan that have the same name as their key."""
     return {name: key(name) for name in names}
 
 
 def biases(name: str) -> dict[str, Reader[Any]]:
-    """Fields of a plan whose projections have biases where this key says so."""
+    """Bias fields of a plan that all depend on this key."""
     return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), key(name))
 
 
 def size(*names: str) -> Reader[int]:
-    """Reads the first of these keys that is there, which the model can't do without."""
+    """Reads the first of these keys that is present; the model needs one."""
 
     def read(keys: Keys) -> int:
         for name in names:
@@ -54,12 +54,12 @@ def size(*names: str) -> Reader[int]:
 
 
 def made(kind: Callable[..., T], fields: Mapping[str, Any], keys: Keys) -> T:
-    """A plan whose fields are values or readers."""
+    """Makes a plan from fields that are values or readers."""
     return kind(**{n: value(keys) if callable(value) else value for n, value in fields.items()})
 
 
 def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Reader[LayerPlan]:
-    """A plan of these fields; `only`: keys -> the values that are implemented."""
+    """A reader of a plan with these fields; `only`: keys -> the implemented values."""
 
     def read(keys: Keys) -> LayerPlan:
         for name, values in (only or {}).items():
@@ -71,19 +71,19 @@ def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Re
 
 @dataclass(frozen=True, slots=True)
 class GGUFFiles:
-    """What GGUF files of a family have that differs from its checkpoints.
+    """The differences between a family's GGUF files and its checkpoints.
 
     Attributes:
-        when: whether a file is of this family, where several families have its architecture; None:
-            it is, unless it is of another one.
-        fixed: keys of config.json that the files leave unsaid.
-        read: reads keys that say something else than a key of config.json does.
-        names: parts of its tensors' names -> ours, where they differ from `gguf_tensors.NAMES`.
-        pairs: rows of queries and keys are ordered for interleaved RoPE, but not in the family's
+        when: whether a file belongs to this family, if several families share its architecture;
+            None: it does, unless it belongs to another one.
+        fixed: values of config.json keys that the files do not have.
+        read: reads keys whose meaning differs from config.json.
+        names: parts of its tensors' names -> ours, if they differ from `gguf_tensors.NAMES`.
+        pairs: rows of queries and keys are ordered for interleaved RoPE, unlike in the family's
             checkpoints.
-        slides: where the file has a window, all layers but each n-th have it; 0: its family knows.
-        unread: keys of its metadata that change nothing of a text.
-        tiled: rows of value heads of linear attention have another order: see `gguf_tensors.py`.
+        slides: all layers but every n-th have the file's sliding window; 0: the family decides.
+        unread: metadata keys that don't affect text.
+        tiled: value heads of linear attention have another order: see `gguf_tensors.py`.
     """
 
     when: Callable[[Metadata], Any] | None = None
@@ -102,12 +102,12 @@ def files(*architectures: str, **fields: Any) -> dict[str, GGUFFiles]:
 
 
 def has(key: str) -> Callable[[Metadata], Any]:
-    """Whether a key of a GGUF file asks for something."""
+    """Whether a GGUF file has a key with a nonzero value."""
     return lambda given: given.get(key, Any)
 
 
 def layers_of(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
-    """The layers of this kind."""
+    """The indices of the layers of this kind."""
     return tuple(n for n, given in enumerate(kinds) if given == kind)
 
 
@@ -130,12 +130,12 @@ def windows(
     asked: bool = False,
     named: bool = True,
 ) -> WindowsReader:
-    """No layer has one if `sliding_window` is null, else those that `layer_types` says, else those
-    of a pattern.
+    """Returns a reader of the layers with a window: none if `sliding_window` is null; else the ones
+    in `layer_types`; else by a pattern.
 
     Args:
-        pattern: whether this layer has one.
-        asked: none has one unless `use_sliding_window` is set.
+        pattern: whether a layer has a window.
+        asked: no layer has one unless `use_sliding_window` is set.
         named: the family has `layer_types`.
     """
 
@@ -158,8 +158,8 @@ def smollm_window(keys: Keys, layer: int) -> bool:
 
 
 def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader:
-    """As `layer_types` says, else every layer but each n-th, n being this number, or this key.
-    A model that has such layers needs a window."""
+    """Returns a reader: the layers in `layer_types`, else every layer but each n-th, where n is
+    this number or the value of this key. A model that has such layers needs a window."""
 
     def slides(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
         if kinds is not None:
@@ -177,7 +177,7 @@ def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader
 
 
 def all_but_first_of_four(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    keys.get("sliding_window")  # of a model, none of whose layers may have it
+    keys.get("sliding_window")  # read even if no layer has a window
     return [n % 4 > 0 for n in range(layers)] if kinds is None else _named(kinds)
 
 
@@ -188,8 +188,8 @@ def _named(kinds: Sequence[str]) -> list[bool]:
 # --- which layers apply RoPE ----------------------------------------------------------------------
 
 RopeReader = Callable[[Keys, Sequence[bool]], Sequence[float]]
-"""The second argument says which layers have a window. The result has a number per layer: 0 where
-it does not apply RoPE; above 1: the base of RoPE there."""
+"""The second argument says which layers have a window. The result has one number per layer: 0: no
+RoPE; above 1: the base of RoPE."""
 
 
 def always(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
@@ -210,12 +210,12 @@ def nowhere(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
 
 
 def if_named_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
-    """Granite 4: none unless `position_embedding_type` is "rope"."""
+    """Granite 4: RoPE only if `position_embedding_type` is "rope"."""
     return [keys.get("position_embedding_type") == "rope"] * len(slides)
 
 
 def layer_bases(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
-    """Granite SWA: `layer_rope_theta` has a base per layer, 0 where it does not apply RoPE."""
+    """Granite SWA: `layer_rope_theta` has one base per layer, or 0 for a layer without RoPE."""
     bases: Sequence[float] = keys.get("layer_rope_theta") or always(keys, slides)
     if len(bases) != len(slides) or not all(base in (0, 1) or base > 1.001 for base in bases):
         raise UnsupportedModelError(
@@ -244,28 +244,30 @@ PLAIN, INTERMEDIATE_SIZE = plan(), size("intermediate_size")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the config.json of one family means, and how its checkpoints differ from Llama's.
+    """The meaning of one family's config.json, and the differences between its checkpoints and
+    Llama's.
 
     Attributes:
-        model_type: as config.json names it.
-        normalize: its config.json -> one with the usual keys.
+        model_type: as in config.json.
+        normalize: converts its config.json to one with the usual keys.
         plan: what its layers compute.
-        states: which of them keep a recurrent state, and of what kind; None: none does.
+        states: which layers are recurrent, and of what kind; None: none is.
         windows: which layers have the sliding window.
         rope_layers: which layers apply RoPE.
-        bases: the keys of RoPE's base in layers with full attention, and in those with a window,
-            where the two differ; None: RoPE is the same in all layers.
+        bases: the keys of RoPE's base in layers with full attention, and in layers with a window,
+            if the two differ; None: RoPE is the same in all layers.
         moe: its mixture of experts.
-        partial: whether it supports `partial_rotary_factor`; others apply RoPE to whole heads.
-        defaults: values of absent keys, where they are neither those that transformers' config
-            class has (`defaults.json`) nor those of `KEYS`.
-        rope_extra: further keys of `rope_parameters` -> whether they change the maths of text.
-        names: parts of our tensors' names -> what they are called in its checkpoints; or what reads
-            this from a config.
-        left_out: expression that begins the names of tensors that are for drafts.
-        intermediate_size: the MLP's.
-        norm_eps: the key of what norms add to a variance.
-        gguf: the architectures that its GGUF files have, and what is different there.
+        partial: it supports `partial_rotary_factor`; others apply RoPE to whole heads.
+        defaults: values of absent keys that are neither in transformers' config class
+            (`defaults.json`) nor in `KEYS`.
+        rope_extra: further keys of `rope_parameters` -> whether they change the computation for
+            text.
+        names: parts of our tensors' names -> their names in its checkpoints; or a reader that finds
+            these in a config.
+        left_out: regular expression that matches the start of names of tensors for drafts.
+        intermediate_size: of the MLP.
+        norm_eps: the key of the norms' epsilon.
+        gguf: the architectures of its GGUF files, and their differences.
     """
 
     model_type: str

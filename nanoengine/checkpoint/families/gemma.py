@@ -1,4 +1,4 @@
-"""Gemma: sandwich norms with a factor of 1 + weight; Gemma 4's layers differ."""
+"""Gemma: sandwich norms with a factor of 1 + weight; Gemma 4 has layers of two shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from nanoengine.settings.checks import shown
 
 
 def gemma_4_plan(keys: Keys) -> Gemma4Plan:
-    """Gemma 4: layers without a window have other heads, and the last ones no keys."""
+    """Gemma 4: layers without a window have other heads, and the last layers have no keys of their
+    own."""
     layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
     kinds = kinds or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
     if kinds[-1] != FULL:
@@ -62,15 +63,16 @@ def gemma_4_plan(keys: Keys) -> Gemma4Plan:
 
 # fmt: off
 def score_scale(given: Metadata) -> Json:
-    """By what scores are scaled: a head's size, but in the largest models, which their number of
-    layers shows, the hidden size a head."""
+    """The scale of scores: the head dim, or in the largest models, which are recognized by their
+    number of layers, the hidden size per head."""
     heads, width = given.one("attention.head_count", int, 1), given.get("embedding_length", int, 0)
     wide = given.layers in (46, 62)
     return {"query_pre_attn_scalar": width // max(1, heads) if wide else given.head_dim}
 
 
 def gemma_4(given: Metadata) -> Json:
-    """What differs in layers that see everything, and which last layers have no keys."""
+    """The shape of layers with full attention, and the last layers that have no keys of their
+    own."""
     kinds = given.windows(6, given.layers)["layer_types"]
     heads, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
     by_kind = dict(zip(kinds, heads, strict=False))
@@ -146,7 +148,7 @@ GGUF_GEMMA_4 = {
 
 FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": Family(
-        # Why gelu too: so the published files call the approximation.
+        # Why gelu too: the published files use this name for the approximation.
         "gemma", gguf=files("gemma"), plan=plan(
             only={"hidden_act": (dense.GELU, "gelu"), "hidden_activation": (dense.GELU, None)},
             **GEMMA_1,

@@ -8,11 +8,11 @@ from nanoengine.checkpoint.keys import Json, Keys
 
 BEFORE = {"gelu_fast": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
 BEFORE |= {name: name for name in ("gelu", "gelu_pytorch_tanh", "relu", "relu2", "silu")}
-"""`hidden_act` -> what `LayerPlan.hidden_act` calls it."""
+"""`hidden_act` of a config -> `LayerPlan.hidden_act`."""
 
 
 def activation(keys: Keys) -> str:
-    """Of an MLP without a gate."""
+    """The activation of an MLP without a gate."""
     keys.allow("hidden_act", *BEFORE)
     return BEFORE[keys.get("hidden_act")]
 
@@ -29,7 +29,8 @@ OLDER = {
 
 
 def older(raw: Json) -> Json:
-    """A config whose keys have the usual names, which count where there are both."""
+    """Renames a config's keys to the usual names; if both are present, the usual ones take
+    precedence."""
     return {OLDER[name]: raw[name] for name in OLDER if name in raw} | {
         name: value for name, value in raw.items() if name not in OLDER
     }
@@ -42,7 +43,7 @@ NEOX = {
 
 
 def falcon(raw: Json) -> Json:
-    """Falcon: one KV head, but in the newer form."""
+    """Falcon: one KV head, except in the newer form."""
     heads = raw.get("num_kv_heads") or raw.get("num_attention_heads")
     newer = raw.get("new_decoder_architecture")
     return {**older(raw), "num_key_value_heads": heads if newer else 1}
@@ -57,7 +58,7 @@ def falcon_norms(keys: Keys) -> str:
 
 
 def falcon_names(keys: Keys) -> dict[str, str]:
-    """What the norms are called depends on how many there are."""
+    """The names of the norms depend on their number."""
     two = falcon_norms(keys) == "parallel each"
     norms = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"} if two else {}
     return {
@@ -67,7 +68,7 @@ def falcon_names(keys: Keys) -> dict[str, str]:
 
 
 def opt_positions(keys: Keys) -> int:
-    """OPT: two rows of the table are before the first position."""
+    """OPT: two rows of the table precede the first position."""
     keys.allow("word_embed_proj_dim", keys.require("hidden_size"), None)
     return 2
 
@@ -110,7 +111,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "GPTBigCodeForCausalLM": Family(
         "gpt_bigcode", older, plan=plan(fused_qkv="parts", **GPT),
-        # Why: the class says this as `multi_query`.
+        # Why: the class has `multi_query` instead.
         defaults={"num_key_value_heads": 1},
         rope_layers=family.nowhere, names=GPT_2_NAMES, **OLD,
     ),

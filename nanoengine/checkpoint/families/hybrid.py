@@ -1,5 +1,5 @@
-"""Families some of whose layers keep a recurrent state in place of keys and values: the gated delta
-rule, short convolutions, Mamba-2."""
+"""Hybrid families, in which some layers are recurrent: the gated delta rule, short convolutions,
+Mamba-2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanoengine.settings.checks import shown
 
 LINEAR, CONV = "linear_attention", "conv"
 MAMBA = "mamba"
-"""What transformers 4 wrote for LINEAR."""
+"""The name of LINEAR in transformers 4."""
 
 # --- the gated delta rule, and short convolutions -------------------------------------------------
 
@@ -50,7 +50,7 @@ def merged_delta_states(keys: Keys) -> StatePlan:
 
 
 def conv_states(keys: Keys) -> StatePlan:
-    """LFM2: as `layer_types` says, else all but `full_attn_idxs`."""
+    """LFM2: the layers in `layer_types`, else all but `full_attn_idxs`."""
     every, full = range(keys.require("num_hidden_layers")), keys.get("full_attn_idxs")
     kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
     return StatePlan(
@@ -63,7 +63,7 @@ def conv_states(keys: Keys) -> StatePlan:
 
 
 def lfm3_layers(raw: Json) -> Json:
-    """LFM3's config, with what its layers are where it doesn't say."""
+    """LFM3's config, with `layer_types` added if absent."""
     layers = raw.get("num_hidden_layers")
     if raw.get("layer_types") is not None or not isinstance(layers, int):
         return raw
@@ -72,7 +72,8 @@ def lfm3_layers(raw: Json) -> Json:
 
 
 def lfm2_inner_size(keys: Keys) -> int:
-    """Two thirds of what the config names, rounded up, unless it says that this is the size."""
+    """Two thirds of the configured size, rounded up, unless the config says that the size is
+    final."""
     found = size("block_ff_dim", "intermediate_size")(keys)
     if keys.get("block_auto_adjust_ff_dim"):
         found = int(keys.get("block_ffn_dim_multiplier") * int(2 * found / 3))
@@ -85,8 +86,8 @@ def lfm2_inner_size(keys: Keys) -> int:
 
 
 def mamba_states(keys: Keys) -> StatePlan:
-    """Granite 4: as `layer_types` says, which may call them "mamba"; Bamba: all but
-    `attn_layer_indices`; others say it in ways of their own."""
+    """Granite 4: the layers in `layer_types`, which may call them "mamba"; Bamba: all but
+    `attn_layer_indices`; other families have functions of their own."""
     every, attending = range(keys.require("num_hidden_layers")), keys.get("attn_layer_indices")
     kinds = keys.get("layer_types") or [FULL if n in (attending or ()) else LINEAR for n in every]
     heads, size, inner = map(keys.get, ("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"))
@@ -102,7 +103,7 @@ def mamba_states(keys: Keys) -> StatePlan:
 
 
 def _states(keys: Keys, layers: Iterable[int], size: int) -> StatePlan:
-    """Such layers, with heads of this size."""
+    """Mamba-2 in these layers, with heads of this size."""
     heads, groups = keys.get("mamba_n_heads"), keys.get("mamba_n_groups")
     if heads % groups:
         raise UnsupportedModelError(
@@ -126,7 +127,7 @@ def _states(keys: Keys, layers: Iterable[int], size: int) -> StatePlan:
 
 
 def falcon_states(keys: Keys) -> StatePlan:
-    """Falcon-H1: in every layer, beside attention."""
+    """Falcon-H1: in every layer, in parallel with attention."""
     norm = "before" if keys.get("mamba_norm_before_gate") else "behind"
     return replace(
         mamba_states(keys),
@@ -148,22 +149,22 @@ def multipliers(keys: Keys) -> FalconH1Multipliers:
 
 
 PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
-"""A letter of Nemotron-H's `hybrid_override_pattern` -> what the layer is."""
+"""A letter of Nemotron-H's `hybrid_override_pattern` -> the kind of layer."""
 NEMOTRON_KEYS = {
     "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head",
     "n_groups": "mamba_n_groups", "ssm_state_size": "mamba_d_state",
     "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias",
     "use_bias": "mamba_proj_bias",
 }  # fmt: skip
-"""What Nemotron-H calls sizes of Mamba -> what others call them."""
+"""Nemotron-H's names of Mamba sizes -> the usual names."""
 
 
 NEMOTRON_OLDER = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias")
-"""Others' names that older configs have, and that count before its own."""
+"""Usual names in older configs, which take precedence over Nemotron-H's names."""
 
 
 def nemotron_layers(raw: Json) -> Json:
-    """Nemotron-H's config with others' names of keys, and as many layers as it names."""
+    """Nemotron-H's config with the usual keys, and a number of layers that matches its list."""
     usual = {name: value for name, value in raw.items() if name not in NEMOTRON_KEYS.values()}
     given = {NEMOTRON_KEYS.get(name, name): value for name, value in usual.items()}
     given |= {name: raw[name] for name in NEMOTRON_OLDER if name in raw}
@@ -192,14 +193,14 @@ def nemotron_states(keys: Keys) -> StatePlan:
 
 
 def nemotron_experts(keys: Keys) -> tuple[int, ...]:
-    """The layers that are experts; a model of none may have keys of them."""
+    """The layers with experts; a model without any may still have keys for them."""
     for name in ("n_routed_experts", "norm_topk_prob", "routed_scaling_factor"):
         keys.get(name)
     return family.layers_of(nemotron_blocks(keys), "moe")
 
 
 def _limits(keys: Keys) -> tuple[float, float]:
-    """Between which Mamba's dt stays. transformers writes infinity as {"__float__": "Infinity"}."""
+    """The range of Mamba's dt. transformers writes infinity as {"__float__": "Infinity"}."""
     given = keys.get("time_step_limit")
     try:
         low, high = (float(each["__float__"] if isinstance(each, dict) else each)
@@ -228,7 +229,7 @@ def attending(given: Metadata, without: str = CONV) -> Json:
 
 
 def delta(given: Metadata) -> Json:
-    """Which layers have linear attention, and the sizes of its heads."""
+    """The layers with linear attention, and the sizes of its heads."""
     every, layers = given.get("full_attention_interval", int, 4) or 1, given.layers
     kinds = given.get("attention.recurrent_layers", list[bool])
     kinds = kinds or [(n + 1) % every != 0 for n in range(layers)]
@@ -246,7 +247,7 @@ def mamba_heads(given: Metadata) -> Json:
 
 
 def granite_hybrid(given: Metadata) -> Json:
-    """Layers without keys are Mamba's."""
+    """Layers without keys are Mamba layers."""
     found = {**attending(given, LINEAR), **mamba_heads(given)}
     rope, count = given.get("rope.scaling.finetuned", bool), given.get("expert_count", int, 0)
     if rope is None:
@@ -258,7 +259,7 @@ def granite_hybrid(given: Metadata) -> Json:
 
 
 def nemotron(given: Metadata) -> Json:
-    """A layer is one thing: attention has keys, an MLP or experts have an inner size."""
+    """A layer is a single block: attention has KV heads, an MLP or experts have an inner size."""
     keys, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
     sizes = mamba_heads(given)
     mlp = "mlp" if given.architecture == "nemotron_h" else "moe"
@@ -329,7 +330,7 @@ FAMILIES: dict[str, Family] = {
         plan=plan(
             falcon_h1=multipliers, **family.same("embedding_multiplier"),
             logit_scale=key("lm_head_multiplier"), **dense.LLAMA,
-            # Why here: a factor on keys is one on q.k.
+            # Why here: a factor on keys equals a factor on q.k.
             attention_multiplier=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
         ),
         states=falcon_states, names=FALCON_NAMES,
@@ -347,7 +348,7 @@ FAMILIES: dict[str, Family] = {
             key("num_local_experts"),
             moe.experts(**moe.MIXTRAL, shared_size=size("shared_intermediate_size")),
         ),
-        # Why: without, a model would have no experts.
+        # Why: without them, a model would have no experts.
         defaults={
             "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
         },
@@ -379,7 +380,7 @@ FAMILIES: dict[str, Family] = {
         bases=("rope_theta", "rope_local_base_freq"),
         names={
             "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
-            # Why: a name alone, that of the MLP's gate is another.
+            # Why: it must not be renamed; only the MLP's gate is.
             "self_attn.gate_proj": "self_attn.gate_proj", **LFM_NAMES,
         },
         norm_eps="norm_eps",
@@ -400,7 +401,7 @@ FAMILIES: dict[str, Family] = {
             "layers": nemotron_experts, "gated": False,
         })),
         names=NEMOTRON_NAMES, left_out=moe.DRAFTS, norm_eps="layer_norm_epsilon",
-        # Why unread: writers name experts of files too that have none.
+        # Why unread: files without experts may have keys for them.
         gguf=files(
             "nemotron_h", "nemotron_h_moe", read=nemotron, names=GGUF_MAMBA, unread=moe.GGUF_KEYS,
         ),
@@ -414,7 +415,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text", plan=QWEN_NEXT, states=delta_states,
-        # Why: the class has no such key, its model code divides always.
+        # Why: the class has no such key; its model code always divides.
         moe=moe.QWEN_SHARED, partial=True, defaults={"norm_topk_prob": True},
         rope_extra=dense.M_ROPE, names=moe.SHARED_NAMES, left_out=moe.DRAFTS,
         intermediate_size=moe.EXPERT_SIZE,

@@ -23,7 +23,7 @@ def latent(keys: Keys, value_dim: int | None = None) -> LatentPlan:
 
 
 def minicpm_latent(keys: Keys) -> LatentPlan:
-    """The same where values may have the size that plain heads would have."""
+    """The same, with a default for the size of values: the head dim of ordinary attention."""
     plain = keys.require("hidden_size") // keys.require("num_attention_heads")
     return latent(keys, keys.get("v_head_dim") or plain)
 
@@ -36,7 +36,8 @@ def depth_scale(keys: Keys) -> float:
 
 
 def limited(name: str) -> Reader[int]:
-    """DeepSeek-V2: what this key says, in the large one; the others have no groups of experts."""
+    """DeepSeek-V2: the value of this key in the large model; the others have no groups of
+    experts."""
     return lambda keys: (
         keys.require(name) if keys.get("topk_method") == "group_limited_greedy" else 1
     )
@@ -48,18 +49,18 @@ def has_no_experts(given: Metadata) -> bool:
 
 
 def has_sigmoid_experts(given: Metadata) -> bool:
-    """Why not by the key alone: first files of GLM-4.7-Flash lack it, and only a sigmoid has such a
-    bias."""
+    """Why not only by the key: early files of GLM-4.7-Flash lack it, and only sigmoid scores have
+    such a bias."""
     biased = any(name.endswith(".exp_probs_b.bias") for name in given.tensors)
     score = given.get("expert_gating_func", int, 2 if biased else 1)
     return score == 2 and not has_no_experts(given)
 
 
 def mla_sizes(given: Metadata) -> Json:
-    """The sizes of MLA. Older files name them as those of plain heads."""
+    """The sizes of MLA. Older files store them under the keys of ordinary heads."""
     rope_dim = given.get("rope.dimension_count", int, 0)
     size = given.get("attention.key_length_mla", int) or given.head_dim
-    # Why read: it is one, or as many as there are heads, by the writer.
+    # Why read: depending on the writer it is 1, or the number of heads.
     given.get("attention.head_count_kv", Any)
     value = given.get("attention.value_length_mla", int)
     value = value or given.one("attention.value_length", int)
@@ -75,7 +76,7 @@ ABSENT = {
     "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 0, "n_shared_experts": 0,
 }
-"""Keys -> what a GGUF file without them means. Source: llama.cpp."""
+"""Keys -> their meaning if a GGUF file lacks them. Source: llama.cpp."""
 
 
 def deepseek(given: Metadata) -> Json:
@@ -84,7 +85,7 @@ def deepseek(given: Metadata) -> Json:
 
 
 def deepseek_2(given: Metadata) -> Json:
-    """The same; groups of experts are limited in the large model alone."""
+    """The same; only the large model limits groups of experts."""
     found = deepseek(given)
     if found["n_group"] == 1:
         return found | {"n_group": None, "topk_group": None}
@@ -146,7 +147,7 @@ FAMILIES: dict[str, Family] = {
             "v_head_dim": 128,
         },
         gguf=files(
-            # Why: such files name some sizes of experts nevertheless.
+            # Why: such files have some sizes of experts nevertheless.
             "deepseek2", when=has_no_experts, read=mla_sizes, unread=moe.GGUF_KEYS,
         ),
     ),

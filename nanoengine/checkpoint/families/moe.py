@@ -30,14 +30,14 @@ def experts(
     score: str = "softmax",
     **fields: Any,
 ) -> Reader[MoEConfig]:
-    """A mixture of experts, by the keys that say how many there are, how many of them a token takes
-    and of which inner size they are."""
+    """Returns a reader of a mixture of experts. `count`, `taken` and `inner` are the keys for the
+    number of experts, the experts per token, and their inner size."""
 
     def read(keys: Keys) -> MoEConfig:
         if score == "sigmoid":
             keys.allow("scoring_func", score)
         usual = {
-            # Why a second: some writers of Qwen3-MoE call them so.
+            # Why a second: some writers of Qwen3-MoE use this key.
             "num_experts": size(count, "num_local_experts"),
             "num_experts_per_tok": size(taken, "num_experts_per_tok"),
             "intermediate_size": size(inner),
@@ -65,24 +65,24 @@ def experts(
 
 
 def where_any(some: Reader[Any], moe: Reader[MoEConfig]) -> Reader[MoEConfig | None]:
-    """A mixture of experts where there are `some`."""
+    """A mixture of experts if `some` finds any."""
     return lambda keys: moe(keys) if some(keys) else None
 
 
 def layers_from(name: str) -> Reader[tuple[int, ...]]:
-    """The first layers, as many as this key says, are dense."""
+    """The first layers are dense; this key has their number."""
     return lambda keys: tuple(range(keys.get(name), keys.require("num_hidden_layers")))
 
 
 def sparse_layers(keys: Keys) -> tuple[int, ...]:
-    """Qwen: every `decoder_sparse_step`-th layer has experts, `mlp_only_layers` never."""
+    """Qwen: every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`."""
     step, dense = keys.get("decoder_sparse_step"), keys.get("mlp_only_layers") or ()
     layers = range(keys.require("num_hidden_layers"))
     return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
 
 
 def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
-    """As `mlp_layer_types` says, else as `layers_from`."""
+    """The layers in `mlp_layer_types`, else as `layers_from`."""
     layers, kinds = keys.require("num_hidden_layers"), keys.get("mlp_layer_types")
     if not kinds:
         return layers_from("first_k_dense_replace")(keys)
@@ -96,7 +96,7 @@ def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
 
 
 def ernie_layers(keys: Keys) -> tuple[int, ...]:
-    """Every `moe_layer_interval`-th layer between two has experts; -1 names the last one."""
+    """Every `moe_layer_interval`-th layer in a range has experts; -1 means the last layer."""
     layers, every = keys.require("num_hidden_layers"), keys.get("moe_layer_interval")
     first, last = keys.get("moe_layer_start_index"), keys.get("moe_layer_end_index")
     end = layers if last == -1 else min(last + 1, layers)
@@ -104,7 +104,7 @@ def ernie_layers(keys: Keys) -> tuple[int, ...]:
 
 
 def shared_size(name: str = "n_shared_experts") -> Reader[int]:
-    """DeepSeek-V3: as many shared experts of an expert's size as this key says."""
+    """DeepSeek-V3: this key has the number of shared experts, each of an expert's size."""
 
     def read(keys: Keys) -> int:
         count = keys.get(name)
@@ -115,14 +115,14 @@ def shared_size(name: str = "n_shared_experts") -> Reader[int]:
 
 
 def mup_scale(keys: Keys) -> float:
-    """AFMoE: embeddings grow with the hidden size where `mup_enabled` says so."""
+    """AFMoE: embeddings are scaled by the root of the hidden size if `mup_enabled` is set."""
     return keys.require("hidden_size") ** 0.5 if keys.get("mup_enabled") else 1.0
 
 
 # fmt: off
 # fmt: off
 def expert_size(given: Metadata) -> Json:
-    """For families whose config.json has the size of experts as that of an MLP."""
+    """For families that store the size of experts as the MLP's size in config.json."""
     return {"intermediate_size": given.one("expert_feed_forward_length", int)}
 
 
@@ -134,7 +134,7 @@ def always_normed(given: Metadata) -> Json:
 
 
 def hunyuan_3(given: Metadata) -> Json:
-    """How many experts are shared, by their size; layers without a router are dense."""
+    """The number of shared experts, from their size; layers without a router are dense."""
     size = given.get("expert_feed_forward_length", int) or 1
     routers = [f"blk.{n}.ffn_gate_inp.weight" in given.tensors for n in range(given.main_layers)]
     return always_normed(given) | {
@@ -143,7 +143,7 @@ def hunyuan_3(given: Metadata) -> Json:
     }
 
 
-# Why: where all layers have experts, configs need name no other MLP.
+# Why: if all layers have experts, configs need no other MLP size.
 EXPERT_SIZE = size("intermediate_size", "moe_intermediate_size")
 NORM_TOPK = {"norm_topk_prob": key("norm_topk_prob")}
 QWEN = {"layers": sparse_layers, **NORM_TOPK}
@@ -164,10 +164,10 @@ GGUF_KEYS = (
     *sorted({key.gguf for key in KEYS.values() if key.gguf.startswith("expert_")}),
     "leading_dense_block_count",
 )
-"""What GGUF files call the keys of experts."""
-# Why no key of norms: a softmax over the experts taken is one over all, divided by their sum.
+"""The names of expert keys in GGUF files."""
+# Why no norm key: a softmax over the selected experts equals one over all, divided by their sum.
 MIXTRAL = {"count": "num_local_experts", "inner": "intermediate_size"}
-# Why another key: these families call the shared experts so.
+# Why another key: these families have another name for the shared experts.
 SHARED = {"correction_bias": True, "shared_size": shared_size("num_shared_experts")}
 
 DRAFTS = r"mtp\."
@@ -213,7 +213,7 @@ FAMILIES: dict[str, Family] = {
     "Dots1ForCausalLM": Family(
         "dots1", plan=dense.QWEN3, moe=DEEPSEEK,
         windows=family.windows(family.from_max_window_layers),
-        defaults={"n_shared_experts": None},  # Why: the class has None, which is no number.
+        defaults={"n_shared_experts": None},  # Why: the class has None, which is not a number.
         gguf=files("dots1"),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
@@ -264,8 +264,8 @@ FAMILIES: dict[str, Family] = {
         moe=experts(
             **MIXTRAL, router_bias=True, expert_bias=True, interleaved=True, inputs_first=True,
         ),
-        # Why: the class has a base in it too, which would count before a config's own. And the
-        # published files don't say in which dtype they are.
+        # Why: the class includes a base too, which would take precedence over a config's own. And
+        # the published files don't say which dtype they have.
         defaults={
             "rope_parameters": {
                 "rope_type": "yarn", "factor": 32.0, "truncate": False,
