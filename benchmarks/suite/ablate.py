@@ -282,7 +282,7 @@ def format_report(report: dict[str, Any]) -> str:
         f" {report['base']['block_size']}",
         *(f"note: {note}" for note in report["notes"]),
         "",
-        "| switched | to | output tok/s | of the base's | TTFT p50 [ms] | ITL p99 [ms] | tokens |",
+        "| switched | to | output tok/s | relative speed | TTFT p50 [ms] | ITL p99 [ms] | tokens |",
         "|---|---|---|---|---|---|---|",
         f"| nothing | | {tokens / statistics.median(base_s):,.0f} | |"
         f" {1e3 * first['ttft_p50_s']:,.0f} | {1e3 * first['itl_p99_s']:,.1f} | |",
@@ -311,5 +311,5 @@ def _tokens(switch: dict[str, Any]) -> str:
     number, all_of = switch["different_requests"], switch["compared_requests"]
     if not number:
         return "equal"
-    promised = "" if switch["same_tokens"] else "; nobody promised them"
-    return f"others in {number} of {all_of}{promised}"
+    promised = "" if switch["same_tokens"] else ", which is allowed"
+    return f"differ in {number} of {all_of}{promised}"

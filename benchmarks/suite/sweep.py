@@ -204,7 +204,7 @@ def format_sweep(report: dict[str, Any]) -> str:
     """The report of a sweep as text; its table is Markdown."""
     rows = [
         *_head(report),
-        f"| {report['sweep']} | sequences a step | output tok/s | roofline | of it |"
+        f"| {report['sweep']} | sequences per step | output tok/s | roofline [tok/s] | share |"
         " TTFT p50 [ms] | ITL p50 | ITL p99 |",
         "|---|---|---|---|---|---|---|---|",
     ]
