@@ -110,7 +110,7 @@ class BlockPool:
 
     Attributes:
         num_evicted: cached blocks that lost their content because `allocate` needed them.
-            index: per group, content -> a block that holds it; `duplicates`: the other blocks.
+        index: per group, content -> a block that holds it; `duplicates`: the other blocks.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:

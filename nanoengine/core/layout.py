@@ -2,8 +2,8 @@
 
 An executor returns it from `start`; the PrefixCache and the BlockManager are built from it.
 
-        KVLayout ── num_blocks x block_size tokens ── KVGroup (full attention)   one block table per
-                          │                                └── KVGroup (window of w)      group
+    KVLayout ── num_blocks x block_size tokens ── KVGroup (full attention)   one block table
+             │                                └── KVGroup (window of w)      per group
              └─ num_states ─────────────────────── KVGroup (state group)
 """
 

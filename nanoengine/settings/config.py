@@ -112,8 +112,8 @@ class EngineConfig:
             debugging.
         trace: Write the run's inputs to this file, compressed if its name ends in .gz; see
             docs/trace.md. `nanoengine explain` shows what the steps did.
-            trace_steps: Show the trace from step A and end it before step B: A:B, where A and B are
-                optional.
+        trace_steps: Show the trace from step A and end it before step B: A:B, where A and B are
+            optional.
         deterministic: The same bits for the same tokens, independent of the batch, of chunked
             prefill and of cache hits; slower. On a GPU with the triton backend; an error elsewhere.
         attention_backend: naive (plain torch for the whole model), cpu, triton, flash_attn, or a

@@ -54,7 +54,7 @@ class GroupedPrefixCache(PrefixCache):
     """The prefix cache of a model with several KV groups.
 
     Attributes:
-            num_kv_groups: number of KV groups, without the state group.
+        num_kv_groups: number of KV groups, without the state group.
     """
 
     pool: StatePool
