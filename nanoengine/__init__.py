@@ -1,7 +1,7 @@
 """nanoengine: two LLM inference engines, a small one to read and a large one to run.
 
-Public names are loaded when first used (PEP 562), so `import nanoengine` costs no torch and no
-transformers. They are those of `__init__.pyi`, which type checkers read too.
+Public names are loaded at first use (PEP 562), so `import nanoengine` does not import torch or
+transformers. The names are listed in `__init__.pyi`, which type checkers also read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from nanoengine.version import __version__ as __version__
 
-# Why: behind each of torch's operations its OpenMP threads spin, by default for milliseconds, on
-# the cores of `kernels/pool.py`. OpenMP reads it when torch is imported; later it changes nothing.
+# Why: after each torch operation its OpenMP threads spin, by default for milliseconds, on the
+# cores of `kernels/pool.py`. OpenMP reads the variable only when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> object:
     return value
 
 
-# Programs written for vLLM import from these modules too; each holds the names above.
+# Programs written for vLLM also import from these modules; each has the names above.
 for _module in ("inputs", "sampling_params"):
     sys.modules[f"{__name__}.{_module}"] = sys.modules[__name__]
 

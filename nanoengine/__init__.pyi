@@ -1,4 +1,4 @@
-"""The public names, and where each is: `__init__.py` reads this, and so do type checkers."""
+"""The public names and their modules, read by `__init__.py` and by type checkers."""
 
 from nanoengine.errors import CapacityError as CapacityError
 from nanoengine.errors import ConfigError as ConfigError

@@ -1,7 +1,7 @@
 """build_engine: the composition root, from an EngineConfig to a running LLMEngine.
 
-The one file that knows both the core and everything that enters it by a door. What "auto" means is
-decided here, and the answers are returned in EngineInfo; the config itself never changes.
+Only this file knows both the core and the implementations of its interfaces. It resolves the value
+"auto" of settings and returns the results in EngineInfo; the config itself never changes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> LLMEngine:
-    """Starts an engine: finds the model, resolves device, dtype and backend, loads, sizes.
+    """Starts an engine: finds the model, resolves device, dtype and backend, and loads the weights.
 
     Args:
-        tokenizer: the model's, whose EOS ends answers too; None: it is not loaded.
+        tokenizer: the model's tokenizer, whose EOS also ends answers; None: it is not loaded.
 
     Raises:
-        ConfigError: a setting does not fit this machine or this model.
+        ConfigError: a setting is impossible on this machine or for this model.
         ModelError: the checkpoint can't be run.
     """
     try:
@@ -129,7 +129,7 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
 
 
 def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngine:
-    """The engine over an executor that has started."""
+    """The engine over a started executor."""
     device, memory, config = runner.device, runner.memory, runner.options.config
     budget = config.step_budget(device.type)
     if not config.enable_chunked_prefill and budget < memory.max_model_len:
@@ -182,17 +182,17 @@ def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngi
 
             engine.checker = HeadlessChecker(info, manager)
         if config.speculative or config.logits_processors:
-            engine.draft()  # Why processors: one may know what must come next.
+            engine.draft()  # Why processors: one may force tokens, which are drafted.
         return engine
     except BaseException:
-        # Why: the error may live on, say in a notebook, and with it the disk's lock.
+        # Why: the error may live on, for example in a notebook, and keep the disk's lock.
         if prefix_cache is not None and prefix_cache.tiers is not None:
             prefix_cache.tiers.close()
         raise
 
 
 def _info(runner: ModelRunner, layout: KVLayout, start_s: float) -> EngineInfo:
-    """What was discovered at start."""
+    """What was determined at start."""
     model_config, quantization = runner.model_config, runner.options.quantization
     return EngineInfo(
         model_name=runner.options.config.model,

@@ -1,17 +1,17 @@
-"""LLMEngine: the loop. `schedule`, `launch`, `commit`; requests in, finished requests out.
+"""LLMEngine: the engine loop `schedule`, `launch`, `commit`, from requests to finished requests.
 
     plain        schedule 1  launch 1  result 1  commit 1 │ schedule 2  launch 2  result 2 ...
     overlapped   schedule 2  launch 2  result 1  commit 1 │ schedule 3  launch 3  result 2 ...
                                        └ 2 runs meanwhile                         └ 3 runs
 
-The plain loop is the one to read. The overlapped loop gives the same tokens and never lets a GPU
-wait for Python: see docs/overlap.md.
+Read the plain loop first. The overlapped loop gives the same tokens, and a GPU never waits for
+Python: see docs/overlap.md.
 
-Any thread may call; each method waits until no other runs. A process that was forked from one with
-an engine can't use it.
+Any thread may call; each method waits until no other one runs. A process that was forked after an
+engine was created can't use it.
 
-Built by `build.build_engine`, driven by `LLM`. Imports the core only: what runs the plans is behind
-the `Executor` door, what watches them behind `Observer`.
+Built by `build.build_engine`, driven by `LLM`. Imports the core only: plans run in an `Executor`,
+and an `Observer` observes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nanoengine.settings.params import SamplingParams
 
 
 class UnderWay(NamedTuple):
-    """A step that is launched and not committed; `schedule_s` is what planning it took."""
+    """A step that is launched and not committed; `schedule_s` is the time to plan it."""
 
     plan: StepPlan
     launched: Launched
@@ -47,19 +47,19 @@ class LLMEngine:
     """Continuous batching over one executor.
 
     Args:
-        executor: already started; runs the plans.
-        scheduler: makes them.
-        info: what was discovered at start.
-        seed: seeds requests that bring no seed of their own.
-        overlap: plan and launch a step while the one before runs.
+        executor: runs the plans; already started.
+        scheduler: creates the plans.
+        info: what was determined at start.
+        seed: seeds requests without a seed of their own.
+        overlap: plan and launch a step while the previous one runs.
         debug_checks: check all invariants after each step.
-        make_proposer: makes the proposer that `draft` puts in.
-        stages: of logits: checks what requests ask of them; see `RequestChecker`.
+        make_proposer: creates the proposer when `draft` is called.
+        stages: the logits processors, which check a request's options; see `RequestChecker`.
 
     Attributes:
-        observers: told of each step; they may abort requests. One with a `close` is closed with
-            the engine.
-        proposer: drafts tokens; None: nothing does, until `draft` is called.
+        observers: called after each step; they may abort requests. An observer with a `close` is
+            closed with the engine.
+        proposer: drafts tokens; None until `draft` is called, or without drafts.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LLMEngine:
         self._debug_checks = debug_checks
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-        self._under_way: UnderWay | None = None  # the overlapped loop's, between two calls
+        self._under_way: UnderWay | None = None  # of the overlapped loop, between two calls
         self._finished: list[Request] = []  # not returned by `step` yet
         self._stepping_thread: int | None = None
 
@@ -96,11 +96,11 @@ class LLMEngine:
     def step(self) -> list[Request]:
         """Runs one step; returns the requests that have finished since the last call.
 
-        An exception, Ctrl-C included, aborts all requests: no caller would know which of them hold
-        a half-done step. The engine itself stays usable, with an empty prefix cache.
+        An exception, including KeyboardInterrupt, aborts all requests, because any of them may be
+        in an incomplete state. The engine stays usable, with an empty prefix cache.
 
         Raises:
-            EngineDeadError, NanoEngineError: as `require_idle`.
+            EngineDeadError, NanoEngineError: like `require_idle`.
         """
         with self.lock.held():
             if self._stepping_thread is not None or self.lock.why_closed:
@@ -124,7 +124,7 @@ class LLMEngine:
         return finished
 
     def _overlapped_step(self) -> None:
-        """Launches a step, and commits the one before it while that step runs."""
+        """Launches a step, and commits the previous one in the meantime."""
         if self._under_way is not None and self._next_plan_needs(self._under_way.plan):
             self._take_in()
         before, self._under_way = self._under_way, None
@@ -132,15 +132,15 @@ class LLMEngine:
             self._under_way = self._launch()
         if before is not None:
             self._commit(before)
-        if not self._requests:  # Why: nobody needs the step that runs now, nor would commit it
+        if not self._requests:  # Why: no request needs the running step, and none would commit it
             self._take_in()
 
     def _next_plan_needs(self, plan: StepPlan) -> bool:
-        """True if the next step can't be planned before the tokens of this one are known.
+        """True if the next step can't be planned before this step's tokens are known.
 
-        With drafts, because the number of right ones decides where the sequence goes on; and where
-        more are to be proposed. With a chooser, because its sequences go on when it has seen what
-        this step offers.
+        With drafts, the number of accepted drafts decides where the sequence continues, and new
+        drafts may be proposed. With a chooser, sequences continue after it has seen this step's
+        choices.
         """
         if plan.draft_token_ids or (self.proposer is not None and self.proposer.needs_tokens()):
             return True
@@ -149,16 +149,16 @@ class LLMEngine:
         return any(seq.request.chooser is not None for seq in self.scheduler.running)
 
     def _take_in(self) -> None:
-        """Waits for the step under way, if there is one, and commits it."""
+        """Waits for the step in flight, if there is one, and commits it."""
         before, self._under_way = self._under_way, None
         if before is not None:
             self._commit(before)
 
     @exclusive()
     def settle(self) -> None:
-        """Commits the step that the overlapped loop has under way, so that all tokens are known.
+        """Commits the overlapped loop's step in flight, so that all tokens are known.
 
-        The plain loop leaves none under way. The next `step` returns the requests that end by it.
+        The plain loop has none. The next `step` returns the requests that finish in it.
         """
         self._settle()
 
@@ -170,10 +170,10 @@ class LLMEngine:
             raise
 
     def _recover(self, error: BaseException) -> None:
-        """Forgets requests and steps, whose results are never asked for.
+        """Drops all requests and steps; the steps' results are never read.
 
-        CPython makes a SystemError of a Ctrl-C inside compiled code, a kernel, say: that code has
-        returned a result, and the interrupt was still to be raised. It is raised here.
+        CPython may convert Ctrl-C inside compiled code, such as a kernel, to a SystemError: that
+        code returned a result while the interrupt was pending. The KeyboardInterrupt is raised.
         """
         self._under_way, self._finished = None, []
         self.scheduler.recover(self._requests.values())
@@ -193,7 +193,7 @@ class LLMEngine:
         return UnderWay(plan, self.executor.launch(plan), schedule_s)
 
     def _commit(self, step: UnderWay) -> None:
-        """Commits what a step has sampled; `step` returns the requests that end by it."""
+        """Commits a step's sampled tokens; `step` returns the requests that finish in it."""
         result = step.launched.result()
         started = time.perf_counter()
         finished = self.scheduler.commit(step.plan, result)
@@ -203,7 +203,7 @@ class LLMEngine:
             del self._requests[request.request_id]
         self._finished += finished
         self.lock.is_changing = False
-        for observer in list(self.observers):  # Why last: it may abort what has not finished.
+        for observer in list(self.observers):  # Why last: it may abort requests.
             observer.on_step(step.plan, result, self.scheduler)
         self.lock.is_changing = True
         if self._debug_checks:
@@ -212,7 +212,7 @@ class LLMEngine:
             check(self.scheduler)
 
     def draft(self) -> None:
-        """Has tokens drafted from now on, where anything can draft them."""
+        """Enables drafts from now on, if a proposer is configured."""
         if self._make_proposer is not None and self.proposer is None:
             self.proposer, self._make_proposer = self._make_proposer(), None
             if isinstance(self.proposer, Observer):
@@ -236,14 +236,14 @@ class LLMEngine:
         Args:
             request_id: unique among unfinished requests.
             prompt_token_ids: at least one id below the vocabulary size.
-            make_follower: called with each sequence's index; what it returns follows that sequence.
-            chooser: decides the tokens in place of the sampler, among the `params.logprobs` most
+            make_follower: called with each sequence's index; returns the sequence's follower.
+            chooser: selects the tokens instead of the sampler, among the `params.logprobs` most
                 likely ones.
-            options: priority, key, cache_salt and bad_word_ids, as `RequestChecker.check` has them.
+            options: priority, key, cache_salt and bad_word_ids of `RequestChecker.check`.
 
         Raises:
-            RequestError, PromptTooLongError, CapacityError: as `RequestChecker.check`, before
-                anything is queued; RequestError also for a request_id in use.
+            RequestError, PromptTooLongError, CapacityError: like `RequestChecker.check`, before
+                anything is queued; RequestError also if the request_id is in use.
         """
         self.lock.require_open()
         request = self.checker.check(prompt_token_ids, params, **options)
@@ -258,7 +258,8 @@ class LLMEngine:
         make_follower: Callable[[int], OutputFollower | None] | None = None,
         chooser: TokenChooser | None = None,
     ) -> Request:
-        """Queues, once, what this engine's `checker` has returned; else as `add_request`."""
+        """Queues a Request that this engine's `checker` has returned; otherwise like
+        `add_request`."""
         self.lock.require_open()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, got {request_id!r}")
@@ -271,7 +272,7 @@ class LLMEngine:
         seed = request.params.seed
         request.seed = self._draw_seed(request) if seed is None else seed
         if request.params.structured_outputs is not None:
-            self.draft()  # Why: what a grammar forces is worth a draft.
+            self.draft()  # Why: tokens that a grammar forces are drafted.
         if request.is_special:
             from nanoengine.core.speculation import enlist
 
@@ -290,16 +291,16 @@ class LLMEngine:
         waits, as after a preemption.
 
         Args:
-            index: of the sequence to copy, which may run or wait.
-            next_token_id: stands in the copy where the original has its last output token; None:
-                the same token, so a greedy copy stays equal and one that samples goes its own way.
+            index: index of the sequence to copy, which may run or wait.
+            next_token_id: replaces the original's last output token in the copy. None: the same
+                token, so a greedy copy stays equal and a sampled one diverges.
 
         Returns:
-            The new sequence, already in `request.sequences`; its output comes with the request's.
+            The new sequence, already in `request.sequences`; its output is part of the request's.
 
         Raises:
-            RequestError: no such unfinished sequence, or a next_token_id that can't stand there;
-                a step is under way: see `settle`.
+            RequestError: no such unfinished sequence, an invalid next_token_id, or a step is in
+                flight: see `settle`.
         """
         self.lock.require_open()
         if self._under_way is not None:
@@ -317,10 +318,10 @@ class LLMEngine:
 
     @exclusive("later")
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request with finish_reason "abort"; None if it is unknown or finished already.
+        """Ends a request with finish_reason "abort"; None if it is unknown or already finished.
 
-        Inside of a step, where a signal handler may call it, it returns None, and ends the request
-        when the step has ended.
+        Inside a step, for example in a signal handler, it returns None, and ends the request after
+        the step.
         """
         if self.lock.why_closed:
             return None
@@ -333,9 +334,9 @@ class LLMEngine:
 
     @exclusive("later")
     def abort_all(self) -> None:
-        """Forgets every request, so that after an exception nothing leaks into later work.
+        """Aborts all requests, so that nothing remains for later work after an exception.
 
-        Waits for a step under way: the copies of blocks between tiers end with it.
+        Waits for a step in flight: the copies of blocks between tiers end with it.
         """
         if not self.lock.why_closed:
             self._abort_all()
@@ -348,26 +349,26 @@ class LLMEngine:
         self._finished = []
 
     def is_unfinished(self, request_id: str) -> bool:
-        """True while a request of this id is queued or runs."""
+        """True while a request with this id is queued or runs."""
         return request_id in self._requests
 
     @property
     def num_unfinished(self) -> int:
-        """Requests queued or running."""
+        """Number of queued and running requests."""
         return len(self._requests)
 
     def has_unfinished(self) -> bool:
-        """True while `step` has something to do."""
+        """True while there is a step to run or a finished request to return."""
         return bool(self._requests or self._finished)
 
     @exclusive()
     def reset_prefix_cache(self) -> bool:
-        """Drops all cached prefixes; refuses (False) while blocks are in use."""
+        """Drops all cached prefixes; returns False and keeps them while blocks are in use."""
         return self.scheduler.block_manager.prefix_cache.reset()
 
     @exclusive()
     def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the cached content of those given blocks that nobody uses; returns how many were.
+        """Drops the cached content of the unused blocks among these; returns how many were dropped.
 
         Raises:
             RequestError: an id is not one of the pool's blocks.
@@ -381,17 +382,17 @@ class LLMEngine:
 
     @exclusive("now")
     def stats(self) -> EngineStats:
-        """Counters since the start, and block counts now."""
+        """Counters since the start, and current block counts."""
         return EngineStats.of(self.scheduler)
 
     @exclusive("later")
     def close(self) -> None:
-        """Gives all memory back; the engine can't be used afterwards. Closing twice is harmless.
+        """Frees all memory; the engine can't be used afterwards. Closing twice has no effect.
 
-        Inside of a step it happens when the step has ended."""
+        Inside a step it happens after the step."""
         if not self.lock.why_closed:
             try:
-                self._abort_all()  # waits for a step under way, which may fail
+                self._abort_all()  # waits for a step in flight, which may fail
             finally:
                 self.lock.why_closed = "the engine is closed: build a new one"
                 tiers = self.scheduler.block_manager.prefix_cache.tiers
@@ -402,8 +403,8 @@ class LLMEngine:
                     getattr(observer, "close", lambda: None)()
 
     def require_idle(self) -> None:
-        """Raises EngineDeadError if the engine is closed or another process's, and NanoEngineError
-        inside of a step, to those who watch it."""
+        """Raises EngineDeadError if the engine is closed or belongs to another process, and
+        NanoEngineError if an observer calls this inside a step."""
         self.lock.require_open()
         if self._stepping_thread == threading.get_ident():
             raise NanoEngineError(
@@ -412,8 +413,9 @@ class LLMEngine:
             )
 
     def _draw_seed(self, request: Request) -> int:
-        """A seed for a request without one: of the engine's seed, and its key or its arrival."""
+        """The seed of a request without one, from the engine's seed and the request's key or
+        arrival."""
         name = f"{request.arrival}" if request.key is None else f"key/{request.key}"
-        # Why surrogates pass: a key only needs to be told from others.
+        # Why surrogates are allowed: keys only need to be distinct.
         digest = xxhash.xxh3_64_intdigest(f"{self._seed}/{name}".encode(errors="surrogatepass"))
         return digest >> 1

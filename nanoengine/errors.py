@@ -1,21 +1,21 @@
-"""The exception tree: every error a user can meet, in one picture.
+"""The exceptions of nanoengine:
 
     NanoEngineError
     ├─ ConfigError(ValueError)        a setting of the engine; raised before any weight is read
     ├─ ModelError
     │  ├─ UnsupportedModelError       architecture or config key that nanoengine does not compute
-    │  └─ WeightLoadError             missing, unexpected or mis-shaped tensors, by name
-    ├─ RequestError(ValueError)       one request; it never takes the batch down
+    │  └─ WeightLoadError             missing, unexpected or mis-shaped tensors
+    ├─ RequestError(ValueError)       one request; the rest of the batch is not affected
     │  └─ PromptTooLongError
     ├─ CapacityError                  this request can never fit the KV pool
-    ├─ TraceError                     a file that is no trace, of another version, or damaged
+    ├─ TraceError                     a file is not a trace, has another version, or is damaged
     ├─ MissingDependencyError         an optional package; names the extra to install
     └─ EngineDeadError                closed, used in a forked process, or a rank has failed
-       └─ EngineHungError             a replica that has said nothing for long, and was killed
+       └─ EngineHungError             a replica was killed after a timeout
 
-A message says what was wrong, the value, what is allowed, and what to do. `assert` stays for
-internal invariants.
-Everyone may import this file; it imports nothing.
+A message contains what was wrong, the value, what is allowed, and what to do. `assert` is only used
+for internal invariants.
+Any file may import this one; it imports nothing.
 """
 
 
@@ -32,7 +32,7 @@ class ModelError(NanoEngineError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture, or a config key that changes its maths, is not implemented."""
+    """The architecture, or a config key that changes its computation, is not implemented."""
 
 
 class WeightLoadError(ModelError):
@@ -44,7 +44,7 @@ class RequestError(NanoEngineError, ValueError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt leaves no room for a single generated token within `max_model_len`."""
+    """The prompt leaves no space for a generated token within `max_model_len`."""
 
 
 class CapacityError(NanoEngineError):
@@ -52,7 +52,7 @@ class CapacityError(NanoEngineError):
 
 
 class TraceError(NanoEngineError):
-    """A file is no trace, one of another version, or damaged; or it has not what was asked for."""
+    """A file is not a trace, has another version or is damaged, or it lacks the requested data."""
 
 
 class MissingDependencyError(NanoEngineError, ImportError):
@@ -61,9 +61,9 @@ class MissingDependencyError(NanoEngineError, ImportError):
 
 class EngineDeadError(NanoEngineError):
     """No call is possible: the engine is closed, this process was forked from one that has had an
-    engine, or a rank raised or died, which the message tells. Without ranks a step that fails
-    raises its own error and leaves the engine usable."""
+    engine, or a rank raised or died; the message contains the reason. Without ranks, a step that
+    fails raises its own error and leaves the engine usable."""
 
 
 class EngineHungError(EngineDeadError):
-    """A replica has said nothing for so long while rows ran that it was killed."""
+    """A replica was killed because it sent no message for too long while rows ran."""

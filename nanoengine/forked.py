@@ -1,7 +1,7 @@
-"""What a process that was forked from an engine's must not do: use that engine, or make one.
+"""Prevents the use of an engine in a process that was forked after an engine was created.
 
-Why: OpenMP ends a process that uses it on both sides of a fork, CUDA can't start again, and another
-thread may have held the engine's locks. Called by locking.py and by `LLM`.
+Why: OpenMP terminates a process that uses it both before and after a fork, CUDA can't start again,
+and another thread may have held the engine's locks. Called by locking.py and by `LLM`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _why_no_engine = ""
 
 
 def watch(owned: Any) -> None:
-    """Closes an object of this process, such as an `EngineLock`, in processes that are forked from
-    it: sets `why_closed`, and calls `make_locks`."""
+    """Closes an object of this process, such as an `EngineLock`, in forked child processes: sets
+    `why_closed`, and calls `make_locks`."""
     _watch_forks()
     _all.add(owned)
 
 
 def require_unforked() -> None:
-    """Raises EngineDeadError in a process that was forked from one which has had an engine."""
+    """Raises EngineDeadError in a process that was forked after an engine was created."""
     if _why_no_engine:
         raise EngineDeadError(_why_no_engine)
 
 
 @functools.cache
 def _watch_forks() -> None:
-    if hasattr(os, "register_at_fork"):  # else no process forks
+    if hasattr(os, "register_at_fork"):  # other systems can't fork
         os.register_at_fork(after_in_child=_disown)
 
 
 def _disown() -> None:
-    """In a child: the engines are its parent's."""
+    """Runs in the child process: closes the objects that belong to the parent."""
     global _why_no_engine
     _why_no_engine = (
         "this process was forked from one that has had an engine, and neither its threads nor its"

@@ -1,13 +1,13 @@
-"""LLM: prompts in, RequestOutputs out. The offline API, one class.
+"""LLM: the offline API, from prompts to RequestOutputs.
 
     with LLM("Qwen/Qwen3-0.6B") as llm:
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
             print(output.outputs[0].text)
 
-It puts the parts together and holds the loop of a call: `PromptReader` reads prompts, `LLMEngine`
-queues and steps them, `OutputBuilder` makes outputs of them. The engine decides what runs when,
-`Calls` which call runs; it also clears away what an abandoned stream has left.
-Special: llm_calls.py (chat, beam search, tables, vLLM's names, bars).
+It combines the parts and runs the loop of a call: `PromptReader` reads prompts, `LLMEngine` queues
+and steps them, `OutputBuilder` creates outputs. The engine decides which request runs when, and
+`Calls` which call runs; `Calls` also aborts the requests of an abandoned stream.
+See also llm_calls.py (chat, beam search, datasets, vLLM's names, progress bars).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader, Refuse
 from nanoengine.text.tokenizer import Tokenizer
 
 LOOK_AHEAD = 8
-"""Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""
+"""Prompts that a stream reads beyond max_num_seqs: a row freed by a step is filled in the next."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Row
-"""One prompt; `text/prompt_forms.py` lists the forms."""
+"""One prompt; `text/prompt_forms.py` lists the types."""
 
 
 class LLM(OtherCalls):
@@ -46,22 +46,22 @@ class LLM(OtherCalls):
 
     Args:
         model: directory of a Hugging Face checkpoint, a GGUF file, or a hub id.
-        options: the fields of `EngineConfig`, and arguments of vLLM's that docs/moving_from_vllm.md
-            lists; an unknown name raises ConfigError.
+        options: the fields of `EngineConfig`, and the vLLM arguments listed in
+            docs/moving_from_vllm.md; an unknown name raises ConfigError.
 
-    Use it as a context manager, or call `close()`: both give all memory back. A process that was
-    forked from one with an LLM can't have one: start processes by "spawn".
+    Use it as a context manager, or call `close()`; both free all memory. A process that was forked
+    from one with an LLM can't create one: start processes with "spawn".
 
     Threads may share an LLM. `generate`, `chat` and `beam_search` run one after the other: a second
-    thread waits until the first one's call has ended. A stream keeps nobody waiting: the next call,
-    from whatever thread, cuts it off, and its iterator raises. `close()` ends all of them.
+    thread waits until the first one's call has ended. A stream does not block other calls: the next
+    call, from any thread, ends it, and its iterator raises. `close()` ends all of them.
     """
 
     def __init__(self, model: str | PathLike[str], **options: Any) -> None:
         require_unforked()
         self.config = EngineConfig.from_kwargs(model=model, **options)
         with _no_collections():
-            from nanoengine.build import build_engine  # Why here: it brings torch and numba.
+            from nanoengine.build import build_engine  # Why here: it imports torch and numba.
 
             self._tokenizer = self._load_tokenizer()
             engine = build_engine(self.config, self._tokenizer)
@@ -82,9 +82,9 @@ class LLM(OtherCalls):
         return f"LLM({self.config.model!r}, {self._state})"
 
     def close(self) -> None:
-        """Ends what runs and gives all memory back; closing twice is harmless.
+        """Ends running calls and frees all memory; closing twice has no effect.
 
-        A call that runs in another thread raises NanoEngineError when its step has ended.
+        A call that runs in another thread raises NanoEngineError after its current step.
         """
         try:
             self._calls.close()
@@ -94,15 +94,15 @@ class LLM(OtherCalls):
     # --- what was loaded ----------------------------------------------------------------------
 
     def open_reader(self) -> PromptReader:
-        reader, _ = self._reader, self._calls.engine  # A closed LLM says so.
+        reader, _ = self._reader, self._calls.engine  # Raises if the LLM is closed.
         assert reader is not None
         return reader
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What a call without sampling_params uses: the values of the model's generation config.
+        """The parameters of a call without sampling_params, from the model's generation config.
 
-        As in vLLM, max_tokens is 16 if the model says nothing else.
+        As in vLLM, max_tokens is 16 unless the model defines it.
         """
         return SamplingParams(**self.info.generation_defaults)
 
@@ -125,19 +125,19 @@ class LLM(OtherCalls):
         priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Completes prompts; one output a prompt, in their order.
+        """Completes prompts; returns one output per prompt, in the same order.
 
         Args:
             prompts: one or many; a string, a list of token ids, a dict, or a Row, whose parameters
-                and priority win over these (see `text/prompt_forms.py`).
-            sampling_params: one for all or one each; None: `default_sampling_params`.
-            use_tqdm: show a progress bar; or what makes one, with tqdm's keywords.
-            lora_request: None; there for scripts that say so.
-            priority: one for all or one each, lower runs first; None: that of sampling_params.
-            on_error: "raise" checks all prompts before any runs and names the bad one; "record"
-                gives a bad prompt an output with finish_reason "error" and runs the others. A
-                request that fails while it runs is recorded in both, so that no neighbour's work is
-                lost.
+                and priority have precedence over these (see `text/prompt_forms.py`).
+            sampling_params: one for all or one per prompt; None: `default_sampling_params`.
+            use_tqdm: show a progress bar, or a function that creates one, with tqdm's keywords.
+            lora_request: must be None; accepted for compatibility with vLLM.
+            priority: one for all or one per prompt, lower runs first; None: from sampling_params.
+            on_error: "raise" checks all prompts before any runs and names the invalid one; "record"
+                returns an output with finish_reason "error" for an invalid prompt and runs the
+                others. A request that fails while it runs is recorded in both cases, so that the
+                results of the others are not lost.
 
         Raises:
             RequestError, PromptTooLongError, CapacityError: a prompt can't run (on_error="raise").
@@ -163,24 +163,24 @@ class LLM(OtherCalls):
         on_error: OnError = "raise",
         use_tqdm: bool | Callable[..., Any] = False,
     ) -> Generator[RequestOutput, None, None]:
-        """Yields outputs as they finish or grow; `output.index` says which prompt they belong to.
+        """Yields outputs as they finish or grow; `output.index` is the index of the prompt.
 
         A list of prompts is checked before anything runs, as in `generate`. Any other iterable is
-        pulled lazily, at most max_num_seqs + LOOK_AHEAD prompts ahead of the last finished one: a
-        job of any length runs in bounded memory. Its prompts are checked as they are pulled, and
-        share one SamplingParams, unless they are Rows with their own. An iterator that has no
-        prompt at present yields `text.prompt_forms.PAUSE`, so that those that run go on.
+        read lazily, at most max_num_seqs + LOOK_AHEAD prompts ahead of the last finished one, so a
+        job of any length needs bounded memory. Its prompts are checked when they are read, and
+        share one SamplingParams, unless they are Rows with their own. An iterator without a prompt
+        at the moment yields `text.prompt_forms.PAUSE`, so that running requests continue.
 
-        Closing the iterator aborts what is left. So does any other call on this LLM, be it from
-        another thread or from the generator of prompts; the iterator then raises instead of ending
-        early. A request that is aborted, by `engine.abort(output.request_id)`, say, has an output
-        with finish_reason "abort".
+        Closing the iterator aborts the remaining requests. Any other call on this LLM, from another
+        thread or from the generator of prompts, does so, too; the iterator then raises instead of
+        ending early. An aborted request, for example by `engine.abort(output.request_id)`, has an
+        output with finish_reason "abort".
 
         Args:
             kind: "final" yields each request once, when it has finished; "cumulative" whenever it
-                has new tokens, with all text so far; "delta" the same, with only what is new: the
+                has new tokens, with all text so far; "delta" the same with only the new part: the
                 concatenated texts of a completion are its final text.
-            use_tqdm: as in `generate`; the total of prompts that are pulled lazily is unknown.
+            use_tqdm: as in `generate`; the total of prompts that are read lazily is unknown.
         """
         if kind not in get_args(OutputKind):
             allowed = ", ".join(map(repr, get_args(OutputKind)))
@@ -208,7 +208,7 @@ class LLM(OtherCalls):
     ) -> Generator[RequestOutput, None, None]:
         """Queues prompts, steps the engine, yields outputs.
 
-        A list is queued at once, for the scheduler to see all of it; an iterator as room appears.
+        A list is queued at once, for the scheduler to see all of it; an iterator as rows are freed.
         """
         call = self._calls.begin()
         limit, total = self.config.max_num_seqs + LOOK_AHEAD, None
@@ -218,7 +218,7 @@ class LLM(OtherCalls):
         bar = nullcontext() if progress is False else progress_bar(progress, call.engine, total)
         with bar, call:
             while True:
-                # Why without the lock: an iterator of the caller's may do anything.
+                # Why without the lock: the caller's iterator may run any code.
                 new, pause = [], None
                 for one in itertools.islice(waiting, limit - len(running)):
                     if isinstance(one, Pause):
@@ -269,7 +269,7 @@ class LLM(OtherCalls):
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Pauses garbage collection: while libraries and kernels load, objects are only added.
+    """Pauses garbage collection while libraries and kernels load, because nothing is freed then.
 
     Perf: 0.35 of 2.35 CPU seconds to the first token of the demo model, Zen 3.
     """
@@ -279,7 +279,7 @@ def _no_collections() -> Iterator[None]:
         yield
     finally:
         if not gc.get_freeze_count():
-            gc.freeze()  # Why both: what has been loaded is old now, and was not walked for it.
+            gc.freeze()  # Why both: moves loaded objects to the old generation.
             gc.unfreeze()
         if was_enabled:
             gc.enable()

@@ -1,12 +1,12 @@
-"""OtherCalls: what an LLM can be asked besides `generate` and `stream`.
+"""OtherCalls: the methods of an LLM other than `generate` and `stream`.
 
-    chat, beam_search, generate_dataset     each is a few calls of the others, or of a feature
-    embed, score, classify, reward          of hidden states: features/pooling.py
-    reset_prefix_cache, evict               of the engine's cache
-    load_weights                            new ones in place: features/new_weights.py
+    chat, beam_search, generate_dataset     built from `generate`, or from a feature
+    embed, score, classify, reward          use hidden states: features/pooling.py
+    reset_prefix_cache, evict               change the engine's cache
+    load_weights                            replaces weights in place: features/new_weights.py
     get_tokenizer, ...                      vLLM's names
 
-The base of `LLM`, which holds the loop. Each feature is imported by the call that needs it.
+The base class of `LLM`, which has the loop. Each method imports the feature that it needs.
 """
 
 from __future__ import annotations
@@ -44,47 +44,47 @@ if TYPE_CHECKING:
 
 
 PAIR = ("answers", "template", "chat_template")
-"""Options of `score` that say what becomes of a pair of texts."""
+"""Options of `score` that define how a pair of texts becomes a prompt."""
 
 
 class OtherCalls:
-    """The calls that are no loop of their own."""
+    """The methods without a loop of their own."""
 
     config: EngineConfig
     _calls: Calls[LLMEngine]
     _tokenizer: Tokenizer | None
 
-    # What `LLM` defines; a call on a closed one says so.
+    # Defined by `LLM`; they raise if it is closed.
     generate: Callable[..., list[RequestOutput]]
     stream: Callable[..., Generator[RequestOutput, None, None]]
     open_reader: Callable[[], PromptReader]
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine underneath.
+        """The engine of this LLM.
 
         Raises:
             NanoEngineError: this LLM is closed.
-            EngineDeadError: this process was forked from the LLM's.
+            EngineDeadError: this process was forked from the LLM's process.
         """
         return self._calls.engine
 
     @property
     def info(self) -> EngineInfo:
-        """What was discovered at start: dtype, device, lengths, KV blocks, memory plan."""
+        """What was determined at start: dtype, device, lengths, KV blocks, memory plan."""
         return self.engine.info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; its `backend` is the one of transformers.
+        """The tokenizer; its `backend` is the transformers tokenizer.
 
         Raises:
-            RequestError: this LLM was made with skip_tokenizer_init.
+            RequestError: this LLM was created with skip_tokenizer_init.
         """
         return self.open_reader().tokenizer
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of transformers; vLLM's name for `tokenizer.backend`."""
+        """The transformers tokenizer; vLLM's name for `tokenizer.backend`."""
         return self.tokenizer.backend
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -92,26 +92,26 @@ class OtherCalls:
         return self.default_sampling_params
 
     def reset_prefix_cache(self) -> bool:
-        """Drops all cached prefixes; refuses (False) while blocks are in use."""
+        """Drops all cached prefixes; returns False and keeps them while blocks are in use."""
         return self.engine.reset_prefix_cache()
 
     def load_weights(
         self,
         weights: str | PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
     ) -> set[str]:
-        """Puts new weights in place of the model's; returns the names of their tensors.
+        """Replaces the model's weights; returns the names of the loaded tensors.
 
-        Waits for calls of other threads. What runs, such as a stream, goes on from its tokens under
-        the new weights; cached prefixes are dropped, and keys and values computed again.
+        Waits for calls of other threads. Running requests, for example of a stream, continue from
+        their tokens with the new weights. Cached prefixes are dropped, and KV is computed again.
 
         Args:
             weights: a folder with a checkpoint of the same model, or (name, tensor) pairs such as
                 `model.state_dict()` of transformers. Tensors of any floating dtype are converted to
-                what the engine keeps, quantized too where it has quantized at load. Those that are
-                not among them stay as they are.
+                the engine's format, and quantized if the engine quantized at load. Tensors that are
+                missing keep their values.
 
         Raises:
-            WeightLoadError: a name, shape or dtype does not fit, or this model's weights can't be
+            WeightLoadError: a name, shape or dtype does not match, or this model's weights can't be
                 replaced; nothing has changed.
             EngineDeadError: reading failed after the first tensor was written; the LLM is closed.
         """
@@ -121,11 +121,11 @@ class OtherCalls:
             return load_weights(self.engine, weights)
 
     def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the cached content of those given KV blocks that nobody uses; returns how many."""
+        """Drops the cached content of the unused KV blocks among these; returns how many."""
         return self.engine.evict(block_ids)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Called for what is not here: says why, where vLLM has it."""
+        """Raises for unknown names; for vLLM's names with the reason."""
         from nanoengine.settings.vllm_names import LLM_METHODS
 
         why = f": {LLM_METHODS[name]}" if name in LLM_METHODS else ""
@@ -152,25 +152,25 @@ class OtherCalls:
         reasoning_parser: str | None = None,
         tool_call_parser: str | None = None,
     ) -> list[RequestOutput]:
-        """Answers conversations: renders each by the chat template, then as `generate`.
+        """Answers conversations: applies the chat template to each, then works like `generate`.
 
         Args:
             messages: one conversation, a list of {"role": ..., "content": ...}, or a list of them.
-                A content is a string, or a list of {"type": "text", "text": ...}, which a template
-                that takes strings gets joined, a part a line.
-            chat_template: Jinja source to use in place of the model's own.
-            add_generation_prompt: end the prompt with what begins an answer.
+                A content is a string, or a list of {"type": "text", "text": ...}. A template that
+                takes strings gets the parts joined by newlines.
+            chat_template: Jinja source to use instead of the model's own.
+            add_generation_prompt: end the prompt with the start of an answer.
             continue_final_message: leave the last message open and continue it; needs
                 add_generation_prompt=False.
-            tools: descriptions of functions, as the template expects them.
-            chat_template_kwargs: variables of the template's own, such as enable_thinking.
+            tools: descriptions of functions, in the template's format.
+            chat_template_kwargs: variables of the template, such as enable_thinking.
             tool_choice: "required", or {"type": "function", "function": {"name": ...}}: a grammar
-                has each answer be calls of these tools.
-            reasoning_parser, tool_call_parser: take answers apart, by vLLM's names of parsers or
-                "auto", by the chat template: see `CompletionOutput`.
+                restricts each answer to calls of these tools.
+            reasoning_parser, tool_call_parser: parse answers, with vLLM's names of parsers, or
+                "auto" to select by the chat template: see `CompletionOutput`.
 
         Raises:
-            RequestError: the tokenizer has no chat template, or it refuses the messages.
+            RequestError: the tokenizer has no chat template, or it rejects the messages.
         """
         from nanoengine.text.prompt_forms import conversation_list
 
@@ -208,26 +208,26 @@ class OtherCalls:
         sampling_params: SamplingParams | None = None,
         **row_options: Any,
     ) -> Any:
-        """Answers the rows of a table; gives the same kind with columns outputs, usage, error.
+        """Answers the rows of a table; returns the same type with columns outputs, usage, error.
 
         Args:
-            source: a path as `nanoengine batch` takes it; an iterable of dicts or prompts; a
+            source: a path as for `nanoengine batch`; an iterable of dicts or prompts; a
                 `datasets.Dataset` or IterableDataset, a pandas or polars frame, an Arrow table. A
-                row is what docs/batch.md calls a simple one.
-            output: a file of records, from which the same call goes on after a death.
+                row has the simple format of docs/batch.md.
+            output: a file of records, from which the same call resumes after a crash.
             sampling_params: for rows that set nothing; None: the model's own, 256 tokens.
             row_options: prompt_column, template, chat, system and the other fields of
-                `jobs.rows.RowOptions`, as the options of `nanoengine batch`.
+                `jobs.rows.RowOptions`, like the options of `nanoengine batch`.
 
         Raises:
-            RequestError, ConfigError: the source is of no such kind; `output` is of another job.
+            RequestError, ConfigError: the source has no supported type; `output` is of another job.
         """
         from nanoengine.jobs.datasets import generate_dataset
 
         return generate_dataset(self, source, output, sampling_params, row_options)
 
     def embed(self, prompts: Any, **options: Any) -> list[EmbeddingRequestOutput]:
-        """A vector a prompt, `outputs.embedding`; docs/embedding.md says of what hidden states.
+        """One vector per prompt, `outputs.embedding`; docs/embedding.md describes the pooling.
 
         Args:
             prompts: as in `generate`.
@@ -235,32 +235,32 @@ class OtherCalls:
                 `generate`.
 
         Raises:
-            RequestError, PromptTooLongError, CapacityError: as `generate`.
-            UnsupportedModelError: the checkpoint asks for what is not implemented.
+            RequestError, PromptTooLongError, CapacityError: like `generate`.
+            UnsupportedModelError: the checkpoint needs a feature that is not implemented.
         """
         return self._pool(self._pools.embed, prompts, **options)
 
     def classify(self, prompts: Any, **options: Any) -> list[ClassificationRequestOutput]:
-        """The classes of each prompt, `outputs.probs`, by the checkpoint's head of classes; as
-        `embed`."""
+        """The class probabilities of each prompt, `outputs.probs`, from the checkpoint's
+        classification head; otherwise like `embed`."""
         return self._pool(self._pools.classify, prompts, **options)
 
     def reward(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
-        """What the head of classes gives for each prompt's last token, as it is, `outputs.data`; as
-        `embed`."""
+        """The classification head's raw outputs for each prompt's last token, `outputs.data`;
+        otherwise like `embed`."""
         return self._pool(self._pools.reward, prompts, **options)
 
     def score(self, data_1: Any, data_2: Any, **options: Any) -> list[ScoringRequestOutput]:
-        """How well two texts belong together, for each of `data_2`, `outputs.score`; as `embed`.
+        """How well two texts match, for each of `data_2`, `outputs.score`; otherwise like `embed`.
 
-        A head of one class scores the pair; without one it is the cosine of both embeddings.
+        A head with one class scores the pair; without it, the score is the embeddings' cosine.
 
         Args:
             data_1: one text, or one for each of `data_2`.
-            options: as of `embed`; answers, words of one token each, such as ("no", "yes"): the
-                score is how likely the last of them is among all, as the next token; template,
-                which makes one prompt of a pair, with {query} and {document}; or chat_template, of
-                messages with the roles query and document.
+            options: as for `embed`; answers, words of one token each, such as ("no", "yes"): the
+                score is the probability of the last one among them, as the next token; template,
+                which makes one prompt of a pair, with {query} and {document}; or chat_template,
+                for messages with the roles query and document.
         """
         pair = {name: options.pop(name, None) for name in PAIR}
         return self._pool(functools.partial(self._pools.score, data_1, **pair), data_2, **options)
@@ -284,10 +284,10 @@ class OtherCalls:
         lora_request: None = None,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[BeamSearchOutput]:
-        """The beam_width best continuations of each prompt, searched side by side.
+        """The beam_width best continuations of each prompt; all prompts are searched concurrently.
 
-        Tokens and scores are those of transformers' `generate(num_beams=beam_width,
-        do_sample=False)` with the same settings.
+        Tokens and scores equal transformers' `generate(num_beams=beam_width, do_sample=False)` with
+        the same settings.
 
         Args:
             prompts: as in `generate`.
@@ -307,7 +307,7 @@ class OtherCalls:
 def progress_bar(
     progress: bool | Callable[..., Any], engine: LLMEngine, total: int | None
 ) -> contextlib.AbstractContextManager[object]:
-    """A progress bar of the engine's steps, if one is wanted."""
+    """A progress bar of the engine's steps, or a null context."""
     if progress is False:
         return contextlib.nullcontext()
     from nanoengine.observe.progress import showing
@@ -316,7 +316,7 @@ def progress_bar(
 
 
 def refused_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:
-    """The output of a prompt that could not run: order and count of a batch are kept."""
+    """The output of a prompt that can't run, so that order and count of a batch are kept."""
     failed = CompletionOutput(
         index=0, text="", token_ids=[], finish_reason="error", error=prompt.message
     )

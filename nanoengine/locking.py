@@ -1,17 +1,17 @@
-"""The lock of an engine, and the order of calls on it: one thread at a time, one call at a time.
+"""The lock of an engine, and the order of calls: one thread at a time, one call at a time.
 
-    engine.step, LLM's loops    with lock.held():    lets threads that already wait go first
-    other methods of an engine  @exclusive()         waits, and is next
+    engine.step, LLM's loops    with lock.held():    threads that already wait get the lock first
+    other methods of an engine  @exclusive()         wait, and get the lock next
 
     generate, chat, beam_search   are `alone` from beginning to end: a second thread waits
-    stream                        holds nothing between two outputs: the next call cuts it off
+    stream                        holds no lock between two outputs: the next call ends it
 
-The lock is two locks, because a thread that steps in a loop would take a single one again before a
-waiting thread wakes up. So a thread that waits holds `waiting`, and a thread that wants the lock
-again must first pass through `waiting`.
+The lock consists of two locks, because a thread that steps in a loop would acquire a single one
+again before a waiting thread wakes up. So a waiting thread holds `waiting`, and a thread that wants
+the lock again must first acquire `waiting`.
 
-Each `LLMEngine` has an `EngineLock`, each `LLM` has `Calls`. A process that was forked from an
-engine's never gets the lock (forked.py). Neither class knows what an engine does.
+Each `LLMEngine` has an `EngineLock`, each `LLM` has `Calls`. A process that was forked after an
+engine was created never gets the lock (forked.py). Neither class knows what an engine does.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class EngineLock:
 
     Attributes:
         why_closed: why the engine can't be used any more; "" while it can.
-        is_changing: the thread that holds the lock has begun a change, and has not ended it.
-        deferred: calls that it has made meanwhile, and that run when the change has ended.
+        is_changing: whether the thread that holds the lock is inside a change.
+        deferred: calls that this thread has made inside the change; they run after it.
     """
 
     def __init__(self) -> None:
@@ -45,17 +45,17 @@ class EngineLock:
         watch(self)
 
     def make_locks(self) -> None:
-        """New locks, which no thread holds.
+        """Creates new locks, which no thread holds.
 
-        Why plain `with` wherever they are taken: an interrupt between taking a lock and noting it
-        would leave it taken.
+        Why locks are only acquired by plain `with`: after an interrupt between acquiring a lock and
+        recording it, the lock would never be released.
         """
         self.waiting, self.lock = threading.RLock(), threading.RLock()
         self.owner: int | None = None  # the thread that holds `lock`
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps other threads out over several calls, once those that wait have had the lock."""
+        """Holds the lock over several calls, after the threads that already wait have had it."""
         me = threading.get_ident()
         if self.owner == me:
             yield
@@ -71,7 +71,8 @@ class EngineLock:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """A change that no other call of this thread, such as a signal handler's, may see half."""
+        """Marks a change whose intermediate state no other call of this thread may see, such as a
+        signal handler's call."""
         self.is_changing = True
         try:
             yield
@@ -81,7 +82,7 @@ class EngineLock:
                 self.deferred.pop(0)()
 
     def require_open(self) -> None:
-        """Raises EngineDeadError if the engine is closed, or another process's."""
+        """Raises EngineDeadError if the engine is closed, or belongs to another process."""
         if self.why_closed:
             raise EngineDeadError(self.why_closed)
 
@@ -89,12 +90,12 @@ class EngineLock:
 def exclusive(
     inside: Literal["refused", "later", "now"] = "refused",
 ) -> Callable[[Method], Method]:
-    """Decorates a method of an object that has a `lock`: it waits until no other thread holds that,
-    and is called before the thread that holds it takes it again.
+    """Decorates a method of an object with a `lock`: the call waits until no other thread holds the
+    lock, and runs before the thread that holds it can acquire it again.
 
     Args:
-        inside: what a call does inside of a change by the same thread. "later": it returns None,
-            and runs when the change has ended; "now" is for methods that change nothing.
+        inside: what happens to a call inside a change by the same thread. "refused": it raises;
+            "later": it returns None and runs after the change; "now": for read-only methods.
     """
 
     def decorate(method: Method) -> Method:
@@ -127,12 +128,12 @@ EngineT = TypeVar("EngineT", bound=Any)  # an `LLMEngine`, which imports this fi
 
 
 class Calls(Generic[EngineT]):
-    """The calls on one engine."""
+    """The calls on one engine, at most one of them active."""
 
     def __init__(self, engine: EngineT) -> None:
         self.latest: Call[EngineT] | None = None
         self.request_ids = map(str, itertools.count())
-        self.lock = threading.RLock()  # held by a call that is alone
+        self.lock = threading.RLock()  # held during a call that is alone
         self._engine: EngineT | None = engine
 
     @property
@@ -141,7 +142,7 @@ class Calls(Generic[EngineT]):
 
         Raises:
             NanoEngineError: it is closed.
-            EngineDeadError: this process was forked from the engine's.
+            EngineDeadError: this process was forked from the engine's process.
         """
         engine = self._engine
         if engine is None:
@@ -152,14 +153,14 @@ class Calls(Generic[EngineT]):
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Waits until no other call is alone."""
-        # Why first: a forked child may find the lock taken for ever, and so may a progress bar that
-        # makes a call, whose step everybody waits for.
+        # Why first: in a forked child the lock may be held forever. It may also be held by a step
+        # whose progress bar makes this call.
         self.engine.require_idle()
         with self.lock:
             yield
 
     def begin(self) -> Call[EngineT]:
-        """A new call, which cuts off what an abandoned stream has left running."""
+        """Starts a new call, and aborts the requests that an abandoned stream has left."""
         engine = self.engine
         engine.require_idle()
         with self.lock:
@@ -169,17 +170,17 @@ class Calls(Generic[EngineT]):
         return call
 
     def close(self) -> None:
-        """Closes the engine; a call that runs raises when it next takes the lock."""
+        """Closes the engine; a running call raises when it next acquires the lock."""
         engine, self._engine, self.latest = self._engine, None, None
         if engine is not None:
             engine.close()
 
 
 class Call(Generic[EngineT]):
-    """One call; as a context manager it ends, and none of its requests stays.
+    """One call; leaving it as a context manager aborts its remaining requests.
 
     Attributes:
-        engine: the one that it runs on.
+        engine: the engine on which it runs.
     """
 
     def __init__(self, calls: Calls[EngineT], engine: EngineT) -> None:
@@ -189,14 +190,14 @@ class Call(Generic[EngineT]):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._calls.latest is self:  # Why: what is cut off need not wait for who cut it off.
+        if self._calls.latest is self:  # Why: an older call need not wait for the newer one.
             with self.engine.lock.held():
                 if self._calls.latest is self:  # the requests of a later call are left alone
                     self.engine.abort_all()
 
     @contextlib.contextmanager
     def held_engine(self) -> Iterator[EngineT]:
-        """The engine with its lock held, for a pass of the call's loop; raises as
+        """The engine with its lock held, for one pass of the call's loop; raises like
         `require_latest`."""
         with self.engine.lock.held():
             self.require_latest()
@@ -204,7 +205,7 @@ class Call(Generic[EngineT]):
 
     def require_latest(self) -> None:
         """Raises NanoEngineError if another call has begun, or the LLM is closed."""
-        _ = self._calls.engine  # A closed LLM says so.
+        _ = self._calls.engine  # Raises if the LLM is closed.
         if self._calls.latest is not self:
             raise NanoEngineError(
                 "this stream was cut off: another call ran on the same LLM; finish or close a"
@@ -212,9 +213,9 @@ class Call(Generic[EngineT]):
             )
 
     def step(self, running: Collection[str]) -> list[str]:
-        """Runs a step; which of the requests `running` have ended, by it or otherwise.
+        """Runs a step; returns which of the requests `running` have ended, in it or otherwise.
 
-        Requests vanish otherwise when somebody aborts them, or has taken the step that ended them.
+        Requests end otherwise when another caller aborts them, or ran the step in which they ended.
         """
         engine, ended = self.engine, []
         if engine.has_unfinished():

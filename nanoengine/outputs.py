@@ -1,12 +1,12 @@
-"""What a call returns: RequestOutput, CompletionOutput, Logprob, RequestMetrics.
+"""The results of a call: RequestOutput, CompletionOutput, Logprob, RequestMetrics.
 
-Frozen values with the names and meanings of vLLM's offline API, so that a script moves over
-unchanged. `OutputBuilder` makes them for `llm.py` from the engine's requests; the values hold no
-reference to the engine.
+Frozen values with the names and meanings of vLLM's offline API, so that scripts run unchanged.
+`OutputBuilder` creates them for `llm.py` from the engine's requests; the values hold no reference
+to the engine.
 
     RequestOutput  one prompt
     └─ outputs     CompletionOutput, n of them
-       └─ logprobs one dict a token: token id -> Logprob
+       └─ logprobs one dict per token: token id -> Logprob
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from nanoengine.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""stop: EOS, a stop id or a stop string; length: max_tokens or max_model_len; abort: the
-caller ended it; error: see `CompletionOutput.error`."""
+"""stop: EOS, a stop id or a stop string; length: max_tokens or max_model_len; abort: ended by the
+caller; error: see `CompletionOutput.error`."""
 
 OutputKind = Literal["final", "cumulative", "delta"]
-"""final: once, when finished; cumulative: whenever it grew, all so far; delta: only what is new."""
+"""final: once, when finished; cumulative: all text at each change; delta: only the new part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """One candidate of one position.
+    """One candidate token at one position.
 
     Attributes:
         logprob: natural logarithm of its probability, before temperature and filters.
@@ -51,16 +51,16 @@ class CompletionOutput:
 
     Attributes:
         index: 0 <= index < n.
-        text: without EOS and stop string, unless asked for; "" without a tokenizer.
-        token_ids: all that were generated, with the one that ended it.
-        cumulative_logprob: sum over the generated tokens; None if logprobs were not asked for.
-        logprobs: one dict a token: the sampled token first, then the most likely ones.
-        finish_reason: None while it grows.
+        text: without EOS and stop string, unless requested; "" without a tokenizer.
+        token_ids: all generated tokens, including the last one.
+        cumulative_logprob: sum over the generated tokens; None if logprobs were not requested.
+        logprobs: one dict per token: the sampled token first, then the most likely ones.
+        finish_reason: None while it is unfinished.
         stop_reason: the stop string or stop id that ended it; None for EOS and length.
         error: why there is no answer, if `finish_reason` is "error".
-        reasoning_content: what stood before the answer, where a reasoning parser was asked for.
-        tool_calls: the calls in it, as OpenAI's API has them; `text` is the rest.
-        parse_error: why what looks like a call has stayed text.
+        reasoning_content: the reasoning before the answer, if a reasoning parser was requested.
+        tool_calls: its tool calls, in the format of OpenAI's API; `text` is the rest.
+        parse_error: why text that looks like a tool call was not parsed.
     """
 
     index: int
@@ -77,17 +77,17 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """True if it grows no more."""
+        """True if it is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Wall times of one request in seconds; None for what did not happen.
+    """Wall times of one request in seconds; None for events that did not occur.
 
     Attributes:
-        queued_s: from arrival to the first step that computed a token of it.
-        prefill_s: from there to the first generated token.
+        queued_s: from arrival to the first step that computed one of its tokens.
+        prefill_s: from that step to the first generated token.
         ttft_s: time to first token, the sum of both.
         itl_s: inter-token latency, the mean over all its completions.
         e2e_s: from arrival to the end.
@@ -106,13 +106,13 @@ class RequestOutput:
 
     Attributes:
         request_id: unique within its LLM.
-        index: place of the prompt in the call's list, for streams, which yield as things finish.
+        index: index of the prompt in the call; streams yield outputs in another order.
         key: the key of the prompt's Row; None if it has none.
-        prompt: as text, if it was given as text or chat; else None.
-        prompt_logprobs: one entry a prompt token; None for the first, which nothing predicts, and
-            for those before `SamplingParams.prompt_logprobs_start`.
+        prompt: the text, if it was given as text or chat; else None.
+        prompt_logprobs: one entry per prompt token; None for the first token, which has no
+            prediction, and for tokens before `SamplingParams.prompt_logprobs_start`.
         outputs: the completions, by index.
-        num_cached_tokens: prompt tokens found in the prefix cache, so they were not computed.
+        num_cached_tokens: prompt tokens found in the prefix cache, which were not computed.
     """
 
     request_id: str
@@ -129,14 +129,14 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """The message of the first completion that failed; None if all is well."""
+        """The message of the first completion that failed; None if none failed."""
         return next((output.error for output in self.outputs if output.error), None)
 
 
 def logprob_dicts(
     positions: Iterable[list[TokenLogprob]], token_text: Callable[[int], str] | None
 ) -> list[dict[int, Logprob]]:
-    """One dict a position, in the order of the candidates (the sampled token first)."""
+    """One dict per position, in the order of the candidates (the sampled token first)."""
     return [
         {
             token_id: Logprob(
@@ -151,7 +151,7 @@ def logprob_dicts(
 
 
 def request_metrics(request: Request) -> RequestMetrics:
-    """Times of a request from the marks that its sequences carry."""
+    """The times of a request, from the timestamps of its sequences."""
     sequences = request.sequences
 
     def since_arrival(marks: Iterable[float | None], pick: Callable[..., float]) -> float | None:
@@ -176,7 +176,7 @@ def request_metrics(request: Request) -> RequestMetrics:
 
 @dataclass(slots=True)
 class _Shown:
-    """How much of a completion earlier outputs have shown, and its logprobs converted so far."""
+    """How much of a completion earlier outputs contained, and its logprobs converted so far."""
 
     num_tokens: int = 0
     num_chars: int = 0
@@ -184,12 +184,12 @@ class _Shown:
 
 
 class OutputBuilder:
-    """Turns one request into RequestOutputs: once at its end, or each time it has grown.
+    """Converts one request to RequestOutputs: once at its end, or each time it has grown.
 
     Args:
-        prompt: what the request was made of.
+        prompt: the checked prompt of the request.
         tokenizer: None leaves all texts empty.
-        kind: "delta" shows every token, character and logprob once; else all so far.
+        kind: "delta" returns every token, character and logprob once; else all so far.
     """
 
     def __init__(
@@ -208,14 +208,14 @@ class OutputBuilder:
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def has_grown(self) -> bool:
-        """True if a sequence has tokens that no output has shown."""
+        """True if a sequence has tokens that no output has contained."""
         return any(
             seq.num_output_tokens > self._shown[seq.index].num_tokens
             for seq in self.request.sequences
         )
 
     def build(self) -> RequestOutput:
-        """The output now."""
+        """The current output."""
         request = self.request
         return RequestOutput(
             request_id=request.request_id,

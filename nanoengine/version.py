@@ -1,4 +1,4 @@
-"""The version of the package, which pyproject.toml reads here, and those that it runs with."""
+"""The version of the package, which pyproject.toml reads, and of packages that it uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numba", "triton", "flash-att
 
 
 def versions() -> dict[str, str]:
-    """Of nanoengine, of Python, and of the packages that decide the speed."""
+    """The versions of nanoengine, Python, and the packages that determine the speed."""
     import platform  # Why here: `import nanoengine` reads this file.
     from importlib import metadata
 

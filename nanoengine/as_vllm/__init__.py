@@ -1,16 +1,16 @@
-"""Others' programs unchanged: vLLM's modules, as names of what is here. Opt-in.
+"""Runs unmodified vLLM programs: provides vLLM's modules with nanoengine's classes. Opt-in.
 
     python -m nanoengine.as_vllm PROGRAM [ARGS]       a file
     python -m nanoengine.as_vllm -m MODULE [ARGS]     a module, such as lm_eval
-    import nanoengine.as_vllm; nanoengine.as_vllm.install()         in a notebook, first of all
+    import nanoengine.as_vllm; nanoengine.as_vllm.install()         first cell of a notebook
 
     vllm.sampling_params.SamplingParams   "names" of vllm.json    as_vllm/params.py
     vllm.lora.request.LoRARequest         "absent"                a class that raises when used
-    vllm.unheard.of                       in no list              ImportError
+    vllm.unheard.of                       not listed              ImportError
 
-vLLM has moved names between modules, so each module here gives all of them: a program for any of
-its versions finds what it imports. Nothing of the package imports this room; importing it installs
-nothing and loads no torch. Source: the modules, names and defaults of vLLM 0.33 and before.
+vLLM has moved names between modules, so each module here provides all of them, and programs for any
+vLLM version find their imports. The rest of nanoengine does not import this package. Importing it
+installs nothing and loads no torch. Source: modules, names and defaults of vLLM up to 0.33.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from nanoengine.settings.checks import nearest
 from nanoengine.version import __version__
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("vllm.json").read_text())
-"""vllm.json: modules, names and where they are here, names without a meaning."""
+"""vllm.json: modules, names and their definitions here, and names without a meaning here."""
 
 VERSION: str = TABLES["version"]
-"""Of the API that is meant."""
+"""The vLLM version whose API is provided."""
 
 PATH = str(Path(__file__).with_name("path"))
-"""On the module path of programs: what tells vLLM's version, and child processes where vLLM is."""
+"""A folder on programs' module path with vLLM's version and a `vllm` for child processes."""
 
 USAGE = """usage: python -m nanoengine.as_vllm PROGRAM [ARGS]
        python -m nanoengine.as_vllm -m MODULE [ARGS]"""
 
 
 def install() -> None:
-    """Puts `vllm` and `nanovllm` in front of whatever has these names; says so once on stderr.
+    """Provides `vllm` and `nanovllm`, before installed packages; prints one line to stderr.
 
     Raises:
         ConfigError: one of them is imported already.
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> None:
     """Runs a program as Python would, with this `vllm` for it and for its child processes.
 
     Raises:
-        SystemExit: the program's own, or there is no such program.
+        SystemExit: raised by the program, or there is no such program.
     """
     import runpy
 
@@ -85,35 +85,35 @@ def run(arguments: Sequence[str]) -> None:
 
 
 class Finder:
-    """Finds vLLM's modules, and makes them."""
+    """Finds and creates vLLM's modules."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The place of a module; None for those of others."""
+        """The spec of a module; None for other packages."""
         if name.partition(".")[0] not in ("vllm", "nanovllm"):
             return None
         if name not in TABLES["modules"]:
-            # Why without `name=`: `from vllm import unknown` would put its own words in the place.
+            # Why without `name=`: `from vllm import unknown` would replace the message.
             raise ModuleNotFoundError(
                 f"nanoengine answers for vLLM's offline API, and has no {name!r}; {_near(name)}"
             )
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A module whose names are looked up when they are asked for."""
+        """A module that looks up its names at access."""
         return Stand(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is run."""
+        """Does nothing."""
 
 
 class Stand(ModuleType):
     """One of vLLM's modules."""
 
     def __getattr__(self, name: str) -> Any:
-        """What the name means here.
+        """The object with this name in nanoengine.
 
         Raises:
-            AttributeError: nothing.
+            AttributeError: there is none.
         """
         is_nano = self.__name__.startswith("nano")
         home = TABLES["nano_names" if is_nano else "names"].get(name)
@@ -134,7 +134,7 @@ def _near(name: str) -> str:
 
 
 class Absent(type):
-    """A name of vLLM's without a meaning here: a class, for annotations and `isinstance`."""
+    """A vLLM name without a meaning here: a class, for annotations and `isinstance`."""
 
     why: str
 
@@ -151,5 +151,5 @@ class Absent(type):
 
 
 def absent(name: str, why: str) -> Any:
-    """What raises when it is called, looked into or derived from, and says why."""
+    """An object that raises with the reason when it is called, accessed or subclassed."""
     return Absent(name, (), {"why": why})

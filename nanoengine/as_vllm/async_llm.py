@@ -1,7 +1,7 @@
-"""vLLM's AsyncLLM: requests of one process, each an asynchronous iterator of its outputs.
+"""vLLM's AsyncLLM: requests in one process, each an asynchronous iterator of its outputs.
 
-All of the engine runs in one thread of its own, a step after the other, while a request waits. So
-requests that are asked for at one time run in one batch, and the loop of asyncio stays free.
+The engine runs in a thread of its own, one step after the other, while there are requests. So
+concurrent requests run in one batch, and the asyncio event loop is not blocked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanoengine.errors import EngineDeadError
 
 
 class VLLMAsync:
-    """vLLM's AsyncLLM, and the AsyncLLMEngine of its older versions."""
+    """vLLM's AsyncLLM, and the AsyncLLMEngine of older versions."""
 
     def __init__(self, llm: VLLM) -> None:
         self._llm, self._engine = llm, llm.llm_engine
@@ -28,14 +28,14 @@ class VLLMAsync:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, **options: Any) -> Self:
-        """The engine of a new LLM."""
+        """Creates an LLM and returns its engine."""
         require_nothing(options)
         return cls(VLLM.from_engine_args(engine_args))
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """The outputs of a request as it grows; who stops to ask for them aborts it.
+        """Yields the outputs of a request as it grows; closing the iterator aborts the request.
 
         Raises:
             RequestError: the prompt can't run, or the id is in use.
@@ -44,7 +44,7 @@ class VLLMAsync:
         try:
             await self._call(add, request_id, prompt, sampling_params)
         except asyncio.CancelledError:
-            if request_id not in self._outputs:  # else it is another request's
+            if request_id not in self._outputs:  # else the id belongs to another request
                 self._thread.submit(self._engine.abort_request, request_id)
             raise
         outputs = self._outputs[request_id] = asyncio.Queue[Any]()
@@ -59,27 +59,27 @@ class VLLMAsync:
                 finished = output.finished
                 yield output
         finally:
-            # Why: a loop that is left by `break` ends this some time later; a finished request's
-            # name may be another's by then.
+            # Why: after a `break` in the caller's loop this runs later; then the id of a finished
+            # request may belong to another one.
             if not finished and self._outputs.get(request_id, outputs) is outputs:
                 self._outputs.pop(request_id, None)
                 if not self._is_shut:
                     await self.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; nothing more is heard of it."""
+        """Ends a request without further outputs."""
         await self._call(self._engine.abort_request, request_id)
 
     async def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers."""
+        """The transformers tokenizer."""
         return self._llm.get_tokenizer()
 
     async def reset_prefix_cache(self, **options: Any) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+        """Like `LLM.reset_prefix_cache`."""
         return bool(await self._call(functools.partial(self._llm.reset_prefix_cache, **options)))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self._is_shut = True
         self._thread.shutdown()
         self._llm.close()
@@ -90,7 +90,7 @@ class VLLMAsync:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def _step(self) -> None:
-        """Steps while somebody has not got all; what a step raises, each of them gets."""
+        """Runs steps while requests are unfinished; each request gets the exception of a step."""
         while self._outputs:
             try:
                 found = [(one.request_id, one) for one in await self._call(self._engine.step)]
@@ -99,7 +99,7 @@ class VLLMAsync:
             for name, output in found:
                 if name in self._outputs:
                     self._outputs[name].put_nowait(output)
-                    # Why here: who has all may be slow to ask for the end.
+                    # Why here: a consumer may read its last output late.
                     if isinstance(output, BaseException) or output.finished:
                         del self._outputs[name]
 

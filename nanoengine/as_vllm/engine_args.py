@@ -1,8 +1,7 @@
-"""EngineArgs and FlexibleArgumentParser: the arguments of vLLM's LLM, as a value and as options of
-a command line.
+"""EngineArgs and FlexibleArgumentParser: the arguments of vLLM's LLM as a dataclass and as options.
 
-An argument that has vLLM's default asks for nothing: `asked` leaves it out, so that programs which
-hand all of them on, `LLM(**vars(args))`, ask for what their user has set.
+An argument with vLLM's default has no effect: `asked` drops it. So programs that pass all of them,
+`LLM(**vars(args))`, only set what their user has set.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any
 from nanoengine.settings.vllm_names import NAMES
 
 DEFAULTS: dict[str, Any] = {name: entry["default"] for name, entry in NAMES["LLM"].items()}
-"""Name -> vLLM's default, of arguments that have a meaning here."""
+"""Name -> vLLM's default, for arguments that have a meaning here."""
 
 FLAGS = ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling")
-"""Those of the default None that are True or False."""
+"""Boolean arguments whose default is None."""
 
 
 def asked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that ask for something."""
+    """The arguments that differ from vLLM's defaults."""
     return {n: v for n, v in options.items() if n not in DEFAULTS or v not in (DEFAULTS[n], {})}
 
 
@@ -33,7 +32,7 @@ class Arguments:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds an option for each argument."""
+        """Adds one option per argument."""
         for name, default in DEFAULTS.items():
             how: dict[str, Any] = {"type": str if isinstance(default, str) else literal}
             if isinstance(default, bool) or name in FLAGS:
@@ -43,7 +42,7 @@ class Arguments:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Arguments:
-        """The arguments among those of a command line."""
+        """The engine arguments among parsed options."""
         return cls(**{name: getattr(args, name) for name in DEFAULTS if hasattr(args, name)})
 
 
@@ -53,28 +52,28 @@ EngineArgs = dataclasses.make_dataclass(
     bases=(Arguments,),
     namespace={"__module__": __name__},
 )
-"""Arguments of LLM as a dataclass; an unknown one is a TypeError."""
+"""The arguments of LLM as a dataclass; an unknown one raises TypeError."""
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser whose options may be written with - and with _."""
+    """A parser whose options may be written with - or _."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's, behind options with _ in their names."""
+        """Like argparse's, with _ in option names replaced by -."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([dashed(word) for word in words], namespace)
 
 
 def dashed(word: str) -> str:
-    """An option's name with - for _; any other word as it is."""
+    """An option's name with - instead of _; any other word as is."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def literal(word: str) -> Any:
-    """A number, list or dict, if the word is one; else the word."""
+    """A number, list or dict if the word is one, else the word."""
     try:
         return ast.literal_eval(word)
     except (ValueError, SyntaxError):

@@ -1,4 +1,4 @@
-"""Functions of vLLM's that programs import besides its classes."""
+"""vLLM functions that programs import in addition to its classes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanoengine.errors import ConfigError
 
 
 def get_tokenizer(tokenizer_name: str, *, tokenizer_mode: str = "auto", **options: Any) -> Any:
-    """The tokenizer of transformers, with options of its own."""
+    """The transformers tokenizer, with its own options."""
     if tokenizer_mode not in ("auto", "hf"):
         raise ConfigError(f"tokenizer_mode must be auto or hf, got {tokenizer_mode!r}")
     from transformers import AutoTokenizer
@@ -20,18 +20,18 @@ def get_tokenizer(tokenizer_name: str, *, tokenizer_mode: str = "auto", **option
 def resolve_chat_template(
     tokenizer: Any, chat_template: str | None = None, tools: Any = None, **context: Any
 ) -> Any:
-    """The template that a chat takes: the given one, the tokenizer's, or None."""
+    """The chat template to use: the given one, the tokenizer's, or None."""
     if chat_template is None and not tokenizer.chat_template:
         return None
     return tokenizer.get_chat_template(chat_template, tools=tools)
 
 
 def destroy(shutdown_ray: bool = False) -> None:
-    """Collects garbage: an LLM that nobody holds gives its memory back; no process groups stay."""
+    """Collects garbage, which frees unreferenced LLMs; there are no process groups to destroy."""
     gc.collect()
 
 
 def print_embeddings(embeds: list[Any], prefix: str = "Embeddings") -> None:
-    """Prints the first numbers of a vector, or rows of several, and how many there are."""
+    """Prints the first elements of a vector, or rows of several, and their number."""
     shown = ", ".join(map(str, embeds[:4]))
     print(f"{prefix}: [{shown}{', ...' if len(embeds) > 4 else ''}] (size={len(embeds)})")

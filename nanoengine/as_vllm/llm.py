@@ -1,7 +1,7 @@
-"""vLLM's LLM, LLMEngine and ModelConfig: `LLM` with vLLM's arguments in and vLLM's outputs out.
+"""vLLM's LLM, LLMEngine and ModelConfig: `LLM` with vLLM's arguments and outputs.
 
-What is computed, when and how is `LLM`'s. Here are other names and forms of it. The requests of
-the engine are one call on the LLM, so any other call cuts them off.
+All computation is `LLM`'s; this file converts names and formats. The engine's requests are one call
+on the LLM, so any other call ends them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from nanoengine.settings.vllm_names import warn_idle
 KINDS: dict[str, OutputKind] = {"CUMULATIVE": "cumulative", "DELTA": "delta", "FINAL_ONLY": "final"}
 
 NEUTRAL: dict[str, Any] = TABLES["call options"]
-"""Options of vLLM's calls that are no options here, and the value that asks for nothing."""
+"""Options of vLLM's calls that are not options here, with the values that have no effect."""
 
 
 def obeyed(options: dict[str, Any]) -> dict[str, Any]:
-    """A call's options without those that ask for nothing.
+    """A call's options without those that have no effect.
 
     Raises:
-        RequestError: one asks for something that is not here.
+        RequestError: an option is not supported.
     """
     for name in NEUTRAL.keys() & options.keys():
         if options[name] not in (NEUTRAL[name], None, {}):
@@ -47,14 +47,14 @@ def obeyed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_nothing(options: dict[str, Any]) -> None:
-    """Raises RequestError for options that ask for something, and for unknown ones."""
+    """Raises RequestError for unsupported values and unknown options."""
     for name in obeyed(options):
         raise RequestError(f"unknown option {name!r}: leave it out")
 
 
 def answers_of(overrides: Any) -> tuple[str, str] | None:
-    """The answers no and yes of a reranker that is a language model, if that is all that
-    `hf_overrides` say: `LLM` refuses the others."""
+    """The answers "no" and "yes" of a language model used as a reranker, if `hf_overrides` contain
+    nothing else; `LLM` rejects other overrides."""
     match overrides:
         case {"classifier_from_token": [str(no), str(yes)], **others}:
             kinds = dict(others)
@@ -71,12 +71,12 @@ PROCESSING = (
     *("repetition_penalty", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids"),
     *("structured_outputs", "logits_processors"),
 )
-"""Fields, beside top_k, by which logits are processed before a token is drawn."""
+"""Fields, in addition to top_k, that change the logits before sampling."""
 
 
 def require_raw(params: Any) -> None:
-    """Raises RequestError for parameters whose processed logprobs are not the raw ones, which are
-    the only ones here."""
+    """Raises RequestError if processed logprobs would differ from the raw ones, because only raw
+    logprobs are available."""
     for one in params if isinstance(params, list) else [params]:
         values = [(name, getattr(one, name)) for name in PROCESSING]
         changed = [name for name, value in values if value not in (getattr(PLAIN, name), (), {})]
@@ -117,11 +117,11 @@ class VLLM(LLM):
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> Self:
-        """An LLM of an EngineArgs."""
+        """Creates an LLM from EngineArgs."""
         return cls(**dataclasses.asdict(engine_args))
 
     def params(self, given: Any) -> Any:
-        """Parameters of a call as `LLM.generate` takes them."""
+        """Converts parameters of a call for `LLM.generate`."""
         found = ours(given)
         if self._wants_processed:
             require_raw(found or self.default_sampling_params)
@@ -143,10 +143,10 @@ class VLLM(LLM):
     def encode(
         self, prompts: Any, pooling_params: Any = None, *, pooling_task: Any = None, **options: Any
     ) -> list[Any]:
-        """The numbers of `embed` or `classify` as tensors; with token_..., those of each token.
+        """The results of `embed` or `classify` as tensors; with token_... tasks, one per token.
 
         Args:
-            pooling_task: None: as `embed`, which this was in vLLM 0.6.
+            pooling_task: None: like `embed`, as in vLLM 0.6.
         """
         import torch
 
@@ -162,10 +162,10 @@ class VLLM(LLM):
         ]
 
     def score(self, data_1: Any, data_2: Any, **options: Any) -> list[ScoringRequestOutput]:
-        """As `LLM.score`, by the answers that `hf_overrides` has named.
+        """Like `LLM.score`, with the answers from `hf_overrides`.
 
         Raises:
-            RequestError: the PoolerConfig asks for vectors of tokens, which vLLM scores otherwise.
+            RequestError: the PoolerConfig has token vectors, which vLLM scores in another way.
         """
         if self._task == "token_embed":
             raise RequestError("a score of tokens' vectors is not implemented: leave out task")
@@ -174,10 +174,10 @@ class VLLM(LLM):
     def generate(  # type: ignore[override]
         self, prompts: Any = None, sampling_params: Any = None, *args: Any, **options: Any
     ) -> list[VLLMOutput]:
-        """As `LLM.generate`; a request that fails while it runs is warned of, too.
+        """Like `LLM.generate`, with a warning if a request fails while it runs.
 
         Args:
-            options: vLLM's too; `prompt_token_ids` are prompts of its older versions.
+            options: also vLLM's; `prompt_token_ids` are prompts in its older versions.
         """
         ids = options.pop("prompt_token_ids", None)
         if (prompts is None) == (ids is None):
@@ -191,39 +191,39 @@ class VLLM(LLM):
         return [request_output(output) for output in found]
 
     def chat(self, *args: Any, **options: Any) -> list[VLLMOutput]:  # type: ignore[override]
-        """As `LLM.chat`."""
+        """Like `LLM.chat`."""
         return super().chat(*args, **obeyed(options))  # type: ignore[return-value]
 
     def beam_search(self, *args: Any, **options: Any) -> list[VLLMBeams]:  # type: ignore[override]
-        """As `LLM.beam_search`."""
+        """Like `LLM.beam_search`."""
         tokenizer = self.get_tokenizer()
         return [beams(found, tokenizer) for found in super().beam_search(*args, **options)]
 
     def get_default_sampling_params(self) -> VLLMParams:  # type: ignore[override]
-        """What a call without parameters uses, to be changed."""
+        """The parameters of a call without any, as a mutable object."""
         return VLLMParams(**self.info.generation_defaults)
 
     def reset_prefix_cache(self, **options: Any) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+        """Like `LLM.reset_prefix_cache`."""
         return super().reset_prefix_cache(**obeyed(options))
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Ranks that share the model."""
+        """Number of ranks that share the model."""
         return self.config.tensor_parallel_size
 
     @functools.cached_property
     def llm_engine(self) -> VLLMEngine:
-        """The view of vLLM's engine."""
+        """An object with the interface of vLLM's engine."""
         return VLLMEngine(self)
 
     @property
     def model_config(self) -> ModelView:
-        """The view of vLLM's ModelConfig."""
+        """An object with the interface of vLLM's ModelConfig."""
         return self.llm_engine.model_config
 
 
 class VLLMEngine:
-    """vLLM's LLMEngine: requests in, a step at a time, outputs of what has grown."""
+    """vLLM's LLMEngine: each step returns the outputs of requests that have grown."""
 
     def __init__(self, llm: VLLM) -> None:
         self._llm = llm
@@ -233,7 +233,7 @@ class VLLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, **options: Any) -> Any:
-        """The engine of a new LLM."""
+        """Creates an LLM and returns its engine."""
         require_nothing(options)
         return VLLM.from_engine_args(engine_args).llm_engine
 
@@ -248,7 +248,7 @@ class VLLMEngine:
         priority: int = 0,
         **options: Any,
     ) -> str:
-        """Queues a request under the caller's name for it."""
+        """Queues a request with the caller's id."""
         check_lora(lora_request)
         require_nothing(options)
         llm = self._llm
@@ -264,7 +264,7 @@ class VLLMEngine:
         return request_id
 
     def step(self) -> list[VLLMOutput]:
-        """Runs a step; the outputs of what has ended or grown by it."""
+        """Runs a step; returns the outputs of requests that have finished or grown."""
         if self._call is None:
             return []
         with self._call.held_engine():
@@ -275,32 +275,32 @@ class VLLMEngine:
             return [request_output(one.build(), request_id=name) for name, one, _ in shown]
 
     def has_unfinished_requests(self) -> bool:
-        """True while `step` has something to do."""
+        """True while there is a step to run."""
         return bool(self._running)
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that are queued or run."""
+        """Number of queued and running requests."""
         return len(self._running)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests; nothing more is heard of them."""
+        """Ends requests without further outputs."""
         names = {request_id} if isinstance(request_id, str) else set(request_id)
         for key in [key for key, (name, *_) in self._running.items() if name in names]:
             self._llm.engine.abort(key)
             del self._running[key]
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers."""
+        """The transformers tokenizer."""
         return self._llm.get_tokenizer()
 
     def reset_prefix_cache(self, **options: Any) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+        """Like `LLM.reset_prefix_cache`."""
         return self._llm.reset_prefix_cache(**options)
 
     @property
     def model_executor(self) -> Any:
-        """The way to `driver_worker.model_runner.model.load_weights`, and to nothing else; deleting
-        it gives the memory back."""
+        """Supports only `driver_worker.model_runner.model.load_weights`; deleting it frees the
+        memory."""
         why = {"why": "llm.engine.executor.model is the model"}
         view, inner = Absent("model", (), {"load_weights": self._llm.load_weights, **why}), "model"
         for outer in ("model_runner", "driver_worker", "model_executor"):
@@ -316,7 +316,7 @@ class VLLMEngine:
 
 
 class ModelView:
-    """What programs read of vLLM's ModelConfig."""
+    """The attributes of vLLM's ModelConfig that programs read."""
 
     is_multimodal_model, runner_type = False, "generate"
 
@@ -328,21 +328,21 @@ class ModelView:
 
     @property
     def dtype(self) -> Any:
-        """The torch.dtype that the model computes in."""
+        """The torch.dtype of the computation."""
         import torch
 
         return getattr(torch, self._info.dtype)
 
     @functools.cached_property
     def hf_config(self) -> Any:
-        """The configuration as transformers reads it."""
+        """The configuration as loaded by transformers."""
         from transformers import AutoConfig
 
         trust = self.trust_remote_code
         return AutoConfig.from_pretrained(resolve_model(self._config), trust_remote_code=trust)
 
     def get_vocab_size(self) -> int:
-        """Entries of the vocabulary."""
+        """The vocabulary size."""
         return self._info.vocab_size
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""nano-vLLM's LLM and SamplingParams: outputs are dicts of a text and its token ids."""
+"""nano-vLLM's LLM and SamplingParams: outputs are dicts with a text and its token ids."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from nanoengine.errors import NanoEngineError
 from nanoengine.llm import LLM
 
 NAMES = {"kvcache_block_size": "block_size", "num_kvcache_blocks": "num_kv_blocks"}
-"""Names of its arguments that differ."""
+"""Arguments of nano-vLLM whose names differ."""
 
 
 class NanoParams(VLLMParams):
-    """Its SamplingParams: 64 tokens if nothing is said."""
+    """nano-vLLM's SamplingParams, with max_tokens=64 by default."""
 
     def __init__(self, temperature: float = 1.0, max_tokens: int = 64, ignore_eos: bool = False):
         super().__init__(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
 class NanoLLM(LLM):
-    """Its LLM."""
+    """nano-vLLM's LLM."""
 
     def __init__(self, model: str, **options: Any) -> None:
         super().__init__(model, **{NAMES.get(name, name): v for name, v in options.items()})
@@ -28,10 +28,10 @@ class NanoLLM(LLM):
     def generate(  # type: ignore[override]
         self, prompts: Any, sampling_params: Any, use_tqdm: bool = True
     ) -> list[dict[str, Any]]:
-        """Completes prompts; texts hold special tokens, as nano-vLLM decodes them.
+        """Completes prompts; texts contain special tokens, as in nano-vLLM.
 
         Raises:
-            NanoEngineError: a request has failed, for which such an output has no place.
+            NanoEngineError: a request has failed; these outputs can't contain errors.
         """
         outputs, decode = [], self.get_tokenizer().decode
         for output in super().generate(prompts, ours(sampling_params), use_tqdm):

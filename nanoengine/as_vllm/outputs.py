@@ -1,7 +1,7 @@
-"""What vLLM's programs read: outputs with all of vLLM's fields, which programs may change.
+"""Outputs with all of vLLM's fields; they are mutable, as in vLLM.
 
-Made by `as_vllm/llm.py` of the outputs of `LLM`, whose fields they have. The others are None,
-because nobody can ask for what they tell of: adapters, encoders, transfers.
+Created by `as_vllm/llm.py` from the outputs of `LLM`. Fields of unsupported features (adapters,
+encoders, transfers) are None.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from nanoengine.outputs import RequestOutput
 
 
 class VLLMCompletion(SimpleNamespace):
-    """vLLM's CompletionOutput, and `error`: why there is no answer."""
+    """vLLM's CompletionOutput, with `error`: why there is no answer."""
 
     routed_experts = lora_request = sampling_mask = None
     spec_decode_metrics = weight_versions = None
 
     def finished(self) -> bool:
-        """True if it grows no more."""
+        """True if it is complete."""
         return self.finish_reason is not None
 
 
 class VLLMOutput(SimpleNamespace):
-    """vLLM's RequestOutput; `metrics` are seconds from arrival, as nanoengine measures them."""
+    """vLLM's RequestOutput; `metrics` are seconds since arrival, as measured by nanoengine."""
 
     lora_request = encoder_prompt = encoder_prompt_token_ids = None
     kv_transfer_params = ec_transfer_params = None
@@ -35,7 +35,7 @@ class VLLMOutput(SimpleNamespace):
 
 
 class VLLMBeam(SimpleNamespace):
-    """vLLM's BeamSearchSequence: `tokens` and `text` begin with the prompt's."""
+    """vLLM's BeamSearchSequence: `tokens` and `text` include the prompt."""
 
     lora_request = stop_reason = None
 
@@ -45,16 +45,16 @@ class VLLMBeams(SimpleNamespace):
 
 
 def request_output(output: RequestOutput, **changed: Any) -> VLLMOutput:
-    """An output as vLLM has it."""
+    """Converts an output to vLLM's format."""
     completions = [VLLMCompletion(**_fields(one)) for one in output.outputs]
     return VLLMOutput(**_fields(output) | {"outputs": completions} | changed)
 
 
 def beams(output: BeamSearchOutput, tokenizer: Any) -> VLLMBeams:
-    """A search as vLLM has it.
+    """Converts the result of a beam search to vLLM's format.
 
     Args:
-        tokenizer: the one of transformers.
+        tokenizer: the transformers tokenizer.
 
     Raises:
         NanoEngineError: the search has failed.

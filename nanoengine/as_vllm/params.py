@@ -1,8 +1,8 @@
-"""SamplingParams and StructuredOutputsParams as vLLM's programs have them: they change.
+"""vLLM's SamplingParams and StructuredOutputsParams, which are mutable.
 
-A `VLLMParams` holds what was given, under vLLM's names and with its defaults; `ours` makes the
-frozen parameters of it at each call, which says what is wrong. So whatever a program has done to an
-attribute, or to a list in it, counts.
+A `VLLMParams` stores the given values under vLLM's names, with its defaults. `ours` converts it to
+frozen parameters at each call, which validates them. So all changes of attributes, and of lists in
+them, have an effect.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from nanoengine.settings.vllm_names import NAMES
 
 
 class RequestOutputKind(enum.Enum):
-    """What `LLMEngine.step` returns of a request that grows: all so far, what is new, nothing."""
+    """What `LLMEngine.step` returns for a growing request: all text, only new text, or nothing."""
 
     CUMULATIVE, DELTA, FINAL_ONLY = range(3)
 
 
 OWN = ("priority", "prompt_logprobs_start")
-"""Fields of ours that vLLM has not."""
+"""Fields of ours that vLLM does not have."""
 
 DEFAULTS: dict[str, Any] = {
     **{f.name: f.default for f in dataclasses.fields(SamplingParams) if f.name not in OWN},
     **{n: e["default"] for n, e in NAMES["SamplingParams"].items() if "default" in e},
     "output_kind": RequestOutputKind.CUMULATIVE,
 }
-"""Name -> vLLM's default; of names that older versions had, too."""
+"""Name -> vLLM's default; includes names of older versions."""
 
 BACKENDS = tuple(filter(None, NAMES["LLM"]["guided_decoding_backend"]["only"]))
 
 LISTS = ("stop", "stop_token_ids", "bad_words")
-"""Fields that are lists in every VLLMParams, so that programs append to them."""
+"""Fields that are lists in every VLLMParams, so that programs can append to them."""
 
 
 class VLLMParams:
     """vLLM's SamplingParams.
 
     Raises:
-        RequestError: a value can't be obeyed, is out of range or of an unknown name.
+        RequestError: a value is not supported or out of range, or a name is unknown.
     """
 
-    # Why three: programs look into one of them for the names that they may give.
+    # Why three: programs inspect one of them for the allowed names.
     __struct_fields__ = tuple(DEFAULTS)
     __annotations__ = dict.fromkeys(DEFAULTS, Any)
     __signature__ = inspect.Signature(
@@ -88,24 +88,24 @@ class VLLMParams:
         return f"SamplingParams({', '.join(f'{n}={v!r}' for n, v in self._changed().items())})"
 
     def _changed(self) -> dict[str, Any]:
-        """What differs from the defaults, 1 and True told apart."""
+        """The values that differ from the defaults; 1 and True count as different."""
         defaults = DEFAULTS | {name: [] for name in LISTS}
         return {n: v for n, v in vars(self).items() if repr(v) != repr(defaults[n])}
 
     def clone(self) -> VLLMParams:
-        """A copy that changes for itself."""
+        """An independent copy."""
         return copy.deepcopy(self)
 
     @classmethod
     def from_optional(cls, **options: Any) -> VLLMParams:
-        """Parameters of options of which None asks for the default."""
-        none = {"max_tokens"} & options.keys()  # Why: here it is a value of its own.
+        """Creates parameters from options; None selects the default."""
+        none = {"max_tokens"} & options.keys()  # Why: here None is a value.
         return cls(**{n: v for n, v in options.items() if v is not None or n in none})
 
     def ours(self) -> SamplingParams:
-        """The same as the frozen parameters of `LLM`."""
+        """Converts to the frozen parameters of `LLM`."""
         options = self._changed()
-        options.pop("output_kind", None)  # Why: LLMEngine obeys it, and generate() is final.
+        options.pop("output_kind", None)  # Why: only LLMEngine uses it; generate() is final.
         if {"guided_decoding", "structured_outputs"} <= options.keys():
             raise RequestError("guided_decoding is structured_outputs: give one of them")
         asked = options.pop("guided_decoding", None) or options.get("structured_outputs")
@@ -118,10 +118,10 @@ class VLLMParams:
 
 @dataclass
 class VLLMForm:
-    """vLLM's StructuredOutputsParams, and the GuidedDecodingParams of its older versions.
+    """vLLM's StructuredOutputsParams, and the GuidedDecodingParams of older versions.
 
-    `json` may be a Pydantic class too, which stands for its schema. llguidance compiles every form,
-    whatever `backend` is.
+    `json` may also be a Pydantic class, which is replaced by its schema. llguidance compiles all
+    formats, whatever `backend` is.
     """
 
     json: Any = None
@@ -146,22 +146,22 @@ class VLLMForm:
 
     @classmethod
     def from_optional(cls, **options: Any) -> VLLMForm | None:
-        """The form that is asked for; None if none is."""
+        """The requested format; None if there is none."""
         given = {name: value for name, value in options.items() if value is not None}
         return cls(**given) if given.keys() - {"backend", "whitespace_pattern"} else None
 
     def ours(self) -> StructuredOutputs:
-        """The same as the form of `SamplingParams`."""
+        """Converts to the format in `SamplingParams`."""
         given = {**vars(self), "backend": None}
         return StructuredOutputs(**{n: v for n, v in given.items() if v not in (None, False)})
 
 
 @dataclass
 class VLLMPooler:
-    """vLLM's PoolerConfig: what the pooling of an LLM is where a call says nothing.
+    """vLLM's PoolerConfig: an LLM's default pooling parameters.
 
     Raises:
-        RequestError: it asks for a pooling that is not implemented.
+        RequestError: the pooling is not implemented.
     """
 
     task: str | None = None
@@ -178,7 +178,7 @@ class VLLMPooler:
         self.ours()
 
     def ours(self) -> PoolingParams:
-        """The same as the parameters of a call; `encode` alone gives those of all tokens."""
+        """Converts to the parameters of a call; only `encode` returns all tokens' results."""
         if self.task not in (None, *TASKS):
             raise RequestError(f"task must be one of {', '.join(TASKS)}, got {shown(self.task)}")
         if self.tok_pooling_type not in (None, "ALL"):
@@ -191,7 +191,7 @@ class VLLMPooler:
 
 
 def ours(params: Any) -> Any:
-    """Parameters of a call, one or a list of them, as `LLM.generate` takes them."""
+    """Converts parameters of a call, one or a list of them, for `LLM.generate`."""
     if isinstance(params, VLLMParams):
         return params.ours()
     return [ours(one) for one in params] if isinstance(params, list | tuple) else params

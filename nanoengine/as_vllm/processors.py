@@ -1,13 +1,13 @@
 """vLLM's logits processors: classes whose objects edit the logits of a whole batch.
 
-    update_state(BatchUpdate)  which request has which index, when that has changed; else None
-    apply(logits)              [requests, V], a row for each index
+    update_state(BatchUpdate)  which request has which index, if that has changed; else None
+    apply(logits)              [requests, V], one row per index
 
-`stages` makes stages of the engine (runner/sampling/logits_processors.py) of what
-`LLM(logits_processors=...)` is given. Such a stage keeps the indices, as vLLM's batch does: a
-request that ends leaves a gap, a new one fills it, and moves bring the others to the rows that they
-have in a step. What a grammar drafts is a request for that step: an edit must follow from
-parameters, prompt and output alone.
+`stages` converts `LLM(logits_processors=...)` to the engine's logits processors
+(runner/sampling/logits_processors.py). They keep indices like vLLM's batch: a finished request
+leaves a gap, a new one fills it, and moves put the others to their rows in a step. A grammar's
+drafts are separate requests in a step, so an edit must depend on parameters, prompt and output
+only.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from nanoengine.features.processors import ShownIds, takes_prompt
 
 
 class MoveDirectionality(enum.Enum):
-    """Whether a request moves to a free index, or two change places."""
+    """Whether a request moves to a free index, or two requests are swapped."""
 
     UNIDIRECTIONAL, SWAP = range(2)
 
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """What has changed, in this order.
+    """The changes of a batch, in the order of these fields.
 
     Attributes:
-        batch_size: requests after it.
+        batch_size: number of requests after the changes.
         removed: indices; added: index, parameters, prompt ids and the list of output ids, which
-            grows; moved: from, to, and whether what is there goes back.
+            grows; moved: from, to, and whether the two are swapped.
     """
 
     batch_size: int
@@ -49,11 +49,11 @@ class BatchUpdate:
 
 
 class VLLMProcessor(ABC):
-    """vLLM's LogitsProcessor: what a program derives its own from."""
+    """vLLM's LogitsProcessor: the base class of programs' processors."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError for parameters of a request that it can't obey."""
+        """Raises ValueError for a request's parameters that it does not support."""
         return None
 
     @abstractmethod
@@ -61,33 +61,33 @@ class VLLMProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether greedy rows may go without it; here they go with it."""
+        """Whether vLLM may skip it for greedy rows; here it is always applied."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Before each `apply`."""
+        """Called before each `apply`."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """The edited logits, which may be the same tensor."""
+        """Returns the edited logits, which may be the same tensor."""
 
 
 class AdapterLogitsProcessor(VLLMProcessor):
-    """Functions of one request, for the requests that have one."""
+    """Applies functions of single requests, for the requests that have one."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
 
     @abstractmethod
     def new_req_logits_processor(self, params: Any) -> Callable[..., torch.Tensor] | None:
-        """The function of a request, of output ids, or of prompt and output ids, and logits."""
+        """A request's function of output ids, or of prompt and output ids, and logits."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Keeps a function for each index."""
+        """Keeps one function per index."""
         process_dict_updates(self.req_info, batch_update, self._bound)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Each function on its row."""
+        """Applies each function to its row."""
         for index, function in self.req_info.items():
             logits[index] = function(logits[index])
         return logits
@@ -103,8 +103,10 @@ class AdapterLogitsProcessor(VLLMProcessor):
 def process_dict_updates(
     req_entries: dict[int, Any], batch_update: BatchUpdate | None, new_state: Callable[..., Any]
 ) -> bool:
-    """Brings a dict by index up to date; `new_state` gives an entry or None, of parameters, prompt
-    and output ids. Returns whether something may have changed."""
+    """Updates a dict by index; returns whether anything may have changed.
+
+    `new_state` returns an entry or None for parameters, prompt ids and output ids.
+    """
     if batch_update is None:
         return False
     for index in batch_update.removed:
@@ -120,7 +122,7 @@ def process_dict_updates(
 
 
 def stages(given: Iterable[Any], device: str | None) -> list[Any]:
-    """Logits processors with stages in the place of vLLM's classes, and of names of such."""
+    """Wraps vLLM's classes, or their import names, among logits processors; keeps the others."""
     found = [pkgutil.resolve_name(one) if isinstance(one, str) else one for one in given]
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = absent("vllm_config", "the keyword arguments of LLM are the configuration")
@@ -133,10 +135,10 @@ def stages(given: Iterable[Any], device: str | None) -> list[Any]:
 
 
 class Batched:
-    """A stage around an object of a processor's class.
+    """Wraps an object of a vLLM class as a logits processor of the engine.
 
     Attributes:
-        requests: those of the step before, by index.
+        requests: the requests of the previous step, by index.
     """
 
     def __init__(self, processor: VLLMProcessor) -> None:
@@ -144,17 +146,17 @@ class Batched:
         self.requests: list[ShownIds] = []
 
     def admit(self, sequence: AdmittedSequence) -> ShownIds:
-        """Every row has a state: the processor sees all requests."""
+        """Every row has a state, because the processor handles all requests."""
         self.processor.validate_params(sequence.params)
         return ShownIds.to(sequence.params, sequence)
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ShownIds]) -> None:
-        """Tells what has changed, and edits the lines."""
+        """Reports the changes to the processor, and applies it to the rows `lines`."""
         self.processor.update_state(self._arrange(states))
         logits[list(lines)] = self.processor.apply(logits[list(lines)])
 
     def _arrange(self, states: Sequence[ShownIds]) -> BatchUpdate | None:
-        """Brings each request to the index that it has among `states`."""
+        """Moves each request to its index among `states`; returns the changes."""
         held = set(states)
         now, added, moved = [one if one in held else None for one in self.requests], [], []
         for state in held.difference(self.requests):

@@ -1,6 +1,6 @@
-"""WHAT to run: sequences, blocks, admission, preemption, the plan of a step. Ints, no torch.
+"""What to run: sequences, blocks, admission, preemption and the plan of a step. No torch.
 
-Reading order, the plain way: `layout`, `sequence`, `prefixes`, `block_pool`, `prefix_cache`,
-`block_manager`, `plan`, `scheduler` with its `waiting` queue and `row_allocator`. Then what is
-special: `extras` and `forks`, `policies`, `groups/`, `tiers/`, `checks`.
+Read the common path first: `layout`, `sequence`, `prefixes`, `block_pool`, `prefix_cache`,
+`block_manager`, `plan`, and `scheduler` with its `waiting` queue and `row_allocator`. Then read
+what fewer requests need: `speculation` and `forks`, `policies`, `groups/`, `tiers/`, `checks`.
 """

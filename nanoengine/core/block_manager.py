@@ -1,16 +1,17 @@
-"""BlockManager: gives sequences their blocks: `allocate`, `may_append`, `deallocate`.
+"""BlockManager: allocates KV blocks to sequences: `allocate`, `may_append`, `deallocate`.
 
     admission   can_allocate -> OK / LATER / NEVER, with the longest cached prefix
                 allocate     -> the table begins with the cached prefix, fresh blocks follow
-    each step   catch_up     -> blocks that another sequence has filled meanwhile are taken over
-                may_append   -> room for the step's tokens; copy-on-write where a block is shared
-    the end     deallocate   -> tail first, so that long prefixes stay longest
+    each step   catch_up     -> replaces blocks by equal ones that another sequence has filled
+                may_append   -> allocates blocks for the step's tokens; copies shared blocks
+    the end     deallocate   -> frees blocks tail first, so that long prefixes stay cached longest
 
-A block table lists the blocks of a sequence in order. The PrefixCache says what is cached and
-where; this file keeps the tables. It writes every change of a table to `updates` and every copy of
-a block to `copies`, and the Scheduler moves both into the StepPlan.
+A block table lists the blocks of a sequence in order. The PrefixCache knows which blocks are
+cached; this file keeps the tables. Each change of a table is added to `updates` and each copy of a
+block to `copies`. The Scheduler moves both into the StepPlan.
 
-Special: groups/manager.py (windows, states: several tables a sequence), forks.py (shared tables).
+See also groups/manager.py (windows, recurrent states: several tables per sequence) and forks.py
+(shared tables).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Verdict(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Admission:
-    """The answer of `can_allocate`: a verdict, and what `allocate` needs to carry it out.
+    """The result of `can_allocate`: a verdict and the arguments of `allocate`.
 
-    `num_needed_blocks` are taken from the free ones: fresh blocks, and those of the cached prefix
-    that nobody uses. They suffice for chunks of up to `max_chunk` tokens.
+    `num_needed_blocks` counts the free blocks that are used: fresh blocks, and blocks of the cached
+    prefix with reference count 0. They suffice for chunks of up to `max_chunk` tokens.
     """
 
     verdict: Verdict
@@ -49,17 +50,17 @@ class Admission:
 
 
 class BlockManager:
-    """The block tables of all sequences over one pool, one table each.
+    """The block tables of all sequences, one table per sequence, over one pool.
 
     Args:
         layout: the KV cache that the executor has allocated.
-        prefix_cache: finds cached blocks; None makes one without tiers below the device.
+        prefix_cache: finds cached blocks; None creates one without tiers below the device.
         watermark_frac: share of the blocks that admission leaves free while sequences run.
-        max_chunk: most tokens that a sequence computes in one step.
+        max_chunk: maximum number of tokens that a sequence computes in one step.
         chunked: whether a prompt may be computed in smaller chunks.
 
     Attributes:
-        pool: the device's blocks; the prefix cache has the same object.
+        pool: the device's blocks; the same object as the prefix cache's `pool`.
         updates: changes of block tables since the last plan.
         copies: copies of blocks since the last plan.
     """
@@ -86,7 +87,7 @@ class BlockManager:
     # --- admission ----------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of this length holds."""
+        """Number of blocks that a sequence of this length needs."""
         return -(-num_tokens // self.block_size)
 
     def can_ever_allocate(self, num_tokens: int) -> bool:
@@ -94,19 +95,19 @@ class BlockManager:
         return self.chunk_for(num_tokens, self.num_watermark_blocks) > 0
 
     def chunk_for(self, num_tokens: int, num_kept: int) -> int:
-        """The largest chunk with which a sequence of this length fits all but `num_kept` blocks; 0
-        if it fits with none."""
+        """The largest chunk size at which a sequence of this length fits into all but `num_kept`
+        blocks; 0 if it does not fit at any chunk size."""
         fits = self.num_blocks_for(num_tokens) <= self.pool.num_usable - num_kept
         return self.max_chunk if fits else 0
 
     def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
-        """Finds the longest cached prefix and says whether the rest fits. Takes no block.
+        """Finds the longest cached prefix and checks whether the rest fits. Allocates nothing.
 
-        NEVER: the whole pool less the watermark is too small. OK: the free blocks suffice, and what
-        is left of them covers the watermark, unless `keep_watermark` is False. LATER: they don't
-        yet, or a tier is reading blocks for the sequence; this call may have started the reads.
+        NEVER: the whole pool minus the watermark is too small. OK: the free blocks suffice, and the
+        remaining free blocks cover the watermark, unless `keep_watermark` is False. LATER: they do
+        not suffice yet, or a tier is reading blocks of the sequence. This call may start the reads.
 
-        A sequence that was preempted may use the watermark as well, because it had grown into it.
+        A preempted sequence may also use the watermark, because it had grown into it.
         """
         num_kept = 0 if seq.num_preempted_tokens else self.num_watermark_blocks
         chunk = self.chunk_for(seq.num_tokens, num_kept)
@@ -127,11 +128,12 @@ class BlockManager:
         )
 
     def num_fresh_blocks(self, seq: Sequence, prefix: CachedPrefix, chunk: int) -> int:
-        """Blocks behind a cached prefix, for a sequence that is computed in such chunks."""
+        """Blocks that are allocated after the cached prefix, for chunks of this size."""
         return self.num_blocks_for(seq.num_tokens) - prefix.num_blocks
 
     def allocate(self, seq: Sequence, admission: Admission) -> None:
-        """Gives an admitted sequence its cached prefix, and fresh blocks for its other tokens."""
+        """Assigns the cached prefix to an admitted sequence, and fresh blocks for its other
+        tokens."""
         assert admission.verdict is Verdict.OK, seq
         assert not seq.block_tables, seq
         # Why the cached prefix first: a fresh block must not evict one of its blocks.
@@ -145,7 +147,7 @@ class BlockManager:
         self.prefix_cache.count_admission(seq, admission.num_cached_tokens)
 
     def fill_tables(self, seq: Sequence, admission: Admission) -> None:
-        """Adds the fresh blocks that an admitted sequence starts with."""
+        """Allocates the fresh blocks that an admitted sequence starts with."""
         [table] = seq.block_tables
         table += self.pool.allocate(self.num_blocks_for(seq.num_tokens) - len(table))
 
@@ -154,10 +156,10 @@ class BlockManager:
     def catch_up(self, seq: Sequence) -> None:
         """Replaces a sequence's next blocks by equal ones that another sequence has filled.
 
-        Equal prompts that are prefilled side by side in chunks would each compute every block.
-        Instead, before its next chunk a sequence takes over the blocks that the other has filled,
-        those of the step being planned included, and frees its own unwritten ones. The prompts thus
-        take turns, and each block is computed once.
+        Equal prompts that are prefilled concurrently in chunks would each compute every block.
+        Instead, before its next chunk a sequence uses the blocks that the other one has filled,
+        including blocks that the step being planned fills, and frees its own unwritten ones. The
+        prompts thus alternate, and each block is computed once.
         """
         filled = self.prefix_cache.find_filled(seq)
         if not filled[0]:
@@ -176,11 +178,10 @@ class BlockManager:
         seq.num_registered_blocks = end
 
     def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Makes room for the next tokens of a running sequence; False if blocks are lacking.
+        """Allocates blocks for the next tokens of a running sequence; False if too few are free.
 
-        Most steps allocate nothing: a new block is due only when the tokens pass a block boundary.
-        A block that is shared with a fork is replaced by a copy before it is written
-        (copy-on-write).
+        Most steps allocate nothing: a new block is needed only when the tokens cross a block
+        boundary. A block that is shared with a fork is copied before it is written (copy-on-write).
         """
         [table] = seq.block_tables
         partial, offset = divmod(seq.num_computed_tokens, self.block_size)
@@ -197,7 +198,7 @@ class BlockManager:
         return True
 
     def copy_on_write(self, seq: Sequence, index: int, position: int, new: int) -> None:
-        """Has a shared block copied to a `new` one, which takes its place in one table."""
+        """Schedules a copy of a shared block to `new`, and replaces the block in one table."""
         table = seq.block_tables[index]
         shared, table[position] = table[position], new
         self.pool.free([shared])
@@ -205,12 +206,12 @@ class BlockManager:
         self.updates.append(TableUpdate(seq.row, index, position, (new,)))
 
     def slots_ready_until(self, seq: Sequence) -> int:
-        """A decode that starts before this position needs neither `may_append` nor `register`.
+        """Decodes that start before this position need neither `may_append` nor `register`.
 
-        Asked right after `may_append`, when the block under way is this sequence's alone. Its last
-        slot is left out, because the token there fills the block, which must then be registered;
-        refused drafts may have left empty blocks behind it. 0: a full block is not registered yet,
-        since where steps overlap its last token comes a step later.
+        Called right after `may_append`, when the last block belongs to this sequence alone. The
+        block's last slot is excluded: the token there fills the block, which must then be
+        registered. Rejected drafts may have left empty blocks after it. Returns 0 if a full block
+        is not registered yet: with overlapping steps its last token arrives one step later.
         """
         num_full = seq.num_computed_tokens // self.block_size
         if num_full > seq.num_registered_blocks and self.prefix_cache.enabled:
@@ -224,16 +225,16 @@ class BlockManager:
     # --- ends ---------------------------------------------------------------------------------
 
     def deallocate(self, seq: Sequence) -> None:
-        """Frees a sequence's blocks, tail first; full ones stay cached until they are evicted."""
+        """Frees a sequence's blocks, tail first; full blocks stay cached until they are evicted."""
         self.pool.free(reversed(seq.block_tables[0]))
         self.forget(seq)
 
     def forget(self, seq: Sequence) -> None:
-        """Empties a sequence's tables, and takes back what the next plan was to say of them.
+        """Empties a sequence's tables, and removes its updates from the next plan.
 
-        Frees no block: after a failed step their counts can't be trusted.
+        Frees no block: after a failed step the reference counts may be wrong.
         """
-        if self.updates:  # Why: a sequence that is preempted after it has grown has no row now.
+        if self.updates:  # Why: a sequence that grew and was then preempted has no row.
             self.updates = [update for update in self.updates if update.row != seq.row]
         seq.block_tables = []
         seq.num_dropped_blocks = []
@@ -241,6 +242,6 @@ class BlockManager:
         seq.slots_ready_until = 0
 
     def discard_all(self) -> None:
-        """Starts from an empty pool, because after a failed step no count can be trusted."""
+        """Starts with an empty pool, because after a failed step reference counts may be wrong."""
         self.updates, self.copies = [], []
         self.prefix_cache.discard_all()

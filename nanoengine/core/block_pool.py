@@ -1,4 +1,4 @@
-"""BlockPool: who uses each KV block, what it holds, and which block is handed out next. Ints only.
+"""BlockPool: reference counts, content and the order of eviction of all KV blocks. Ints only.
 
     block 0        the null block: a placeholder, never allocated, indexed or freed
     active         reference count > 0
@@ -12,9 +12,9 @@
       ▲                                        │ evict (in allocate, when no block is empty)
       └────────────────────────────────────────┘
 
-Device, host and disk each have a pool of this class; only what moves the bytes differs. Called by
-the BlockManager and the PrefixCache; knows nothing of sequences.
-Special: groups/pool.py (states, whose size is another, in a queue of their own).
+Device, host and disk each have a pool of this class; only the code that moves the bytes differs.
+Called by the BlockManager and the PrefixCache; does not know sequences.
+See also groups/pool.py (recurrent states, which have another size and their own queue).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NULL_BLOCK = 0
 
 
 class Block:
-    """One block: how many use it and, once it is full, what it holds.
+    """One block: its reference count and, once it is full, its content.
 
     Attributes:
-        ref_count: how many block tables, or copies under way, refer to it.
-        prefix: its indexed content, its tokens and all before them; None without.
+        ref_count: number of block tables, or copies in progress, that refer to it.
+        prefix: its indexed content: its tokens and all tokens before them; None if not indexed.
         group: the KV group whose layers filled it.
-        queue: where it waits while it is free.
-        before, after: its neighbours there.
+        queue: the queue that holds it while it is free.
+        before, after: its neighbours in the queue.
     """
 
     __slots__ = ("after", "before", "block_id", "group", "prefix", "queue", "ref_count")
@@ -56,8 +56,8 @@ class Block:
 
 
 class Queue:
-    """The free ones of `num_blocks` blocks of one size: a linked ring that starts and ends at
-    `end`, the empty blocks, then the cached ones, oldest first."""
+    """The free blocks among `num_blocks` blocks of one size: a linked ring that starts and ends at
+    `end`: first the empty blocks, then the cached ones, oldest first."""
 
     __slots__ = ("end", "num_blocks", "num_empty", "num_free")
 
@@ -66,7 +66,7 @@ class Queue:
         self.num_blocks = self.num_free = self.num_empty = num_blocks
 
     def counts(self) -> dict[str, int]:
-        """Empty, cached and active blocks, together `num_blocks`."""
+        """Numbers of empty, cached and active blocks; they add up to `num_blocks`."""
         return {
             "empty": self.num_empty,
             "cached": self.num_free - self.num_empty,
@@ -75,15 +75,15 @@ class Queue:
 
 
 class BlockObserver(Protocol):
-    """Watches what blocks hold; it may not change anything."""
+    """Observes the content of blocks; it may not change anything."""
 
     def on_block(self, event: str, block: Block) -> None:
         """Called for each event, in causal order.
 
         stored    the block's content is indexed and may be hit
-        freed     nobody uses the block any more; it keeps its content
+        freed     the reference count has become 0; the block keeps its content
         reused    a hit has revived the block
-        removed   the block is about to lose its content; it still has it during this call
+        removed   the block is about to lose its content; it still has the content during this call
         cleared   all blocks have lost their content; `block` is the null block
         """
 
@@ -91,8 +91,8 @@ class BlockObserver(Protocol):
 class BlockPool:
     """A fixed number of blocks with reference counts, a content index and an LRU queue.
 
-    A pool has up to a million blocks, so no operation may walk them: each takes O(1) time a block,
-    and one call serves all blocks of a table.
+    A pool has up to a million blocks, so no operation may iterate over them: each takes O(1) time
+    per block, and one call handles all blocks of a table.
     Source: vLLM v1's block pool (null block, linked queue, cached free blocks).
 
     >>> from nanoengine.core.prefixes import pack
@@ -110,7 +110,7 @@ class BlockPool:
 
     Attributes:
         num_evicted: cached blocks that lost their content because `allocate` needed them.
-        index: for each group, content -> a block that holds it; `duplicates`: the other blocks.
+        index: per group, content -> a block that holds it; `duplicates`: the other blocks.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
@@ -127,15 +127,15 @@ class BlockPool:
         self._add(self._kv)
         self.num_evicted = 0
         self.index: list[dict[Prefix, int]] = [{} for _ in range(self.num_groups)]
-        # Why: two sequences may compute one content at the same time, and no table is changed
-        # afterwards. Content -> the blocks that hold it besides the one in the index.
+        # Why: two sequences may compute the same content at the same time, and their tables are not
+        # changed afterwards. Content -> all blocks that hold it, except the one in the index.
         self.duplicates: dict[tuple[int, Prefix], list[int]] = {}
-        # Digests of content evicted lately: up to one a block, and as many before those.
+        # Digests of content evicted recently: up to one per block, and as many before those.
         self._evicted: set[bytes] = set()
         self._evicted_before: set[bytes] = set()
 
     def _add(self, queue: Queue) -> None:
-        """Adds the blocks of a queue, all empty, behind those there are."""
+        """Appends the blocks of a queue, all of them empty, to the pool."""
         first = len(self.blocks)
         self.queues.append(queue)
         self.blocks += [Block(first + i, queue) for i in range(queue.num_blocks)]
@@ -146,29 +146,30 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """All KV blocks but the null block."""
+        """All KV blocks except the null block."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """KV blocks that `allocate` can hand out now, empty and cached."""
+        """KV blocks that `allocate` can return now, empty and cached."""
         return self._kv.num_free
 
     @property
     def num_active(self) -> int:
-        """Blocks that somebody uses."""
+        """Blocks with a reference count above 0."""
         return sum(queue.num_blocks - queue.num_free for queue in self.queues)
 
     def counts(self) -> dict[str, int]:
-        """Empty, cached and active blocks, together `num_usable`."""
+        """Numbers of empty, cached and active blocks; they add up to `num_usable`."""
         return self._kv.counts()
 
     # --- life of a block ----------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """Hands out `count` blocks with one reference each: empty ones, then the oldest cached.
+        """Allocates `count` blocks with one reference each: empty ones first, then the oldest
+        cached.
 
-        The caller compares `num_free` first; to run out of blocks here is a bug.
+        The caller checks `num_free` before; too few free blocks here are a bug.
         """
         return self._take(self._kv, count)
 
@@ -208,10 +209,10 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drops a reference of each block, in the given order; skips null entries.
+        """Drops one reference of each block, in the given order; skips null entries.
 
-        Callers pass a table tail first, because blocks are evicted in the order they are freed: the
-        beginning of a prompt, which others are likely to share, then stays longest.
+        Callers pass a table tail first, because blocks are evicted in the order they are freed. The
+        start of a prompt, which other prompts are likely to share, is thus evicted last.
 
         Raises:
             ValueError: a block is free already.
@@ -238,7 +239,7 @@ class BlockPool:
                 raise ValueError(f"{block} is freed twice")
 
     def _push_empty(self, block: Block) -> None:
-        """Puts a block without content to the head of its queue."""
+        """Puts a block without content at the head of its queue."""
         end = block.queue.end
         first = end.after
         block.before, block.after = end, first
@@ -250,7 +251,8 @@ class BlockPool:
     def register(
         self, block_ids: Sequence[int], group: int, prefixes: Sequence[Prefix]
     ) -> list[Block]:
-        """Indexes what full, active blocks hold; returns the blocks that were not indexed before.
+        """Indexes the content of full, active blocks; returns the blocks that were not indexed
+        before.
 
         Skips null entries.
         """
@@ -272,20 +274,20 @@ class BlockPool:
         return fresh
 
     def lookup(self, group: int, prefix: Prefix) -> int | None:
-        """A block with this content, active or cached; None if there is none. Changes nothing."""
+        """A block with this content, active or cached; None if there is none."""
         return self.index[group].get(prefix)
 
     def lookup_all(self, group: int, prefixes: Iterable[Prefix]) -> list[int]:
-        """For each of these contents a block that holds it, or the null block."""
+        """Per content: a block that holds it, or the null block."""
         return list(map(self.index[group].get, prefixes, repeat(NULL_BLOCK)))
 
     def num_cached(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks, all found by a lookup or null, nobody uses."""
+        """How many of these blocks, all found by a lookup or null, have reference count 0."""
         blocks = self.blocks
         return [blocks[i].ref_count for i in block_ids if i != NULL_BLOCK].count(0)
 
     def next_evicted(self, count: int) -> list[int]:
-        """The cached blocks of each size that `count` allocations would evict next, in order."""
+        """The cached blocks per queue that the next `count` allocations would evict, in order."""
         block_ids = []
         for queue in self.queues:
             block = queue.end
@@ -296,7 +298,7 @@ class BlockPool:
         return block_ids
 
     def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the content of those of the blocks that are cached; returns how many were."""
+        """Drops the content of the cached blocks among these; returns how many were cached."""
         evicted = 0
         for block_id in block_ids:
             block = self.blocks[block_id]
@@ -309,10 +311,10 @@ class BlockPool:
         return evicted
 
     def reset(self) -> bool:
-        """Drops all indexed content; refuses (False) while any block is active."""
+        """Drops all indexed content; returns False and changes nothing while a block is active."""
         if self.num_active:
             return False
-        # Why set aside: observers are told once, not for each block.
+        # Why: observers are notified once, not once per block.
         observers, self.observers = self.observers, []
         self.evict(self.next_evicted(len(self.blocks)))
         self._evicted, self._evicted_before = set(), set()
@@ -321,12 +323,13 @@ class BlockPool:
         return True
 
     def clear(self) -> None:
-        """Makes all blocks empty, used ones as well; for counts that can't be trusted any more."""
+        """Makes all blocks empty, also active ones, because reference counts may be wrong."""
         self._make_blocks()
         self._tell("cleared", self.blocks[NULL_BLOCK])
 
     def was_evicted(self, digest: bytes) -> bool:
-        """True if content of this digest was evicted lately: a larger pool would still have it."""
+        """True if content with this digest was evicted recently; a larger pool would have kept
+        it."""
         return digest in self._evicted or digest in self._evicted_before
 
     def _tell(self, event: str, block: Block) -> None:
@@ -334,7 +337,7 @@ class BlockPool:
             observer.on_block(event, block)
 
     def _drop_content(self, block: Block) -> None:
-        """Drops the content of a block that nobody uses, and remembers that it was evicted."""
+        """Drops the content of a block with reference count 0, and records its eviction."""
         prefix, group, duplicates = block.prefix, block.group, self.duplicates
         assert prefix is not None, block
         if self.observers:
@@ -353,7 +356,7 @@ class BlockPool:
             self._evicted, self._evicted_before = set(), self._evicted
 
     def __str__(self) -> str:
-        """One character a block: `0` null, `.` empty, `c` cached, then the reference count."""
+        """One character per block: `0` null, `.` empty, `c` cached, else the reference count."""
         marks = [("c" if b.prefix else ".") if not b.ref_count else str(min(b.ref_count, 9))
                  for b in self.blocks[1:]]  # fmt: skip
         return "".join(["0", *marks])

@@ -1,12 +1,12 @@
-"""The invariants of the core, walked and asserted: `debug_checks=True` does so after each step.
+"""Invariants of the core, checked by assertions after each step with `debug_checks=True`.
 
     check           queue, rows and blocks of a scheduler agree
     check_manager   the block tables of sequences and the pool agree
     check_pool      I1 free + used + null = total   I2 a count is the number of table entries
-                    I3 free if and only if count 0  I4 the index names what blocks hold
+                    I3 free if and only if count 0  I4 the index matches the blocks' content
                     I6 the null block is never allocated, indexed or freed
 
-All of them raise AssertionError. Called by `LLMEngine` and by tests; nothing here is loaded else.
+All of them raise AssertionError. Called by `LLMEngine` and by tests.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def check(scheduler: Scheduler) -> None:
 
 
 def check_manager(manager: BlockManager, sequences: list[Sequence]) -> None:
-    """Checks that these sequences' tables, all there are, and the pool agree."""
+    """Checks that these tables and the pool agree; `sequences` are all that have blocks."""
     cache, groups = manager.prefix_cache, manager.layout.groups
     check_pool(cache.pool, [table for seq in sequences for table in seq.block_tables])
     for seq in sequences:
         for index, table in enumerate(seq.block_tables):
             dropped = seq.num_dropped_blocks[index] if seq.num_dropped_blocks else 0
             if groups[index].snapshot_every is not None:
-                dropped = -1  # of a state's table only the last entry must be there
+                dropped = -1  # only the last entry of a state's table must be set
             assert NULL_BLOCK not in table[dropped:], seq
             assert len(table) * manager.block_size >= seq.num_computed_tokens, seq
             # Invariant I4: a table's indexed blocks hold the sequence's own prefixes.
@@ -53,10 +53,10 @@ def check_manager(manager: BlockManager, sequences: list[Sequence]) -> None:
 
 
 def check_pool(pool: BlockPool, tables: Iterable[Iterable[int]] | None = None) -> None:
-    """Walks all blocks of a pool.
+    """Checks all blocks of a pool.
 
     Args:
-        tables: all lists that hold references, to compare the counts with; None: not compared.
+        tables: all lists that hold references; None skips the comparison with the counts.
     """
     num_free = sum(map(_check_queue, pool.queues))
     # Invariant I6: the null block is never allocated, indexed or freed.
@@ -87,10 +87,10 @@ def check_pool(pool: BlockPool, tables: Iterable[Iterable[int]] | None = None) -
 
 
 def _check_queue(queue: Queue) -> int:
-    """Walks one queue; returns its length."""
+    """Checks one queue; returns its length."""
     free: list[Block] = []
     block = queue.end.after
-    # Invariant I1: free + used + null = total, each block in one place.
+    # Invariant I1: free + used + null = total; each block is in one queue, once.
     while block is not queue.end and len(free) <= queue.num_free:
         assert block.before.after is block and block.after.before is block, block
         assert block.queue is queue, block

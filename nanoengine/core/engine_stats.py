@@ -1,7 +1,7 @@
-"""EngineInfo: what was discovered at start. EngineStats: what has been counted since.
+"""EngineInfo: what was determined at start. EngineStats: the counters since then.
 
-Values, read by people, benchmarks and tests. `build.py` makes the first, `LLMEngine.stats` the
-second.
+Both are values for users, benchmarks and tests. `build.py` creates EngineInfo, and
+`LLMEngine.stats` creates EngineStats.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What was discovered when the engine started; sizes in bytes, times in seconds.
+    """What was determined when the engine started; sizes in bytes, times in seconds.
 
-    `max_model_len` is the effective one; `memory_plan` a text for people; `generation_defaults`
-    the sampling values of the model's generation_config.json. `quantization` says how linear layers
-    are held, and `weight_bits` in how many bits a weight; None: in floats of `dtype`. `products`
-    says on a GPU how many matrices are multiplied in which way, a line a kind.
+    `max_model_len` is the effective one. `memory_plan` is a text for users. `generation_defaults`
+    are the sampling values of the model's generation_config.json. `quantization` is the format of
+    the linear layers, and `weight_bits` the bits per weight; None: floats of `dtype`. `products`
+    lists, on a GPU, how many matrices are multiplied by which kernel, one line per kind.
     """
 
     model_name: str
@@ -50,11 +50,11 @@ class EngineInfo:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats(SchedulerStats):
-    """Counters since the start, the scheduler's among them, and block counts now.
+    """Counters since the start, including the scheduler's, and current block counts.
 
-    `cache_recent_hit_rate` looks back on 1,000 admissions; `cache_readmit_*` are sequences that
-    came back from preemption; `cache_misses` counts reasons (see `CacheStats`); `waste_slots` are
-    allocated to running sequences and hold no token (yet).
+    `cache_recent_hit_rate` covers the last 1,000 admissions. `cache_readmit_*` count sequences
+    that were readmitted after preemption. `cache_misses` counts reasons (see `CacheStats`).
+    `waste_slots` are allocated to running sequences and hold no token (yet).
     """
 
     num_waiting: int
@@ -74,7 +74,7 @@ class EngineStats(SchedulerStats):
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineStats:
-        """The counts of a scheduler, its blocks and its cache."""
+        """The counters of a scheduler, its blocks and its prefix cache."""
         manager, cache = scheduler.block_manager, scheduler.block_manager.prefix_cache
         counts: dict[str, Any] = {
             field.name: getattr(cache.stats, field.name.removeprefix("cache_"))

@@ -1,4 +1,4 @@
-"""Forks: a request's sequences part, and a `TokenChooser` decides what each of them goes on with.
+"""Forks: several sequences per request, and next tokens that a `TokenChooser` selects.
 
     n > 1      the step that ends a prompt ─► n - 1 forks, which sample from the same logits
     fork       between two steps ─► a copy that shares all blocks of its parent
@@ -6,8 +6,8 @@
                                        append_token, fork, drop, finish ◄─┘ ─► the next step
 
 A sequence whose tokens are all computed awaits a choice: the Scheduler's formula gives it 0 tokens,
-so it keeps its row and its blocks until it is given a token. If it is preempted meanwhile it is
-parked, outside of the queue, because there is nothing to compute for it yet.
+so it keeps its row and its blocks until it gets a token. If it is preempted in this state, it is
+parked outside the queue, because there is nothing to compute for it yet.
 
 Part of the Scheduler, which owns the queue, the rows and the list of running sequences.
 """
@@ -25,13 +25,13 @@ from nanoengine.core.sequence import Extras, Request, Sequence, Status
 
 
 class Forks:
-    """What several sequences of one request need; the `SequenceMoves` of a `TokenChooser`.
+    """Handles several sequences per request; the `SequenceMoves` of a `TokenChooser`.
 
     Args:
-        scheduler: whose queue, rows, blocks and running sequences these are.
+        scheduler: owns the queue, rows, blocks and running sequences.
 
     Attributes:
-        undecided: requests whose chooser has something new to look at.
+        undecided: requests that have new choices for their chooser.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -41,21 +41,21 @@ class Forks:
     # --- n > 1 --------------------------------------------------------------------------------
 
     def num_rows_due(self, seq: Sequence) -> int:
-        """Rows to keep for forks at the end of this prompt: one each, as far as there are any."""
+        """Rows to reserve for forks at the end of this prompt, limited by the number of rows."""
         num_rows = self.scheduler.max_num_seqs
         return min(seq.request.num_forks_due, num_rows - 1) if seq.index == 0 else 0
 
     def are_due(self, seq: Sequence) -> bool:
-        """True if more sequences are to be forked from this one, at the end of its prompt."""
+        """True if more sequences are forked from this one at the end of its prompt."""
         return seq.index == 0 and seq.request.num_forks_due > 0
 
     def fork_prompt(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
-        """Gives a request its other n - 1 sequences: they sample from the parent's logits.
+        """Creates a request's other n - 1 sequences, which sample from the parent's logits.
 
-        Those that there are no rows for wait, and compute the end of the prompt once more: a token
-        depends on seed, position and logits alone, so it is the same one.
+        Sequences without a free row wait, and compute the end of the prompt again. They get the
+        same tokens, because a token depends only on seed, position and logits.
         """
-        # Why indices below those of any other fork: who stands between may not preempt them.
+        # Why lower indices than any other fork's: a sequence between them may not preempt them.
         num_placed = self.num_rows_due(parent)
         while parent.request.num_forks_due:
             child = self._make_child(parent, parent.params.n - parent.request.num_forks_due)
@@ -72,23 +72,23 @@ class Forks:
     # --- between steps ------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, next_token_id: int | None = None) -> Sequence:
-        """A new sequence of the same request that goes on from the parent's tokens.
+        """Creates a sequence of the same request that continues the parent's tokens.
 
-        It shares all blocks of a parent that runs; the first of them to write into the shared last
-        block copies it. Without a free row, or where the parent has none, the child waits, and is
-        admitted like one that was preempted: what the prefix cache has kept is not computed again.
+        It shares all blocks of a running parent; the first of them to write into the shared last
+        block copies it. Without a free row, or if the parent has none, the child waits. It is then
+        admitted like a preempted sequence: tokens still in the prefix cache are not recomputed.
 
         Args:
-            parent: not finished, and not sampled by a step that is not committed yet.
-            next_token_id: takes the place of the parent's last token, which is sampled but not
-                computed; of a parent that awaits a choice, the next one. None: as the parent.
+            parent: not finished, and without a sampled token that is not committed yet.
+            next_token_id: replaces the parent's last token, which is sampled but not computed; if
+                the parent awaits a choice, this is the next token. None: as the parent.
         """
         assert not parent.is_finished, parent
         assert parent.num_pending_tokens == 0, parent
         child = self._make_child(parent, parent.request.next_index)
         parent.request.next_index += 1
         scheduler = self.scheduler
-        # Why fewer than are free: some are kept for the forks of prompts that are being computed.
+        # Why fewer than are free: some are reserved for forks of prompts that are being computed.
         num_spare = len(scheduler.rows.free) - sum(map(self.num_rows_due, scheduler.running))
         if parent.status is Status.RUNNING and num_spare > 0:
             self._place_beside(child, parent)
@@ -114,7 +114,8 @@ class Forks:
         return child
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
-        """Gives a sequence that awaits a choice its next token; it may end by it."""
+        """Appends the next token to a sequence that awaits a choice; the sequence may end with
+        it."""
         extras = seq.extras
         assert extras is not None
         choices, extras.choices = extras.choices, None
@@ -128,17 +129,18 @@ class Forks:
             self.scheduler.waiting.push(seq)
 
     def note(self, extras: Extras, logprobs: list[TokenLogprob]) -> None:
-        """Keeps the log-probabilities of the token that comes next: its own, then the others'."""
+        """Stores the log-probabilities of the next token: its own first, then the top
+        candidates'."""
         if extras.logprobs is not None:
             extras.logprobs.append(logprobs)
             extras.cumulative_logprob += logprobs[0].logprob
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """Ends one sequence; its request goes on with the others."""
+        """Ends one sequence; the request continues with the others."""
         self.scheduler.end(seq, reason)
 
     def drop(self, seq: Sequence) -> None:
-        """Ends one sequence of several and forgets it: its request has no output of it."""
+        """Ends one of several sequences and removes it from the request's outputs."""
         assert len(seq.request.sequences) > 1, seq
         seq.request.sequences.remove(seq)
         self.scheduler.end(seq, "drop")
@@ -146,21 +148,21 @@ class Forks:
     # --- choosing -----------------------------------------------------------------------------
 
     def offer(self, seq: Sequence, choices: list[TokenLogprob]) -> None:
-        """Keeps a sequence's most likely next tokens until its chooser has seen all of them."""
+        """Stores a sequence's most likely next tokens for its chooser."""
         assert seq.extras is not None
         seq.extras.choices = choices
         self.undecided.append(seq.request)
 
     def on_failure(self, seq: Sequence) -> None:
-        """Where a chooser decides, a request ends with its first failure, at the next commit."""
+        """With a chooser, a request ends with its first failure, at the next commit."""
         if seq.request.chooser is not None:
             self.undecided.append(seq.request)
 
     def let_choose(self) -> None:
-        """Calls the choosers whose sequences all await a choice.
+        """Calls the choosers of requests whose sequences all await a choice.
 
-        Where one sequence of a request has failed, the others end with it: its chooser will never
-        be called, so they would wait for ever.
+        If one sequence of a request has failed, the others end as well: the chooser will never be
+        called, so they would wait forever.
         """
         undecided, self.undecided = self.undecided, []
         for request in dict.fromkeys(undecided):
@@ -173,7 +175,7 @@ class Forks:
                 assert all(seq.is_finished or not _has_choices(seq) for seq in live), "not chosen"
 
     def break_deadlock(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
-        """Preempts running sequences that await a choice until one that is queued can be admitted.
+        """Preempts running sequences that await a choice until a queued one can be admitted.
 
         Each of them waits for the queued one, because their chooser needs the choices of all.
         """
@@ -189,7 +191,7 @@ class Forks:
     # --- small moves --------------------------------------------------------------------------
 
     def _make_child(self, parent: Sequence, index: int) -> Sequence:
-        """A copy with its own id, index and seed, that has no row and no blocks yet."""
+        """A copy with its own id, index and seed, and with neither a row nor blocks yet."""
         request = parent.request
         child = Sequence(
             request,
@@ -197,7 +199,7 @@ class Forks:
             index=index,
             token_ids=list(parent.token_ids),
         )
-        # Why both: what parts may have parted from what has no extras, between two steps.
+        # Why both: between two steps, also a sequence without extras may be forked.
         extras = parent.extras = parent.extras or Extras()
         child.extras = replace(
             extras,
@@ -211,7 +213,7 @@ class Forks:
         return child
 
     def _place_beside(self, child: Sequence, parent: Sequence) -> None:
-        """Gives a child a row and the parent's blocks; the next plan tells the executor."""
+        """Gives a child a row and the parent's blocks; the next plan contains the fork."""
         self.scheduler.rows.fork(child, parent)
         child.status = Status.RUNNING
         share_blocks(self.scheduler.block_manager, parent, child)
@@ -219,9 +221,9 @@ class Forks:
 
 
 def share_blocks(manager: BlockManager, parent: Sequence, child: Sequence) -> None:
-    """Gives a child the parent's blocks; both share them, and nothing is copied.
+    """Adds the parent's blocks to a child's tables; nothing is copied.
 
-    Blocks without a computed token are not shared, because both would fill them.
+    Blocks without a computed token are not shared, because both sequences would fill them.
     """
     num_blocks = -(-parent.num_computed_tokens // manager.block_size)
     for index, whole in enumerate(parent.block_tables):

@@ -1,8 +1,8 @@
-"""Interfaces through which other packages take part in a step without the core importing them.
+"""Interfaces that other packages implement, so that the core does not import them.
 
-An `Executor` runs plans, each of them `Launched`; a `Proposer` drafts tokens; an `Observer` watches
-steps; a `TierStorage` moves blocks. The two interfaces of a single request, `OutputFollower` and
-`TokenChooser`, are in sequence.py.
+An `Executor` runs plans and returns a `Launched` for each; a `Proposer` drafts tokens; an
+`Observer` observes steps; a `TierStorage` moves blocks. The two interfaces per request,
+`OutputFollower` and `TokenChooser`, are in sequence.py.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class Launched(Protocol):
-    """A step that an executor has taken on; it may still run."""
+    """A step that an executor has launched; it may still run."""
 
     def result(self) -> StepResult:
-        """Waits for the step's sampled tokens; the same result each time."""
+        """Waits for the step's sampled tokens; repeated calls return the same result."""
 
 
 class Executor(Protocol):
-    """Runs plans in order. In-process, tensor parallel, or fake."""
+    """Runs plans in order: in-process, tensor parallel, or fake."""
 
     def start(self) -> KVLayout:
-        """Loads what it needs and allocates the KV cache."""
+        """Loads the model and allocates the KV cache."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Takes on one plan. Where the device works by itself, this waits neither for the plan nor
-        for the step before it: the next plan may be launched before this result is asked for."""
+        """Launches one plan. On an asynchronous device this waits neither for the plan nor for the
+        step before it: the next plan may be launched before `result` is called."""
 
     def shutdown(self) -> None:
-        """Gives all memory back; the executor can't be used afterwards."""
+        """Frees all memory; the executor can't be used afterwards."""
 
 
 class Proposer(Protocol):
@@ -50,19 +50,19 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """Watches steps; it may not change anything."""
+    """Observes steps; it may not change anything."""
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
-        """Called after each commit, with the scheduler to read counts from."""
+        """Called after each commit; `scheduler` gives access to counts."""
 
 
 class TierStorage(Protocol):
     """Moves blocks between the device and one tier, in the order of plans."""
 
     def store(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> Callable[[], None]:
-        """Copies device blocks to the tier, as they are after all work issued so far and before any
-        issued later. The function that it returns waits until the copies are there."""
+        """Copies device blocks to the tier, after all work issued so far and before any work issued
+        later. The returned function waits until the copies have finished."""
 
     def load(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> float:
-        """Copies the tier's blocks to the device, ahead of all work issued later; returns the
-        seconds that this took."""
+        """Copies the tier's blocks to the device, before all work issued later; returns the seconds
+        that this took."""

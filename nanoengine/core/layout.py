@@ -1,9 +1,9 @@
-"""KVLayout: the KV cache that an executor has allocated, as plain numbers.
+"""KVLayout: the sizes of the KV cache that an executor has allocated.
 
 An executor returns it from `start`; the PrefixCache and the BlockManager are built from it.
 
-    KVLayout ── num_blocks x block_size tokens ── KVGroup (full attention)   a block table each
-             │                                └── KVGroup (window of w)      for its layers
+    KVLayout ── num_blocks x block_size tokens ── KVGroup (full attention)   one block table
+             │                                └── KVGroup (window of w)      per group
              └─ num_states ─────────────────────── KVGroup (state group)
 """
 
@@ -16,14 +16,13 @@ from dataclasses import dataclass
 class KVGroup:
     """Layers that share one block table and one retention rule.
 
-    `sliding_window` [tokens]: with w, a token sees itself and the w - 1 tokens before it, and older
-    blocks are dropped; None keeps all.
+    `sliding_window` [tokens]: with w, a token attends to itself and to the w - 1 tokens before it,
+    and older blocks are dropped; None keeps all.
 
-    `snapshot_every` [blocks] makes it a state group, whose layers keep one state of fixed size a
-    sequence, and no keys and values. An entry of its table is the state behind that block's last
-    computed token; a token needs the state behind the token before it, as in a window of two. A
-    state in every `snapshot_every`-th entry stays behind as a snapshot; between these, entries are
-    null.
+    `snapshot_every` [blocks] makes it a state group. Its layers keep one recurrent state of fixed
+    size per sequence, and no keys and values. A table entry is the state after that block's last
+    computed token. A token needs the state after the previous token, as in a window of two. The
+    state in every `snapshot_every`-th entry is kept as a snapshot; entries in between are null.
     """
 
     layers: tuple[int, ...]
@@ -36,12 +35,12 @@ class KVLayout:
     """The blocks that the BlockManager may hand out.
 
     Attributes:
-        num_blocks: the null block included.
-        block_size: tokens of a block.
-        block_bytes: bytes of a block, over all layers of a group.
-        groups: a state group, at most one, comes last.
-        num_states: states of the state group; their ids follow those of the blocks.
-        state_bytes: bytes of a state, over all layers of the state group.
+        num_blocks: including the null block.
+        block_size: tokens per block.
+        block_bytes: bytes per block, over all layers of a group.
+        groups: the KV groups; a state group, at most one, comes last.
+        num_states: states of the state group; their ids follow the ids of the blocks.
+        state_bytes: bytes per state, over all layers of the state group.
     """
 
     num_blocks: int
@@ -53,7 +52,7 @@ class KVLayout:
 
     @property
     def has_groups(self) -> bool:
-        """True if there is more than one group, or one that does not keep all blocks."""
+        """True if there is more than one group, or one group that does not keep all blocks."""
         return len(self.groups) > 1 or self.groups[0].sliding_window is not None
 
     @property

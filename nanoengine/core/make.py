@@ -1,8 +1,7 @@
-"""make_block_manager: the blocks of a KV cache, and who hands them out, for a layout.
+"""make_block_manager: creates the BlockManager and the PrefixCache for a layout.
 
-Where all layers attend to all tokens these are the plain BlockManager and PrefixCache; windows and
-states bring those of groups/. Called by whoever puts a core together: an engine, a simulator, a
-replay.
+If all layers attend to all tokens, these are the plain BlockManager and PrefixCache; windows and
+recurrent states use the classes in groups/. Called by the engine, the simulator and the replay.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def make_block_manager(
     """The BlockManager for a layout.
 
     Args:
-        prefix_cache: one with tiers; None: one without.
-        enable_prefix_caching: of a cache that is made here.
-        options: of `BlockManager`.
+        prefix_cache: a cache with tiers; None creates one without.
+        enable_prefix_caching: for a cache that is created here.
+        options: arguments of `BlockManager`.
     """
     manager: Callable[..., BlockManager] = BlockManager
     cache: Callable[..., PrefixCache] = PrefixCache

@@ -1,18 +1,18 @@
-"""StepPlan and StepResult: the narrow waist between deciding (core) and executing (runner).
+"""StepPlan and StepResult: the interface between scheduling (core) and execution (runner).
 
-A plan holds plain ints only. It says everything an executor needs, in the order it is carried out,
-and nothing more: tensor parallelism broadcasts it, a trace has its digest, the simulator and the
-fake executor of the tests consume it.
+A plan holds plain ints only. It contains everything that an executor needs, in the order in which
+it is carried out, and nothing more. Tensor parallelism broadcasts it, a trace stores its digest,
+and the simulator and the tests' fake executor read it.
 
-    released, admitted, forks, chosen_tokens,     the executor's rows are brought up to date
+    released, admitted, forks, chosen_tokens,     the executor updates its rows
         table_updates
-    transfers, block_copies                       bytes move
-    rows, starts, num_scheduled_tokens            the forward
-    num_logits                                    the sampling
+    transfers, block_copies                       bytes are copied
+    rows, starts, num_scheduled_tokens            the forward pass
+    num_logits                                    sampling
 
-A *row* is a place for one running sequence, 0 <= row < max_num_seqs: the executor keeps each row's
-token ids and block table across steps, so a plan carries only what changed. Built by the Scheduler;
-read by executors and observers.
+A *row* is the slot of one running sequence, 0 <= row < max_num_seqs. The executor keeps each row's
+token ids and block table across steps, so a plan contains only what has changed. Built by the
+Scheduler; read by executors and observers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from nanoengine.settings.params import SamplingParams
 
 
 class AdmittedSequence(NamedTuple):
-    """A sequence that takes a row: new, or back from preemption.
+    """A sequence that gets a row: a new one, or one that was preempted.
 
     `token_ids` are all tokens known so far (prompt and output); the first `num_prompt_tokens` are
-    the prompt. The first `num_cached_tokens` already have their KV in the blocks that
-    `table_updates` names. `seed` is the resolved seed of its random numbers, 0 <= seed < 2**63;
+    the prompt. The KV of the first `num_cached_tokens` is already in the blocks that
+    `table_updates` lists. `seed` is the resolved seed of its random numbers, 0 <= seed < 2**63;
     `bad_word_ids` are the token sequences of `params.bad_words`.
     """
 
@@ -47,8 +47,8 @@ class Fork(NamedTuple):
     """`row` becomes a copy of `parent_row` (token ids, sampling parameters) with its own seed.
 
     Its block tables come as table updates. A fork made in the step that computes the parent's last
-    token schedules no token itself: it samples from the parent's logits. One made between steps is
-    scheduled like any sequence, or not at all.
+    token schedules no token itself: it samples from the parent's logits. A fork made between steps
+    is scheduled like any sequence, or not at all.
     """
 
     row: int
@@ -66,7 +66,7 @@ class ChosenToken(NamedTuple):
 
 
 class TableUpdate(NamedTuple):
-    """From entry `start` on, a row's block table (of one KV group) holds `block_ids`."""
+    """From entry `start` on, a row's block table (of one KV group) contains `block_ids`."""
 
     row: int
     group: int
@@ -98,7 +98,7 @@ class Transfer(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A running sequence gave up its row and blocks so that others could go on; it waits again."""
+    """A running sequence lost its row and blocks so that others could continue; it waits again."""
 
     seq_id: int
     num_computed_tokens: int
@@ -107,24 +107,23 @@ class Preemption(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What one step does. Lists `rows`, `starts`, `num_scheduled_tokens`, `num_logits` run in
-    parallel.
+    """One step. The lists `rows`, `starts`, `num_scheduled_tokens` and `num_logits` are parallel.
 
     Attributes:
         step: counts up from 0.
         released: rows whose sequence finished, was aborted or preempted since the last plan; freed
-            before `admitted`. After a failed step all rows, also those that are free.
+            before `admitted`. After a failed step: all rows, also free ones.
         rows: the rows scheduled in this step, each at most once.
         starts: position of the first token that the row computes (its num_computed_tokens before
             the step).
-        num_scheduled_tokens: tokens the row computes; 0 only for a row named in `forks`.
+        num_scheduled_tokens: number of tokens that the row computes; 0 only for a row in `forks`.
         num_logits: how many of its last positions need logits: 0 for a chunk that does not reach
             the end of the known tokens, 1 for a normal step, 1 + number of drafts when drafts are
             verified.
-        draft_token_ids: row -> proposed tokens, placed after the row's known tokens.
-        preempted, reasons: for people and traces; an executor ignores them.
-        waits: for those too: the first of the queue that were tried and not admitted, and what each
-            lacked, a word of `waiting.LookAhead.pass_over`.
+        draft_token_ids: row -> proposed tokens, which follow the row's known tokens.
+        preempted, reasons: for users and traces; an executor ignores them.
+        waits: for users and traces: the first waiting sequences that were tried and not admitted,
+            with the reason of each, a word of `waiting.LookAhead.pass_over`.
     """
 
     step: int
@@ -146,7 +145,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the forward of this step computes."""
+        """Number of tokens that the forward pass of this step computes."""
         return sum(self.num_scheduled_tokens)
 
     def add(self, row: int, start: int, num_scheduled_tokens: int, *, num_logits: int) -> None:
@@ -157,7 +156,7 @@ class StepPlan:
         self.num_logits.append(num_logits)
 
     def __str__(self) -> str:
-        """The step in words: what runs, and why anything unusual happened."""
+        """A description of the step, with the reasons for unusual events."""
         from nanoengine.core.plan_words import in_words
 
         return in_words(self)
@@ -172,12 +171,12 @@ class TokenLogprob(NamedTuple):
 
 
 TokenLogprobs = list[list[TokenLogprob]]
-"""For each of some tokens: its own log-probability first, then the top candidates'."""
+"""Per token: its own log-probability first, then the top candidates'."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepTimes:
-    """Wall seconds of the parts of one step; `forward_s` includes attention and logits.
+    """Wall times of the parts of one step [s]; `forward_s` includes attention and logits.
 
     `load_s` is the time to load blocks from a tier.
     """
@@ -192,17 +191,17 @@ class StepTimes:
 
 @dataclass(slots=True, kw_only=True)
 class StepResult:
-    """What a step gave back. Indices are positions in `plan.rows`.
+    """The result of one step. Indices are positions in `plan.rows`.
 
     Attributes:
-        token_ids: for each scheduled row the tokens it sampled, in order: empty if `num_logits` was
-            0, one token normally, up to 1 + drafts when drafts were accepted.
-        logprobs: index -> for each sampled token: the sampled token first, then the top candidates.
+        token_ids: per scheduled row, the tokens that it sampled, in order: none if `num_logits`
+            was 0, one normally, up to 1 + number of drafts when drafts were accepted.
+        logprobs: index -> per sampled token: the sampled token first, then the top candidates.
         prompt_logprobs: index -> the same for the prompt tokens whose predecessor was computed in
             this step, in order.
-        pooled: index -> the vector [hidden_size] of a pooled prompt that has come to its end.
-        errors: index -> why this row has no valid token (say, NaN logits); it ends that request
-            alone.
+        pooled: index -> the vector [hidden_size] of a pooled prompt that is fully computed.
+        errors: index -> why this row has no valid token (for example, NaN logits); only this
+            request ends.
     """
 
     token_ids: list[list[int]]

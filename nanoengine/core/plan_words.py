@@ -1,4 +1,4 @@
-"""A StepPlan in words, for people; called by its `__str__`."""
+"""A StepPlan as text for users; called by its `__str__`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def in_words(plan: Any) -> str:
-    """What a step runs, a line each, and why anything unusual happened.
+    """What a step runs, one line per item, with the reasons for unusual events.
 
     Args:
         plan: a `StepPlan`, whose file imports this one.

@@ -1,10 +1,10 @@
-"""Policies that hold sequences back: Hysteresis and Predictive; `make_policy` names them.
+"""Admission policies that delay sequences: Hysteresis and Predictive; `make_policy` selects one.
 
-A sequence that is admitted too early is preempted later, and what it had computed is lost. These
-look ahead in two ways: at how full the pool is, and at how full it will be. `waiting.py` has the
-protocol, and their order.
+A sequence that is admitted too early is preempted later, and its computed tokens are lost. The
+policies look at how full the pool is, or at how full it will become. The interface and the
+queue order are in `waiting.py`.
 
-Chosen by build.py, asked by the Scheduler.
+Selected by build.py, called by the Scheduler.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ Ints = NDArray[np.int64]
 
 
 MAX_TIMES = 32
-"""Moments at which a prediction adds the blocks up; between two of them few sequences end."""
+"""Number of times at which a prediction sums the blocks; few sequences end between two times."""
 
 
 class Hysteresis(AdmissionPolicy):
-    """Stops admitting at a pressure of `preempt_above`, starts again under `admit_below`.
+    """Stops admission above a pressure of `preempt_above`, and resumes it below `admit_below`.
 
-    Pressure is active blocks over usable ones; cached blocks can be evicted and count as free.
+    Pressure is the share of usable blocks that are active. Cached blocks can be evicted, so they
+    count as free.
     """
 
     def __init__(self, preempt_above: float = 0.95, admit_below: float = 0.80) -> None:
@@ -40,7 +41,7 @@ class Hysteresis(AdmissionPolicy):
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
-        """Whether the gate is open; the blocks of `seq` count when it is about to close."""
+        """Whether the gate is open; the blocks of `seq` count towards closing it."""
         usable = manager.pool.num_usable
         active = usable - manager.pool.num_free
         if self._closed:
@@ -53,13 +54,13 @@ class Hysteresis(AdmissionPolicy):
 class Predictive(AdmissionPolicy):
     """Admits while the predicted peak of all running sequences and the new one fits the pool.
 
-    A sequence is expected to end at its max_tokens if nothing else can end it; else at the mean
-    length of those finished sequences that got further than it has; if there are none, at its
-    max_tokens. From now to then it holds a block for each `block_size` tokens, then none. Blocks
-    that it shares count once, as if held to the end.
+    A sequence that only max_tokens can end is expected to reach its max_tokens. Other sequences are
+    expected to end at the mean length of the finished sequences that are longer than they are, or
+    at max_tokens if there are none. Until then a sequence holds one block per `block_size` tokens.
+    Blocks that it shares count once, as if they were held to the end.
 
-    The last few that wait are admitted longest first: a run ends with the sequence that was
-    admitted last or is longest, so these should not be the same.
+    The last few waiting sequences are admitted longest first. A run ends with the sequence that was
+    admitted last or with the longest one, so these two should differ.
 
     Source: LightLLM's past-future scheduler: lengths of finished requests predict the running ones,
     and the peak of their memory decides. Longest first: Graham's rule for list scheduling (1969).
@@ -70,11 +71,11 @@ class Predictive(AdmissionPolicy):
         self._sorted: list[int] = []
         self._lengths: dict[int, int | None] = {}
         self._refused: int | None = None
-        # Priority -> the last arrival of those that are being admitted longest first.
+        # Priority -> the last arrival of the sequences that are being admitted longest first.
         self._last_arrival: dict[int, int] = {}
 
     def watch(self, ended: Ended) -> None:
-        """Learns from what ends, when it is asked next."""
+        """Stores the statistics of ended sequences, which are read at the next call."""
         self._ended = ended
 
     def _learn(self) -> None:
@@ -84,10 +85,10 @@ class Predictive(AdmissionPolicy):
             self._sorted = sorted(self._ended.lengths)
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
-        """The one expected to run longest of those that waited when the first of them was chosen.
+        """The longest expected one of the sequences that waited when the first one was chosen.
 
-        Why not of all: new ones could overtake a short one for ever. One that was preempted goes
-        first, as it has waited before.
+        Why not of all waiting sequences: new ones could overtake a short one forever. A preempted
+        sequence goes first, because it has waited before.
         """
         first = waiting[0]
         if first.num_preempted_tokens:
@@ -103,19 +104,19 @@ class Predictive(AdmissionPolicy):
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
-        """Whether the peak fits."""
+        """Whether the predicted peak fits the pool."""
         self._learn()
-        # Why: until a sequence ends, the prediction only comes true; asking again is wasted time.
+        # Why: until a sequence ends the prediction does not change, so it is not computed again.
         if seq.seq_id == self._refused:
             return False
-        # Why before: a large batch would predict all of its sequences at each admission.
+        # Why a bound first: with large batches, predicting all sequences per admission is slow.
         fits = self._most(seq, admission, running, manager) <= manager.pool.num_usable
         fits = fits or self._peak(seq, admission, running, manager) <= manager.pool.num_usable
         self._refused = None if fits else seq.seq_id
         return fits
 
     def num_expected_tokens(self, seq: Sequence) -> int:
-        """Tokens that the sequence is expected to generate from now on, at least one."""
+        """Number of tokens that the sequence is expected to generate from now on, at least one."""
         self._learn()
         at_most = seq.max_num_tokens - seq.num_tokens
         if seq.stop_ids or seq.params.stop:
@@ -126,7 +127,7 @@ class Predictive(AdmissionPolicy):
         return max(at_most, 1)
 
     def _length_beyond(self, done: int) -> int | None:
-        """Expected length of a sequence that has generated `done` tokens; None: no idea."""
+        """Expected length of a sequence that has generated `done` tokens; None if unknown."""
         if done not in self._lengths:
             longer = self._sorted[bisect_right(self._sorted, done) :]
             self._lengths[done] = int(np.mean(longer)) if longer else None
@@ -136,7 +137,7 @@ class Predictive(AdmissionPolicy):
     def _most(
         seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> int:
-        """No peak is higher: all grow to their max_tokens in each group, and nobody ends."""
+        """An upper bound of the peak: all sequences grow to max_tokens in each group, none ends."""
         pool, left = manager.pool, seq.max_num_tokens - seq.num_tokens
         for other in running:
             left += other.max_num_tokens - other.num_tokens
@@ -147,7 +148,7 @@ class Predictive(AdmissionPolicy):
     def _peak(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> int:
-        """Most blocks in use at once from now on, as predicted."""
+        """The largest number of blocks predicted to be in use at once."""
         size, pool = manager.block_size, manager.pool
         everyone = [*running, seq]
         known = np.array([s.num_tokens for s in everyone])
@@ -165,7 +166,7 @@ class Predictive(AdmissionPolicy):
 
 
 def _blocks(num_tokens: Ints, manager: BlockManager) -> Ints:
-    """Blocks that sequences of these lengths hold, over all groups."""
+    """Number of blocks of sequences with these lengths, over all groups."""
     size, whole = manager.block_size, -(-num_tokens // manager.block_size)
     if not manager.layout.has_groups:
         return whole
@@ -181,7 +182,7 @@ def _blocks(num_tokens: Ints, manager: BlockManager) -> Ints:
 def make_policy(
     name: str, preempt_above: float | None = None, admit_below: float | None = None
 ) -> AdmissionPolicy | None:
-    """The policy that a setting names; the two bounds belong to "hysteresis"."""
+    """The policy that a setting selects; the two bounds are for "hysteresis"."""
     if name == "hysteresis":
         bounds = {"preempt_above": preempt_above, "admit_below": admit_below}
         return Hysteresis(**{bound: at for bound, at in bounds.items() if at is not None})

@@ -1,16 +1,16 @@
-"""PrefixCache: prompts that begin alike share blocks, so that their beginning is computed once.
+"""PrefixCache: prompts with equal beginnings share blocks, which are computed once.
 
     prompt      a b c d | e f g h | i j k l | m        block_size 4; only full blocks are cached
-    prefixes    P1 ◄───── P2 ◄───── P3                 each stands for all tokens to its block's end
+    prefixes    P1 ◄───── P2 ◄───── P3                 each covers all tokens to its block's end
     the index   P1 → 7    P2 → 3    P3 → nothing       the cached prefix: blocks 7 and 3, 8 tokens
 
-A sequence that fills a block registers it, and a later one that begins with the same tokens finds
-it. The BlockPool owns the index, which says which block holds a prefix, and the queue, which says
-what is evicted first. The PrefixCache says which prefixes a sequence consists of and how many of
-them may come from the cache, and it counts hits and misses.
+A sequence registers each block that it fills, and later sequences with the same first tokens find
+it. The BlockPool owns the index, which maps a prefix to a block, and the eviction queue. The
+PrefixCache computes the prefixes of a sequence, limits how many may come from the cache, and counts
+hits and misses.
 
 Called by the Scheduler and the BlockManager.
-Special: groups/cache.py (windows, states: a hit in every group), tiers/ (host memory, disk).
+See also groups/cache.py (windows, recurrent states: a hit in every group), tiers/ (host, disk).
 Source: vLLM v1 (chained hashes; blocks are kept after their request has ended).
 """
 
@@ -33,11 +33,11 @@ class CachedPrefix:
     """The longest cached prefix of a sequence, as the start of its block tables.
 
     Attributes:
-        num_blocks: how many full blocks the prefix has.
-        tables: for each KV group that many entries; null where its window needs no block.
-        num_needed_blocks: how many free blocks it takes: those that are cached become active.
-        is_ready: False while a tier reads blocks of it; the sequence waits.
-        reason: for people: why blocks are loaded from a tier, or computed although one has them.
+        num_blocks: number of full blocks of the prefix.
+        tables: per KV group, that many entries; null where its window needs no block.
+        num_needed_blocks: number of free blocks that it uses: cached blocks that become active.
+        is_ready: False while a tier reads some of its blocks; the sequence waits.
+        reason: for users: why blocks are loaded from a tier, or computed although a tier has them.
     """
 
     num_blocks: int = 0
@@ -56,9 +56,9 @@ class PrefixCache:
 
     Attributes:
         pool: the device's blocks.
-        tiers: what tiers below the device do at each step; None: there are none.
-        prefixes: makes the keys of the index, one object for each content.
-        stats: how much was looked up and found.
+        tiers: the per-step work of the tiers below the device; None without tiers.
+        prefixes: creates the keys of the index, one object per content.
+        stats: numbers of tokens looked up and found.
     """
 
     def __init__(self, layout: KVLayout, *, enabled: bool = True) -> None:
@@ -69,13 +69,13 @@ class PrefixCache:
         self.tiers: Any = None
         self.prefixes = Prefixes()
         self.stats = CacheStats()
-        # Of first blocks registered lately: digest without the salt -> name of the salted root.
+        # First blocks registered recently: digest without the salt -> name of the salted root.
         self._roots: OrderedDict[bytes, bytes] = OrderedDict()
 
     # --- find ---------------------------------------------------------------------------------
 
     def find(self, seq: Sequence) -> CachedPrefix:
-        """The longest prefix that is cached. Takes no block."""
+        """The longest prefix that is cached. Allocates nothing."""
         table = self._cached_blocks(seq, 0)
         return CachedPrefix(
             num_blocks=len(table),
@@ -84,7 +84,7 @@ class PrefixCache:
         )
 
     def _cached_blocks(self, seq: Sequence, start: int) -> list[int]:
-        """The cached blocks of a sequence from its `start`-th on, up to the first that is not."""
+        """A sequence's cached blocks, from the `start`-th to the first that is not cached."""
         at_most = self._num_usable_blocks(seq)
         hits = self.pool.lookup_all(0, self._prefixes_of(seq, at_most)[start:at_most])
         return hits[: hits.index(NULL_BLOCK)] if NULL_BLOCK in hits else hits
@@ -96,15 +96,15 @@ class PrefixCache:
         return prefix.tables
 
     def find_filled(self, seq: Sequence) -> list[list[int]]:
-        """Blocks that hold what a running sequence computes next, because another was faster.
+        """Blocks with the content that a running sequence computes next, filled by other sequences.
 
-        `[g][i]` is group g's block for the i-th position of the table, counted from the block that
-        the sequence's next token lies in.
+        `[g][i]` is group g's block for the i-th table position, counted from the block of the
+        sequence's next token.
         """
         return [self._cached_blocks(seq, seq.num_computed_tokens // self.block_size)]
 
     def _num_usable_blocks(self, seq: Sequence) -> int:
-        """How many of a sequence's blocks may come from the cache: full ones, and not all."""
+        """How many of a sequence's blocks may come from the cache: full blocks, but not all."""
         if not self.enabled:
             return 0
         # Why - 1: at least one token must be computed, or there would be no logits.
@@ -117,8 +117,8 @@ class PrefixCache:
     def _prefixes_of(self, seq: Sequence, count: int) -> list[Prefix]:
         """The prefixes of at least the first `count` full blocks.
 
-        A sequence keeps them, so each block is hashed once. The chain starts at a root that is made
-        from the request's cache salt, so that tenants share nothing.
+        A sequence keeps them, so each block is hashed once. The chain starts at a root that is
+        derived from the request's cache salt, so that tenants share nothing.
         """
         prefixes, size = seq.prefixes, self.block_size
         if len(prefixes) < count:
@@ -133,7 +133,7 @@ class PrefixCache:
         """Indexes a sequence's blocks that are full once the step being planned has run.
 
         Why not afterwards: an equal prompt that is admitted in the same step then shares them. It
-        reads what is written, because each layer stores all keys and values of a step before it
+        reads the written values, because each layer stores all keys and values of a step before it
         reads any.
         """
         full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
@@ -154,29 +154,29 @@ class PrefixCache:
     # --- drop ---------------------------------------------------------------------------------
 
     def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the content of those of the blocks that nobody uses; returns how many."""
+        """Drops the content of the unused blocks among these; returns how many were dropped."""
         return self.pool.evict(block_ids)
 
     def invalidate(self, block_ids: list[int]) -> None:
         """Drops content that may be wrong, because the sequence that held these blocks has failed.
 
-        Blocks that another sequence uses keep theirs.
+        Blocks that another sequence uses keep their content.
         """
         self.pool.evict(block_ids)
 
     def reset(self) -> bool:
-        """Drops all cached content; refuses (False) while blocks are in use."""
+        """Drops all cached content; returns False and changes nothing while a block is in use."""
         return self.pool.reset()
 
     def discard_all(self) -> None:
-        """Empties all blocks: after a failed step neither counts nor content can be trusted."""
+        """Empties all blocks, because after a failed step counts and content may be wrong."""
         self.pool.clear()
         self._roots.clear()
 
     # --- statistics ---------------------------------------------------------------------------
 
     def count_admission(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Counts the tokens looked up for a sequence and found, and why not all were found."""
+        """Counts the tokens looked up and found for a sequence, and the reason of a miss."""
         is_scored_whole = seq.params.prompt_logprobs is not None and (
             seq.params.first_scored_position == 0
         )

@@ -1,7 +1,7 @@
-"""What is checked of a request that names token ids or counts, of a fork, and of an eviction.
+"""Checks of token ids and counts in a request, of forks and of evictions.
 
-And what is said of one that the pool can't hold. Called by the RequestChecker and by LLMEngine,
-before anything is queued or changed.
+Also the message for a request that does not fit the pool. Called by the RequestChecker and by
+LLMEngine, before anything is queued or changed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from nanoengine.settings.params import SamplingParams
 
 
 def check_options(params: SamplingParams, size: int, stages: Any) -> SamplingParams:
-    """The parameters, their counts being numbers of tokens where -1 asked for all.
+    """Checks token ids and counts; returns the parameters with -1 replaced by the vocabulary size.
 
     Args:
-        size: of the vocabulary.
-        stages: as `RequestChecker` has them.
+        size: vocabulary size.
+        stages: the same as in `RequestChecker`.
 
     Raises:
-        RequestError: an id or a count passes the vocabulary, or as the check of the stages.
+        RequestError: an id or a count exceeds the vocabulary, or the check of the stages fails.
     """
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         for token_id in getattr(params, name) or ():
@@ -42,10 +42,10 @@ def check_options(params: SamplingParams, size: int, stages: Any) -> SamplingPar
 def parent_of_fork(
     name: str, request: Request | None, index: int, next_token_id: int | None, vocab_size: int
 ) -> Sequence:
-    """The sequence of the request of this name that a fork starts from.
+    """The sequence that a fork of the request `name` starts from.
 
     Raises:
-        RequestError: there is none, or its fork can't have `next_token_id` as its last token.
+        RequestError: there is none, or `next_token_id` can't be the last token of its fork.
     """
     sequences = [] if request is None else request.sequences
     parent = next((s for s in sequences if s.index == index and not s.is_finished), None)
@@ -81,7 +81,7 @@ def check_block_ids(block_ids: Iterable[int], num_blocks: int) -> list[int]:
 
 
 def too_large(what: str, num_tokens: int, manager: BlockManager) -> str:
-    """The message for a prompt or a sequence of so many tokens, which the pool can never hold."""
+    """The message for a prompt or a sequence that is too long for the whole pool."""
     kept = manager.num_watermark_blocks
     reserve = f", of which the watermark keeps {kept} free" if kept else ""
     return (

@@ -1,11 +1,11 @@
-"""RequestChecker: what is checked of a request, once, before anything is queued.
+"""RequestChecker: validates a request once, before anything is queued.
 
     prompt ids, SamplingParams, priority, ... ── check ── Request ── LLMEngine.queue
                                                    └ RequestError, PromptTooLongError, CapacityError
 
-`LLMEngine` has one, and `LLM` asks it. A Request that it makes holds plain integers within the
-engine's limits, so nobody behind it checks again. It queues nothing and knows no text.
-Special: request_options.py (ids and counts that parameters name; forks; evictions).
+`LLMEngine` owns one, and `LLM` calls it. The returned Request holds plain integers within the
+engine's limits, so later code does not check again. It queues nothing and does not handle text.
+See also request_options.py (ids and counts in parameters; forks; evictions).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTIONS = (
     "stop_token_ids", "allowed_token_ids", "logit_bias", "logprobs", "prompt_logprobs",
     "structured_outputs", "logits_processors", "extra_args",
 )  # fmt: skip
-"""Fields of SamplingParams that name token ids, counts of them, or what edits logits."""
+"""Fields of SamplingParams with token ids, counts of token ids, or changes of logits."""
 
 
 class RequestChecker:
@@ -33,9 +33,9 @@ class RequestChecker:
 
     Args:
         info: vocabulary, EOS ids, max_model_len.
-        manager: knows what the KV pool can hold.
-        stages: of logits: their `check` raises RequestError for what can't be had, and `is_ready`
-            says whether it need not wait. None: nobody checks.
+        manager: provides the capacity of the KV pool.
+        stages: the logits processors. Their `check` raises RequestError for unsupported
+            parameters, and `is_ready` returns whether it need not wait. None skips these checks.
     """
 
     def __init__(self, info: EngineInfo, manager: BlockManager, stages: Any = None) -> None:
@@ -44,7 +44,7 @@ class RequestChecker:
         self._stages = stages
 
     def is_ready(self, params: SamplingParams) -> bool:
-        """Whether `check` need not wait; if not, it soon will not have to."""
+        """Whether `check` need not wait; if False, it will become True soon."""
         return self._stages is None or bool(self._stages.is_ready(params))
 
     def check(
@@ -58,22 +58,22 @@ class RequestChecker:
         bad_word_ids: SequenceOf[SequenceOf[int]] = (),
         ends: dict[int, str | None] | None = None,
     ) -> Request:
-        """The request, which has no name yet.
+        """Validates a request and returns it without a name.
 
-        Its `params` count log-probabilities in tokens, where -1 asked for all.
+        In its `params`, counts of log-probabilities are numbers of tokens; -1 is replaced.
 
         Args:
             prompt_token_ids: at least one id below the vocabulary size.
-            priority: lower runs first, equal ones in order of arrival; None: that of `params`.
-            key: without a seed in `params`, the random numbers follow from the engine's seed and
-                this; None: from the engine's seed and the order of arrival.
-            cache_salt: prefixes are shared only between requests of equal salt.
+            priority: lower runs first, equal ones in order of arrival; None: `params.priority`.
+            key: without a seed in `params`, the random numbers derive from the engine's seed and
+                this key; None: from the engine's seed and the order of arrival.
+            cache_salt: prefixes are shared only between requests with equal salt.
             bad_word_ids: token sequences of `params.bad_words`.
             ends: further ids that end an answer -> the stop reason.
 
         Raises:
-            RequestError: a value of another type or out of range.
-            PromptTooLongError: the prompt leaves no room for a generated token.
+            RequestError: a value has the wrong type or is out of range.
+            PromptTooLongError: the prompt leaves no space for a generated token.
             CapacityError: the prompt needs more blocks than the pool has.
         """
         if not isinstance(params, SamplingParams):
@@ -116,7 +116,7 @@ class RequestChecker:
 
     def _plain_ids(self, name: str, token_ids: SequenceOf[int]) -> list[int]:
         """The ids as Python's integers, each below the vocabulary size."""
-        if not set(map(type, token_ids)) <= {int}:  # Perf: 15 times as fast as asking one by one.
+        if not set(map(type, token_ids)) <= {int}:  # Perf: 15 times as fast as checking each id.
             for token_id in token_ids:
                 if not is_int(token_id):
                     raise RequestError(f"{name} must be integers, got {token_id!r}")
@@ -128,11 +128,11 @@ class RequestChecker:
         return plain
 
     def check_length(self, num_tokens: int, at_least: str = "", *, num_generated: int = 1) -> None:
-        """Raises PromptTooLongError or CapacityError if a prompt of so many tokens can't run.
+        """Raises PromptTooLongError or CapacityError if a prompt of this length can't run.
 
         Args:
-            at_least: these words, for a prompt that may have more.
-            num_generated: tokens that there must be room for behind it: 1, or 0.
+            at_least: "at least " if the prompt may have more tokens, for the message.
+            num_generated: number of tokens that must fit after the prompt: 1, or 0.
         """
         info, manager = self.info, self._manager
         if num_tokens + num_generated > info.max_model_len:
@@ -149,13 +149,13 @@ class RequestChecker:
 
 
 def is_int(value: object) -> bool:
-    """True for integers, numpy's too; not for True."""
-    # Perf: the abstract class is asked for NumPy's integers alone.
+    """True for integers, including NumPy's; False for bools."""
+    # Perf: the abstract class is only checked for NumPy's integers.
     return isinstance(value, int | numbers.Integral) and not isinstance(value, bool)
 
 
 def check_text(name: str, value: object) -> None:
-    """Raises RequestError unless the value is None or a string that UTF-8 can hold."""
+    """Raises RequestError unless the value is None or a string that UTF-8 can encode."""
     try:
         (check_value(value, str | None, name, RequestError) or "").encode()
     except UnicodeEncodeError as error:

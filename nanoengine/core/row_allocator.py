@@ -1,10 +1,10 @@
-"""RowAllocator: which running sequence holds which row, and what the next plan says of rows.
+"""RowAllocator: assigns rows to running sequences, and reports changes of rows in the next plan.
 
     free ──take, fork──► held by a running sequence ──release──► free
 
-The executor keeps each row's tokens across steps, so a plan says only what has changed since the
-one before it. The changes are collected here, and `tell` writes them into the next plan. Used by
-the Scheduler and its `Forks`; knows no blocks.
+The executor keeps each row's tokens across steps, so a plan contains only what has changed since
+the previous one. The changes are collected here, and `tell` writes them into the next plan. Used by
+the Scheduler and its `Forks`; does not know blocks.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from nanoengine.core.sequence import NO_ROW, Sequence
 
 
 class RowAllocator:
-    """`num_rows` rows, each of them free or held by one running sequence."""
+    """`num_rows` rows, each of them free or assigned to one running sequence."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.free = list(range(num_rows - 1, -1, -1))
-        self.has_news = False  # the next plan says something of rows
+        self.has_news = False  # the next plan contains changes of rows
         self._released: list[int] = []
         # Since the last plan: parent (None if it has lost its row), child, its computed tokens.
         self._forked: list[tuple[Sequence | None, Sequence, int]] = []
         self._chosen: list[ChosenToken] = []
 
     def take(self, seq: Sequence) -> None:
-        """Gives a sequence a row, in a plan that admits it."""
+        """Assigns a row to a sequence, in a plan that admits it."""
         seq.row = self.free.pop()
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
-        """Gives a child a row; the next plan says that it starts as a copy of its parent's."""
+        """Assigns a row to a child; in the next plan it starts as a copy of its parent's row."""
         self.take(child)
         self.has_news = True
         self._forked.append((parent, child, parent.num_computed_tokens))
-        # Why: the executor copies the parent's row as the last plan has left it.
+        # Why: the executor copies the parent's row in its state after the last plan.
         self._chosen += [c._replace(row=child.row) for c in self._chosen if c.row == parent.row]
 
     def replace_token(self, seq: Sequence, token_id: int) -> None:
-        """The next plan replaces the sequence's last token, which was chosen outside."""
+        """Replaces the sequence's last token, which was not sampled, in the next plan."""
         self.has_news = True
         self._chosen.append(ChosenToken(seq.row, len(seq.token_ids), token_id))
 
     def release(self, seq: Sequence) -> None:
-        """Takes a sequence's row back, and drops what the next plan was to say of it."""
+        """Frees a sequence's row, and removes its changes from the next plan."""
         self.free.append(seq.row)
-        # Why: the executor does not know yet of a child forked since the last plan.
+        # Why: the executor does not know a child that was forked since the last plan.
         if all(child is not seq for _, child, _ in self._forked):
             self._released.append(seq.row)
             self.has_news = True
@@ -58,14 +58,14 @@ class RowAllocator:
         seq.row = NO_ROW
 
     def release_all(self) -> None:
-        """Has the next plan release all rows, also those that are free."""
+        """Makes the next plan release all rows, also free ones."""
         self._released, self.has_news = list(range(self.num_rows)), True
 
     def tell(self, plan: StepPlan) -> None:
-        """Writes what has changed since the last plan into this one, forks in their order.
+        """Writes the changes since the last plan into this one, forks in their order.
 
-        A child whose parent has lost its row meanwhile enters as an admitted sequence, because its
-        KV is in the blocks that it shares.
+        A child whose parent has lost its row in the meantime becomes an admitted sequence, because
+        its KV is in the blocks that it shares.
         """
         plan.released, self._released = self._released, []
         plan.chosen_tokens, self._chosen = self._chosen, []
@@ -78,7 +78,7 @@ class RowAllocator:
 
 
 def admitted(seq: Sequence, num_cached_tokens: int) -> AdmittedSequence:
-    """What the executor is told of a sequence that takes a row."""
+    """The plan entry of a sequence that gets a row."""
     return AdmittedSequence(
         seq.row,
         seq.seq_id,

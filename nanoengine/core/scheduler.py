@@ -4,20 +4,21 @@
                     ▲                                  │
                     └───────────preempt────────────────┘
 
-One formula for prefill, chunk, decode and verification: a sequence computes
+Prefill, chunked prefill, decode and verification use one formula: a sequence computes
 `min(num_tokens + num_draft_tokens - num_computed_tokens, budget)`. `schedule` never reads the value
-of a sampled token, so a step may be planned while the one before it still runs; `commit` brings the
-values, one step later if need be. Source: vLLM v1's scheduler (no phases; one budget).
+of a sampled token, so a step may be planned while the previous one still runs. `commit` brings the
+values, possibly one step later. Source: vLLM v1's scheduler (no phases; one budget).
 
-Of the `block_size` decodes that fill a block all but two need no block, no copy and no entry in the
-prefix cache. So the Scheduler asks the BlockManager once a block up to which position that holds,
-and keeps the answer in `Sequence.slots_ready_until`: up to there a decode only moves counters.
-Perf: with 1,024 running sequences a plan takes 0.3 ms, and 1.6 ms where each decode asks (one EPYC
-core).
+Of the `block_size` decodes that fill a block, all but two need no block, no copy and no entry in
+the prefix cache. So the Scheduler asks the BlockManager once per block up to which position this
+holds, and stores the answer in `Sequence.slots_ready_until`. A decode before this position only
+advances counters.
+Perf: with 1,024 running sequences a plan takes 0.3 ms, and 1.6 ms if each decode calls the
+BlockManager (one EPYC core).
 
-Called by LLMEngine; asks the BlockManager for blocks. Knows no tensors and no features.
-Special: speculation.py (drafts, log-probabilities), forks.py (n > 1, forks, chosen tokens),
-policies.py (who is held back), tiers/ (host memory, disk).
+Called by LLMEngine; allocates blocks through the BlockManager. Does not know tensors or features.
+See also speculation.py (drafts, log-probabilities), forks.py (n > 1, forks, chosen tokens),
+policies.py (delayed admission), tiers/ (host memory, disk).
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from nanoengine.core.waiting import AdmissionPolicy, Ended, LookAhead, WaitingQu
 
 
 class Scheduler:
-    """Plans steps under a token budget, a cap on sequences, and the blocks there are.
+    """Plans steps under a token budget, a maximum number of sequences, and the free blocks.
 
     Args:
         block_manager: owns the blocks.
-        max_num_seqs: rows; a true cap on running sequences.
+        max_num_seqs: number of rows; the maximum number of running sequences.
         max_num_batched_tokens: token budget of one step, at least max_num_seqs.
-        chunked_prefill: False computes a prompt whole or not yet.
-        long_prefill_threshold: most prompt tokens of one sequence a step; 0 for no bound.
-        policy: may hold back a sequence whose blocks fit; None: admits whoever fits.
+        chunked_prefill: False computes a prompt in one step or not yet.
+        long_prefill_threshold: maximum prompt tokens per sequence and step; 0 for no limit.
+        policy: may delay a sequence whose blocks fit; None admits every sequence that fits.
 
     Attributes:
         running: sequences that hold a row, by priority and arrival.
         special: `speculation.ExtrasScheduling`, for sequences with `Extras`; None until
-            `speculation.enlist` makes it.
-        last_finished, last_ended: requests that the latest commit finished, and sequences that have
-            ended by it or since the one before; for observers.
+            `speculation.enlist` creates it.
+        last_finished, last_ended: requests that the latest commit finished, and sequences that
+            ended in it or since the previous one; for observers.
         newly_ended: sequences that have ended since the latest commit.
-        ended: what has ended, for policies that predict others by it.
+        ended: statistics of ended sequences, for policies.
     """
 
     def __init__(
@@ -87,23 +88,23 @@ class Scheduler:
         self.last_finished: list[Request] = []
         self.waiting = WaitingQueue()
         self.rows = RowAllocator(self.max_num_seqs)
-        self._in_flight: dict[int, list[Sequence]] = {}  # by step, until it is committed
-        self._done: list[Request] = []  # finished, and not told yet
-        self._any_ended = False  # `running` still holds sequences that have ended
+        self._in_flight: dict[int, list[Sequence]] = {}  # step -> its sequences, until commit
+        self._done: list[Request] = []  # finished, and not returned yet
+        self._any_ended = False  # `running` still contains ended sequences
 
     @property
     def has_unfinished(self) -> bool:
-        """True while a step has something to do or to commit."""
+        """True while there is a step to run or to commit."""
         return bool(self.running or self.num_waiting or self._in_flight or self._done)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for admission."""
+        """Number of sequences that wait for admission."""
         return self.waiting.num_waiting
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a row."""
+        """Number of sequences that hold a row."""
         return len(self.running)
 
     # --- requests -----------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class Scheduler:
         self.waiting.push(first)
 
     def abort(self, request: Request) -> None:
-        """Ends a request wherever it is; its blocks and rows are free at once."""
+        """Ends a request in any state; its blocks and rows are freed at once."""
         for seq in request.sequences:
             if not seq.is_finished:
                 self.end(seq, "abort")
@@ -129,9 +130,9 @@ class Scheduler:
     def recover(self, requests: Iterable[Request]) -> None:
         """After a failed step: ends all requests, and starts again with an empty pool.
 
-        Why not `abort`: the exception may have come between any two lines. So neither the counters
-        here nor the indexed content can be trusted, nor the executor's rows: the next plan releases
-        all of them.
+        Why not `abort`: the exception may have occurred between any two lines. So neither the
+        counters here, nor the indexed content, nor the executor's rows can be trusted. The next
+        plan releases all rows.
         """
         for request in requests:
             request.num_forks_due = 0
@@ -147,9 +148,10 @@ class Scheduler:
     # --- schedule -----------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plans the next step: running sequences first, then admissions with what is left.
+        """Plans the next step: first running sequences, then admissions within the remaining
+        budget.
 
-        Counters advance here, so that the next step can be planned before this one is committed.
+        Counters advance here, so the next step can be planned before this one is committed.
         """
         plan = StepPlan(step=self.stats.steps)
         self.stats.steps += 1
@@ -159,7 +161,7 @@ class Scheduler:
             self.admit(plan, scheduled, budget)
         if self.special is not None and not scheduled and not any(self._in_flight.values()):
             self.special.break_deadlock(plan, scheduled)
-        # Why last: a fork of this step may take the row of a sequence preempted in this step.
+        # Why last: a fork of this step may use the row of a sequence preempted in this step.
         if self.rows.has_news:
             self.rows.tell(plan)
         manager = self.block_manager
@@ -176,16 +178,17 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
-        """Gives each running sequence its tokens, by priority; returns the budget left."""
+        """Schedules the tokens of each running sequence, by priority; returns the remaining
+        budget."""
         budget, num_easy = self.max_num_batched_tokens, 0
         rows, starts = plan.rows, plan.starts
         counts, logits = plan.num_scheduled_tokens, plan.num_logits
-        before = tuple(self.running)  # Why: forks of this step join `running`, and wait their turn.
+        before = tuple(self.running)  # Why: forks of this step join `running`, but do not run yet.
         num_behind, running = len(before), Status.RUNNING
         for seq in before:
             num_behind -= 1
             if seq.status is not running:
-                continue  # it was preempted by one before it
+                continue  # preempted by an earlier sequence of this step
             start = seq.num_computed_tokens
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens
             if start < seq.slots_ready_until and start + 1 == num_tokens < seq.max_num_tokens:
@@ -199,12 +202,12 @@ class Scheduler:
                 num_easy += 1
                 budget -= 1
                 continue
-            # Why: a token is kept for each sequence behind, so no prompt stalls a decode.
+            # Why: one token per later sequence is reserved, so that no prompt stalls a decode.
             num_new = self._schedule_next(plan, scheduled, seq, budget - num_behind)
             budget -= num_new
             if num_new:
                 is_decode = num_new == logits[-1] == 1 and start >= seq.num_prompt_tokens
-                # Why pending: where a chooser decides, no token follows by itself.
+                # Why pending: with a chooser, no token is sampled.
                 is_easy = is_decode and seq.num_pending_tokens > 0
                 ready = self.block_manager.slots_ready_until(seq) if is_easy else 0
                 seq.slots_ready_until = ready
@@ -214,13 +217,13 @@ class Scheduler:
     def _schedule_next(
         self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, budget: int
     ) -> int:
-        """Gives a running sequence its next tokens, at most `budget`; returns how many."""
+        """Schedules a running sequence's next tokens, at most `budget`; returns the number."""
         if seq.extras is not None:
             num_new: int = self.special.schedule(plan, scheduled, seq, budget)
             return num_new
         num_new = seq.num_tokens - seq.num_computed_tokens
         if num_new <= 0 or seq.num_tokens >= seq.max_num_tokens:
-            return 0  # its last token is still under way
+            return 0  # its last token is not committed yet
         if num_new > 1:
             num_new = self.next_chunk(seq, budget)
         if not self.make_room(plan, seq, num_new):
@@ -229,13 +232,13 @@ class Scheduler:
         return num_new
 
     def next_chunk(self, seq: Sequence, budget: int, num_drafts: int = 0) -> int:
-        """How many of a sequence's tokens, its drafts among them, the next step may compute."""
+        """How many of a sequence's tokens, including its drafts, the next step may compute."""
         self.block_manager.catch_up(seq)
         num_new = seq.num_tokens + num_drafts - seq.num_computed_tokens
         return min(num_new, budget, seq.max_chunk, self.long_prefill_threshold or budget)
 
     def make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
-        """Finds blocks for a running sequence, at the cost of those behind it if need be."""
+        """Allocates blocks for a running sequence, and preempts later ones if necessary."""
         while not self.block_manager.may_append(seq, num_new):
             if len(self.running) == 1:
                 self._fail_for_size(seq, seq.num_computed_tokens + num_new)
@@ -253,7 +256,7 @@ class Scheduler:
         num_new: int,
         num_drafts: int = 0,
     ) -> bool:
-        """Writes one sequence into the plan and advances its counters; whether it will sample."""
+        """Adds a sequence to the plan and advances its counters; returns whether it will sample."""
         start = seq.num_computed_tokens
         end = start + num_new
         samples = end == seq.num_tokens + num_drafts < seq.max_num_tokens
@@ -273,10 +276,10 @@ class Scheduler:
         return samples
 
     def preempt(self, plan: StepPlan, reason: str) -> Sequence:
-        """Takes row and blocks of the latest sequence of the lowest priority, and returns it.
+        """Frees row and blocks of the latest sequence with the lowest priority, and returns it.
 
-        It keeps its tokens and waits. One that awaits a choice is parked instead, because until
-        then there is nothing to compute of it.
+        It keeps its tokens and waits. A sequence that awaits a choice is parked instead, because it
+        has nothing to compute until then.
         """
         victim = self.running.pop()
         plan.preempted.append(Preemption(victim.seq_id, victim.num_computed_tokens, reason))
@@ -294,7 +297,8 @@ class Scheduler:
     # --- admission ----------------------------------------------------------------------------
 
     def admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
-        """Admits waiting sequences by priority and arrival while rows, budget and blocks last."""
+        """Admits waiting sequences by priority and arrival while rows, budget and blocks
+        suffice."""
         policy, special, manager = self.policy, self.special, self.block_manager
         ahead = LookAhead(self.waiting, policy)
         forks, rows_kept = 0, 0
@@ -308,7 +312,7 @@ class Scheduler:
                 break
             admission = manager.can_allocate(seq, keep_watermark=bool(self.running))
             if admission.verdict is Verdict.NEVER:
-                self.waiting.push(seq)  # it ends as a waiting one
+                self.waiting.push(seq)  # it ends as a waiting sequence
                 self._fail_for_size(seq, seq.num_tokens)
                 continue
             num_new, prefix = seq.num_tokens - admission.num_cached_tokens, admission.prefix
@@ -322,7 +326,7 @@ class Scheduler:
             asked = policy if self.running else None
             if asked and not asked.may_admit(seq, admission, self.running, manager):
                 ahead.pass_over(seq, "policy")
-                break  # Why: what is full soon is so for those behind, too.
+                break  # Why: the pool will be too full for later ones, too.
             threshold = self.long_prefill_threshold or budget
             num_new = min(num_new, budget, admission.max_chunk, threshold)
             if prefix.reason:
@@ -345,7 +349,7 @@ class Scheduler:
         plan.waits = ahead.end()
 
     def _start(self, plan: StepPlan, seq: Sequence, num_cached_tokens: int) -> None:
-        """Gives an admitted sequence a row and its place among those that run."""
+        """Assigns a row to an admitted sequence, and inserts it into `running`."""
         self.rows.take(seq)
         seq.status = Status.RUNNING
         seq.num_overtaken = 0
@@ -358,7 +362,7 @@ class Scheduler:
     # --- commit -------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Takes the sampled tokens of a step; returns the requests that are finished by it."""
+        """Appends the sampled tokens of a step; returns the requests that finished in it."""
         self._take_results(plan, result, self._in_flight.pop(plan.step, []))
         if self.special is not None:
             self.special.let_choose()
@@ -373,11 +377,11 @@ class Scheduler:
         return self.last_finished
 
     def _take_results(self, plan: StepPlan, result: StepResult, scheduled: list[Sequence]) -> None:
-        """Gives each scheduled sequence what the step has sampled for it."""
+        """Appends the step's sampled tokens to each scheduled sequence."""
         now, num_logits, num_easy = time.perf_counter(), plan.num_logits, 0
         is_plain = not (result.errors or result.logprobs or result.prompt_logprobs)
         for i, seq in enumerate(scheduled):
-            # Why slots: one that has ended, or was preempted, has none.
+            # Why slots: an ended or preempted sequence has none.
             if is_plain and seq.slots_ready_until and num_logits[i] == 1 and seq.last_token_time:
                 (token_id,) = result.token_ids[i]
                 at_end = len(seq.token_ids) + 1 >= seq.max_num_tokens
@@ -399,7 +403,7 @@ class Scheduler:
         self.stats.output_tokens += num_easy
 
     def append(self, seq: Sequence, token_id: int, now: float) -> None:
-        """Gives a sequence its next token, by which it may end."""
+        """Appends the next token to a sequence; the sequence may end with it."""
         if seq.first_token_time is None:
             seq.first_token_time = now
         seq.last_token_time = now
@@ -411,7 +415,7 @@ class Scheduler:
     # --- ends ---------------------------------------------------------------------------------
 
     def end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """Gives a sequence its finish reason; its row and blocks are free from now on."""
+        """Ends a sequence with a finish reason, and frees its row and blocks."""
         if seq.status is Status.RUNNING:
             self.block_manager.deallocate(seq)
             self.rows.release(seq)
@@ -430,7 +434,7 @@ class Scheduler:
             self.ended.lengths.append(seq.num_output_tokens)
 
     def fail(self, seq: Sequence, message: str) -> None:
-        """Ends a sequence with an error of its own; other requests notice nothing."""
+        """Ends a sequence with an error; other requests are not affected."""
         seq.request.error = message
         self.end(seq, "error")
         if seq.extras is not None:
@@ -443,12 +447,12 @@ class Scheduler:
         self.fail(seq, too_large(what, num_tokens, self.block_manager))
 
     def fail_result(self, seq: Sequence, message: str) -> None:
-        """The same for one whose step went wrong: what its blocks hold may be what is wrong."""
+        """Ends a sequence whose step failed, and drops its blocks' content, which may be wrong."""
         held = [block_id for table in seq.block_tables for block_id in table]
         self.fail(seq, message)
         self.block_manager.prefix_cache.invalidate(held)
 
     def drop_ended(self) -> None:
-        """Takes out of `running` whoever has ended."""
+        """Removes ended sequences from `running`."""
         self.running[:] = [seq for seq in self.running if seq.status is Status.RUNNING]
         self._any_ended = False

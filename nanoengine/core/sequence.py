@@ -1,14 +1,14 @@
-"""Sequence: a stream of tokens with block tables and counters. Request: the sequences of a prompt.
+"""Sequence: tokens with block tables and counters. Request: a prompt and its sequences.
 
     token_ids   [ p p p p p p p p | o o o ]        prompt, then committed output
-                  ^ num_computed_tokens             KV is present, or computed by a step under way
+                  ^ num_computed_tokens             KV is present, or computed by a step in flight
                         num_pending_tokens          sampled by steps that have not been committed
 
-The scheduler knows one formula for all of it: compute
-`min(num_tokens + num_draft_tokens - num_computed_tokens, budget)`. Prefill, chunk, decode and
-verification are words for its values, never flags.
+The scheduler uses one formula: compute
+`min(num_tokens + num_draft_tokens - num_computed_tokens, budget)`. Prefill, chunked prefill, decode
+and verification are names for its values; there are no flags for them.
 
-Special: what few sequences have besides is in `Extras`, which speculation.py and forks.py read.
+State that few sequences need is in `Extras`, which speculation.py and forks.py use.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NO_ROW = -1
 
 
 class Status(enum.Enum):
-    """Where a sequence is. WAITING: in the queue. RUNNING: it holds a row and blocks. PARKED:
-    it does neither, until its next token is chosen. FINISHED: it has a finish reason."""
+    """The state of a sequence. WAITING: it is queued. RUNNING: it holds a row and blocks. PARKED:
+    neither, until its next token is chosen. FINISHED: it has a finish reason."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -39,7 +39,7 @@ class Status(enum.Enum):
 
 
 class Ending(NamedTuple):
-    """How a sequence ends; `stop_reason` is the stop id or stop string that was asked for."""
+    """How a sequence ends; `stop_reason` is the requested stop id or stop string."""
 
     finish_reason: str
     stop_reason: int | str | None = None
@@ -47,11 +47,11 @@ class Ending(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Extras:
-    """What few sequences have: they report log-probabilities, draft, part, or are chosen for.
+    """State of sequences with log-probabilities, drafts, forks or a `TokenChooser`.
 
     Attributes:
-        logprobs: of each output token, its own first; None: they were not asked for.
-        cumulative_logprob: the sum of the tokens' own.
+        logprobs: per output token, its own first; None if not requested.
+        cumulative_logprob: sum of the output tokens' own log-probabilities.
         draft_token_ids: proposed tokens that the next step verifies.
         choices: the most likely next tokens, until its `TokenChooser` has chosen one of them.
     """
@@ -64,27 +64,27 @@ class Extras:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Sequence:
-    """One stream of tokens: what the scheduler counts, what the block manager tables.
+    """One stream of tokens, with the scheduler's counters and the block manager's tables.
 
     Attributes:
         seq_id: unique in the engine; index: 0 <= index < n within the request.
         token_ids: prompt and committed output tokens.
-        num_pending_tokens: tokens that steps under way will sample; their values are not known yet.
+        num_pending_tokens: tokens that steps in flight will sample; their values are unknown.
         num_computed_tokens: tokens whose KV is in the cache, or is being computed by a step.
-        num_cached_tokens: of them, found in the prefix cache at the last admission.
-        block_tables: for each KV group the block ids in order, append-only; 0 where dropped.
+        num_cached_tokens: how many of these the prefix cache had at the last admission.
+        block_tables: per KV group the block ids in order, append-only; 0 where dropped.
         prefixes: the content of each full block, hashed once and kept.
         num_registered_blocks: how many of these are in the prefix-cache index.
-        max_chunk: most tokens that one step computes of it.
-        slots_ready_until: a decode that starts before this position writes into a slot that it has
-            already: no block, no copy, no indexing.
-        max_num_tokens: prompt and output together end here.
-        min_num_tokens: stop ids and strings don't count before this many tokens.
+        max_chunk: maximum number of its tokens that one step computes.
+        slots_ready_until: a decode that starts before this position writes into an existing slot:
+            it needs no block, no copy and no indexing.
+        max_num_tokens: maximum length of prompt and output together.
+        min_num_tokens: stop ids and stop strings have no effect before this many tokens.
         stop_ids: ids that end it -> the stop reason: None for EOS ids.
         row: in the executor's buffers while running, else NO_ROW.
         extras: None for most sequences.
-        num_dropped_blocks, num_shared_blocks: of windows and states (groups/).
-        num_pending_reads: of tiers (tiers/disk.py).
+        num_dropped_blocks, num_shared_blocks: for windows and recurrent states (groups/).
+        num_pending_reads: for tiers (tiers/disk.py).
     """
 
     request: Request
@@ -130,7 +130,7 @@ class Sequence:
         self.stop_ids, self.max_num_tokens = request.stop_ids, request.max_num_tokens
         self.order = (request.priority, request.arrival, self.index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        # Why 0: before min_tokens only a grammar lets an EOS id be sampled, behind a complete text.
+        # Why 0: before min_tokens, only a grammar allows an EOS id, after a complete text.
         min_tokens = 0 if params.structured_outputs is not None else params.min_tokens
         self.min_num_tokens = self.num_prompt_tokens + min_tokens
         logprobs: TokenLogprobs | None = None if params.logprobs is None else []
@@ -139,21 +139,21 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known and pending tokens, drafts not counted."""
+        """Number of known and pending tokens, without drafts."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Committed output tokens."""
+        """Number of committed output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The committed output tokens, the one that ended the sequence included."""
+        """The committed output tokens, including the one that ended the sequence."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def append(self, token_id: int) -> Ending | None:
-        """Takes the next token, known from now on; returns how the sequence ends by it, if so."""
+        """Appends a sampled token; returns how the sequence ends with it, or None."""
         self.token_ids.append(token_id)
         num_tokens = len(self.token_ids)
         if num_tokens >= self.min_num_tokens and token_id in self.stop_ids:
@@ -174,14 +174,14 @@ class Sequence:
         return self.num_computed_tokens == self.num_tokens
 
     def forget_computed(self) -> None:
-        """Counts all tokens as not computed, because the blocks are gone, and gives up drafts."""
+        """Marks all tokens as not computed, because the blocks are freed, and drops drafts."""
         if self.extras is not None:
             self.extras.draft_token_ids = ()
         self.num_preempted_tokens = max(self.num_preempted_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends the sequence for this reason; blocks and row are the Scheduler's business."""
+        """Sets the finish reason; the Scheduler frees blocks and row."""
         self.status = Status.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
@@ -202,15 +202,16 @@ class Sequence:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Request:
-    """One prompt with its sampling parameters, and the n sequences that answer it.
+    """One prompt with its sampling parameters, and its n sequences.
 
-    `sequences` starts with one; the others, `num_forks_due` of them, are forked from it when its
-    prompt has been computed, and more may be forked later: their indices go on from `next_index`.
-    `chooser` decides the tokens in place of the sampler. `seed` is the first sequence's, from which
-    the others' are derived; it is drawn by `key`, if there is one and `params` have none. `arrival`
-    numbers requests in the order they came; `arrival_time` is in seconds of `time.perf_counter`.
-    `stop_ids` and `max_num_tokens` are those of its sequences. `error` says why a request failed
-    while running. `pooled` is the vector [hidden_size] of a pooled prompt.
+    `sequences` starts with one. The others, `num_forks_due` of them, are forked from it when the
+    prompt has been computed. More may be forked later; their indices continue from `next_index`.
+    `chooser` selects the tokens instead of the sampler. `seed` is the first sequence's seed, from
+    which the others are derived; without a seed in `params` it is derived from `key`, if there is
+    one. `arrival` numbers requests in the order of arrival; `arrival_time` is in seconds of
+    `time.perf_counter`. `stop_ids` and `max_num_tokens` are copied to the sequences. `error` is the
+    reason if the request failed while running. `pooled` is the vector [hidden_size] of a pooled
+    prompt.
     """
 
     request_id: str
@@ -250,7 +251,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """True once all sequences have finished, or the one before the fork has failed."""
+        """True once all sequences have finished, or the first has failed before the forks."""
         forked = self.num_forks_due == 0 or self.error is not None
         return forked and all(seq.is_finished for seq in self.sequences)
 
@@ -270,42 +271,43 @@ def fork_seed(seed: int, index: int) -> int:
 
 
 class OutputFollower(Protocol):
-    """Follows one sequence's output, token by token: its text as it grows, and stop strings."""
+    """Follows one sequence's output token by token, and finds its text and stop strings."""
 
     @property
     def text(self) -> str:
-        """The text so far that is sure to stay."""
+        """The part of the text that later tokens can't change."""
 
     def append(self, token_id: int) -> str | None:
-        """Takes the next output token; a returned string ends the sequence: its stop reason."""
+        """Adds the next output token; a returned string ends the sequence as its stop reason."""
 
     def finish(self, token_ids: SequenceOf[int]) -> str:
-        """The whole text of a finished sequence, whose output tokens are given."""
+        """The whole text of a finished sequence with these output tokens."""
 
 
 class TokenChooser(Protocol):
-    """Decides the next tokens of one request's sequences in place of the sampler."""
+    """Selects the next tokens of one request's sequences instead of the sampler."""
 
     def choose(self, request: Request, moves: SequenceMoves) -> None:
         """Called by a commit once each unfinished sequence of the request awaits a choice: all its
         tokens are computed, and its `choices` are the most likely next ones.
 
-        Each must be given a token (`moves.append_token`), be forked as well (`fork`), be dropped
+        Each sequence must get a token (`moves.append_token`, optionally after `fork`), be dropped
         (`drop`) or be ended (`finish`).
         """
 
 
 class SequenceMoves(Protocol):
-    """What a `TokenChooser` may do to its sequences."""
+    """The operations that a `TokenChooser` may apply to its sequences."""
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
-        """Gives a sequence that awaits a choice its next token; it may end by it."""
+        """Appends the next token to a sequence that awaits a choice; the sequence may end with
+        it."""
 
     def fork(self, parent: Sequence, next_token_id: int | None = None) -> Sequence:
-        """A new sequence of the same request: the parent's tokens, then `next_token_id`."""
+        """Creates a sequence of the same request: the parent's tokens, then `next_token_id`."""
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """Ends one sequence; its request goes on with the others."""
+        """Ends one sequence; the request continues with the others."""
 
     def drop(self, seq: Sequence) -> None:
-        """Ends one sequence of several and forgets it: its request has no output of it."""
+        """Ends one of several sequences and removes it from the request's outputs."""

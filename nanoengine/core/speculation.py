@@ -1,10 +1,10 @@
-"""ExtrasScheduling: steps of sequences that draft, report log-probabilities, are pooled or forked.
+"""ExtrasScheduling: steps of sequences with drafts, log-probabilities, pooling or forks.
 
-    enlist(scheduler)   before a request that `is_special` is queued, drafted for or forked
+    enlist(scheduler)   before a request is queued that `is_special`, has drafts or is forked
     schedule, put       a step's tokens: drafts are trimmed to what fits; forks join their parent
-    take_result         what was sampled: drafts that were right, log-probabilities, choices
+    take_result         the sampled tokens: accepted drafts, log-probabilities, choices
 
-The Scheduler calls it for sequences with `Extras`. What several sequences of one request need is in
+The Scheduler calls it for sequences with `Extras`. The code for several sequences per request is in
 forks.py.
 """
 
@@ -18,7 +18,7 @@ from nanoengine.core.sequence import Extras, Sequence
 
 
 def enlist(scheduler: Scheduler) -> ExtrasScheduling:
-    """The scheduler's part for special sequences; made at the first call."""
+    """The scheduler's part for sequences with `Extras`; created at the first call."""
     if scheduler.special is None:
         scheduler.special = ExtrasScheduling(scheduler)
     assert isinstance(scheduler.special, ExtrasScheduling)
@@ -26,7 +26,7 @@ def enlist(scheduler: Scheduler) -> ExtrasScheduling:
 
 
 def propose_drafts(scheduler: Scheduler, proposer: Proposer) -> None:
-    """Asks for drafts for the sequences that the next step decodes and whose tokens are known."""
+    """Requests drafts for the sequences that the next step decodes and whose tokens are known."""
     sequences = [seq for seq in scheduler.running if _may_draft(seq)]
     for seq, drafts in zip(sequences, proposer.propose(sequences), strict=True):
         set_drafts(scheduler, seq, drafts)
@@ -38,28 +38,28 @@ def _may_draft(seq: Sequence) -> bool:
 
 
 def set_drafts(scheduler: Scheduler, seq: Sequence, draft_token_ids: tuple[int, ...]) -> None:
-    """Has the next step verify these tokens behind a sequence's own."""
+    """Makes the next step verify these tokens after a sequence's own tokens."""
     extras = seq.extras
     if not draft_token_ids and (extras is None or not extras.draft_token_ids):
         return
     enlist(scheduler)
     seq.extras = extras = extras or Extras()
     extras.draft_token_ids = draft_token_ids
-    seq.slots_ready_until = 0  # Why: a step with drafts is no plain decode.
+    seq.slots_ready_until = 0  # Why: a step with drafts is not a plain decode.
 
 
 class ExtrasScheduling(Forks):
-    """Does what sequences with `Extras` need, by the scheduler's own moves."""
+    """Schedules sequences with `Extras`, using the scheduler's operations."""
 
     def schedule(
         self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, budget: int
     ) -> int:
-        """Gives a running sequence its next tokens, at most `budget`; returns how many."""
+        """Schedules a running sequence's next tokens, at most `budget`; returns the number."""
         extras, scheduler = seq.extras, self.scheduler
         assert extras is not None
         num_new = seq.num_tokens + len(extras.draft_token_ids) - seq.num_computed_tokens
         if num_new <= 0 or (seq.num_tokens >= seq.max_num_tokens and not seq.is_scored_alone):
-            return 0  # it awaits a choice, or its last token is still under way
+            return 0  # it awaits a choice, or its last token is not committed yet
         if num_new > 1:
             num_new = scheduler.next_chunk(seq, budget, len(extras.draft_token_ids))
             if extras.draft_token_ids:
@@ -70,19 +70,19 @@ class ExtrasScheduling(Forks):
         return num_new
 
     def _trim_drafts(self, seq: Sequence, extras: Extras, num_new: int) -> int:
-        """Keeps the drafts that fit step, sequence and pool; returns the tokens to compute."""
+        """Keeps the drafts that fit step, sequence and pool; returns the number of new tokens."""
         num_known = seq.num_tokens - seq.num_computed_tokens
         num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
         extras.draft_token_ids = extras.draft_token_ids[: max(num_drafts, 0)]
         num_new = min(num_new, num_known + len(extras.draft_token_ids))
         manager = self.scheduler.block_manager
         if extras.draft_token_ids and not manager.may_append(seq, num_new):
-            extras.draft_token_ids = ()  # Why: a guess is no reason to preempt anyone.
+            extras.draft_token_ids = ()  # Why: drafts are not worth a preemption.
             num_new = num_known
         return num_new
 
     def put(self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, num_new: int) -> None:
-        """Writes a sequence that has room into the plan, with those that part from it."""
+        """Adds a sequence to the plan, with the forks at the end of its prompt."""
         drafts = () if seq.extras is None else seq.extras.draft_token_ids
         if drafts:
             plan.draft_token_ids[seq.row] = drafts
@@ -99,7 +99,7 @@ class ExtrasScheduling(Forks):
     def take_result(
         self, plan: StepPlan, result: StepResult, i: int, seq: Sequence, now: float
     ) -> None:
-        """Gives the i-th scheduled sequence its error, its choices or its tokens, if it has any."""
+        """Applies the i-th scheduled sequence's error, choices or tokens."""
         extras, scheduler = seq.extras, self.scheduler
         assert extras is not None
         at_end = plan.starts[i] + plan.num_scheduled_tokens[i] == seq.num_prompt_tokens
@@ -134,7 +134,7 @@ class ExtrasScheduling(Forks):
 
 
 def _extend_prompt_logprobs(seq: Sequence, start: int, new: TokenLogprobs) -> None:
-    """Appends those not known yet: a preempted prompt is computed, and reported, again."""
+    """Appends new entries only: a preempted prompt is computed and reported again."""
     known = seq.request.prompt_logprobs
     if known is not None:
         first = seq.params.first_scored_position

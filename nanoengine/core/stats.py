@@ -1,4 +1,4 @@
-"""What is counted since the start: by the Scheduler and by the PrefixCache.
+"""Counters since the start, of the Scheduler and of the PrefixCache.
 
 Read by `LLMEngine.stats()`.
 """
@@ -9,18 +9,18 @@ from collections import deque
 from dataclasses import dataclass, field
 
 RECENT = 1000
-"""Admissions that the recent hit rate looks back on."""
+"""Number of admissions that the recent hit rate covers."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerStats:
     """Counters since the start.
 
-    `prefill_tokens` counts computed tokens that were not sampled in this life of the sequence
-    (prompts, and everything recomputed after a preemption); `recomputed_tokens` are those of them
-    that had been computed before; `decode_tokens` the rest, drafts among them, right or wrong.
-    `drafted_tokens` were verified, `accepted_tokens` of them right.
-    `saved_steps` counts steps that a sequence did not take, because a draft had its token already.
+    `prefill_tokens` counts computed tokens that were not sampled since the sequence's last
+    admission (prompts, and all tokens recomputed after a preemption). `recomputed_tokens` are the
+    part of them that had been computed before. `decode_tokens` are all others, including accepted
+    and rejected drafts. `drafted_tokens` were verified, and `accepted_tokens` of them accepted.
+    `saved_steps` counts the steps that sequences skipped because a draft was accepted.
     """
 
     steps: int = 0
@@ -36,24 +36,24 @@ class SchedulerStats:
 
     @property
     def prefill_waste_frac(self) -> float:
-        """Share of prefill work that preemptions made necessary again."""
+        """Share of prefill work that was repeated because of preemptions."""
         return self.recomputed_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class CacheStats:
-    """Tokens that were looked up in the prefix cache and found there.
+    """Tokens that were looked up in the prefix cache, and tokens found there.
 
-    Readmissions, of sequences back from preemption, are counted apart: they would flatter the rate.
-    Tokens that a prompt takes over from another one later (`BlockManager.catch_up`) count as found.
+    Readmissions after preemption are counted separately, because they would inflate the rate.
+    Tokens that a prompt takes from another one later (`BlockManager.catch_up`) count as found.
 
-    `misses` counts the admissions that did not find all of their full blocks, by why the first one
-    was missing:
+    `misses` counts the admissions that did not find all of their full blocks, by the reason why the
+    first missing block was not cached:
 
-    cold      no sequence has computed it lately
-    evicted   it was cached, and its block was needed
+    cold      no sequence has computed it recently
+    evicted   it was cached, and its block was needed for other content
     salt      it is cached under another cache salt
-    short     there is none: the prompt has no full block before its last token
+    short     the prompt has no full block before its last token
 
     >>> stats = CacheStats()
     >>> stats.count(100, 64); stats.count(100, 0, miss="cold")
@@ -71,7 +71,7 @@ class CacheStats:
     _recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def count_late(self, hit: int, *, again: bool) -> None:
-        """Counts tokens found after admission; `again` for a sequence back from preemption."""
+        """Counts tokens found after admission; `again` marks a readmission after preemption."""
         if again:
             self.readmit_hit_tokens += hit
         else:
@@ -87,7 +87,7 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of queried tokens that were found, readmissions not counted."""
+        """Share of queried tokens that were found, without readmissions."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     @property

@@ -1,8 +1,8 @@
-"""WaitingQueue: sequences that wait for admission, by priority and arrival; LookAhead: one pass.
+"""WaitingQueue: waiting sequences by priority and arrival; LookAhead: one pass over the queue.
 
-The first of the queue may be too large to be admitted yet. It would block all behind it, so a few
-of these are tried; and because each sequence is overtaken a bounded number of times, it does not
-starve. Used by the Scheduler; knows no blocks.
+The first waiting sequence may be too large to be admitted yet, and would block all later ones. So a
+few of such sequences are passed over. Each sequence is overtaken a bounded number of times, so it
+does not starve. Used by the Scheduler; does not know blocks.
 """
 
 from __future__ import annotations
@@ -16,45 +16,46 @@ from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence, Status
 
 MAX_LOOK_AHEAD = 8
-"""Most waiting sequences that one step passes over because they do not fit yet."""
+"""Maximum number of waiting sequences that one step passes over because they do not fit yet."""
 MAX_OVERTAKEN = 16
-"""Times that a waiting sequence may be overtaken; then no other passes it until it is admitted."""
+"""How often a waiting sequence may be overtaken; after that none passes it until its admission."""
 
 
 @dataclass(slots=True)
 class Ended:
-    """What has ended in a scheduler: `count` sequences; of the latest that ended by themselves, the
-    `lengths` of their outputs [tokens]."""
+    """The ended sequences of a scheduler: their `count`, and the output `lengths` [tokens] of the
+    latest ones that ended by a stop or by their length."""
 
     count: int = 0
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=256))
 
 
 class AdmissionPolicy:
-    """May hold back a sequence whose blocks fit right now: policies.py.
+    """May delay a sequence whose blocks fit right now; see policies.py.
 
-    A sequence that is admitted too early is preempted later, and what it had computed is lost. The
-    Scheduler asks its policy at each admission, but not when nothing runs, so no policy can stop an
-    engine. Without one whoever fits is admitted; the block manager keeps a few blocks back.
+    A sequence that is admitted too early is preempted later, and its computed tokens are lost. The
+    Scheduler calls its policy at each admission, but not when nothing runs, so no policy can stop
+    an engine. Without a policy every sequence that fits is admitted; the block manager then keeps
+    the watermark free.
     """
 
     def watch(self, ended: Ended) -> None:
-        """Called once, with what the scheduler keeps up to date."""
+        """Called once, with the statistics that the scheduler keeps up to date."""
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
-        """Which of the last few waiting sequences, given in order, is tried next."""
+        """Selects which of the last few waiting sequences, given in order, is tried next."""
         return waiting[0]
 
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
-        """Whether to admit `seq`, whose blocks fit, beside those that run."""
+        """Whether to admit `seq`, whose blocks fit, in addition to the running sequences."""
         return True
 
 
 class WaitingQueue:
-    """A heap of sequences. One that ends while it waits stays in the heap until its turn; only
-    `num_waiting` is one less at once."""
+    """A heap of sequences. A sequence that ends while it waits stays in the heap until it is
+    popped; only `num_waiting` decreases at once."""
 
     def __init__(self) -> None:
         self.heap: list[tuple[tuple[int, int, int], Sequence]] = []
@@ -67,7 +68,7 @@ class WaitingQueue:
         heapq.heappush(self.heap, (seq.order, seq))
 
     def pop(self) -> Sequence:
-        """The first sequence still waiting; those that have ended are dropped on the way."""
+        """Removes and returns the first waiting sequence; drops ended ones before it."""
         while True:
             _, seq = heapq.heappop(self.heap)
             if seq.status is Status.WAITING:
@@ -75,7 +76,7 @@ class WaitingQueue:
                 return seq
 
     def pop_next(self, policy: AdmissionPolicy) -> Sequence:
-        """The one that a policy wants next of those still waiting; walks all of them."""
+        """Removes and returns the waiting sequence that a policy selects; visits all of them."""
         waiting = [seq for _, seq in sorted(self.heap) if seq.status is Status.WAITING]
         first = policy.next_to_admit(waiting)
         self.heap = [(seq.order, seq) for seq in waiting if seq is not first]  # sorted: a heap
@@ -86,8 +87,8 @@ class WaitingQueue:
 class LookAhead:
     """One step's pass over the queue, from its head.
 
-    Up to MAX_LOOK_AHEAD sequences that do not fit yet are passed over, each of them MAX_OVERTAKEN
-    times at most. Where few wait, a policy's `next_to_admit` says which of them is tried next.
+    Up to MAX_LOOK_AHEAD sequences that do not fit yet are passed over, each of them at most
+    MAX_OVERTAKEN times. If few wait, a policy's `next_to_admit` selects the next one to try.
     """
 
     def __init__(self, queue: WaitingQueue, policy: AdmissionPolicy | None) -> None:
@@ -97,9 +98,8 @@ class LookAhead:
         self._waits: list[tuple[int, str]] = []
 
     def next(self, few: int) -> Sequence | None:
-        """Takes the next sequence to try out of the queue: by order, or, where no more than `few`
-        wait, as the policy says. None if the queue is empty, or none may go before those passed
-        over."""
+        """Removes and returns the next sequence to try: by order, or, if at most `few` wait, as the
+        policy selects. None if the queue is empty, or if none may overtake those passed over."""
         is_far = len(self.passed_over) > MAX_LOOK_AHEAD
         if (
             not self._queue.num_waiting
@@ -112,19 +112,21 @@ class LookAhead:
         return self._queue.pop()
 
     def pass_over(self, seq: Sequence, lacks: str) -> None:
-        """Puts a sequence aside that can't be admitted now, because it lacks a "row", its last
-        "token" from the step under way, "blocks", the "read" of a tier, the "budget", or consent of
-        the "policy"."""
+        """Passes over a sequence that can't be admitted now.
+
+        `lacks` is what is missing: a "row", its last "token" from the step in flight, "blocks", the
+        "read" of a tier, the "budget", or the consent of the "policy".
+        """
         self.passed_over.append(seq)
         self._waits.append((seq.seq_id, lacks))
 
     def overtake(self) -> None:
-        """Counts for those passed over that one behind them has been admitted."""
+        """Counts for the sequences passed over that a later one has been admitted."""
         for seq in self.passed_over:
             seq.num_overtaken += 1
 
     def end(self) -> list[tuple[int, str]]:
-        """Queues those passed over again, at their places; returns what each lacked."""
+        """Queues the sequences passed over again, in order; returns what each lacked."""
         for seq in self.passed_over:
             self._queue.push(seq)
         return self._waits

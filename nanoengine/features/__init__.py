@@ -1,1 +1,1 @@
-"""Options, a file each: imported where they are asked for, and known to no plain file."""
+"""Optional features, one file each; imported only when they are used."""

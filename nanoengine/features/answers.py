@@ -1,11 +1,12 @@
-"""Answers taken apart: what a model thinks, the functions that it calls, and what it says.
+"""Parses answers into reasoning, text and tool calls.
 
     <think>The user ...</think>Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>
            reasoning_content   text                  tool_calls
 
-`AnswerForm` says how, for one request; `LLM.chat` and the rows of `nanoengine batch` have one where
-somebody has asked. Text that fits no form stays text, and `parse_error` says so. Names are those of
-vLLM's `--reasoning-parser`; tool_calls.py has those of `--tool-call-parser`.
+An `AnswerForm` describes the format for one request. `LLM.chat` and the rows of `nanoengine batch`
+have one if a parser was requested. Text in an unknown format stays text, and `parse_error` contains
+the reason. Names are the same as for vLLM's `--reasoning-parser`; the names of `--tool-call-parser`
+are in tool_calls.py.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from nanoengine.settings.params import SamplingParams
 AUTO = "auto"
 BOUND_TWICE = "tool_choice binds the answer, and a structured output does too: give one of them"
 CALL_ID_CHARS = 9
-"""What Mistral's chat templates demand of a call's id: letters and digits, so many."""
+"""Length of a tool call's id, of letters and digits, as Mistral's chat templates require."""
 
 Thought = tuple[str | None, str]
-"""The reasoning, None if there is none, and the rest of a text."""
+"""The reasoning, or None if there is none, and the rest of the text."""
 
 
 def think(opened: str, closed: str, prompt: str | None, text: str, ends: str = "") -> Thought:
-    """Reasoning between tags. A chat template may have written the first one, or both.
+    """Parses reasoning between tags. The chat template may have written the first tag, or both.
 
     Args:
-        prompt: its text; None: unknown, and reasoning is taken to be open, as vLLM takes it.
-        ends: what ends reasoning that has no end of its own.
+        prompt: text of the prompt; None: unknown, then reasoning is assumed to be open, as in vLLM.
+        ends: text that ends reasoning without a closing tag.
     """
     written = "" if prompt is None else prompt.rstrip()
     is_open = prompt is None or written.endswith(opened)
@@ -54,12 +55,12 @@ def think(opened: str, closed: str, prompt: str | None, text: str, ends: str = "
 
 
 def qwen3(prompt: str | None, text: str) -> Thought:
-    """`<think>`; a call ends it, too."""
+    """`<think>`; a tool call also ends it."""
     return think("<think>", "</think>", prompt, text, ends="<tool_call>")
 
 
 def deepseek_r1(prompt: str | None, text: str) -> Thought:
-    """`<think>`, which the template writes."""
+    """`<think>`, which the chat template writes."""
     return think("<think>", "</think>", prompt, text)
 
 
@@ -72,7 +73,7 @@ GRANITE = [re.compile(f"(?:Here's|Here is) my {what}:") for what in ("thought pr
 
 
 def granite(prompt: str | None, text: str) -> Thought:
-    """Sentences in the place of tags."""
+    """Sentences instead of tags."""
     thoughts, response = GRANITE
     begin = thoughts.search(text)
     if begin is None:
@@ -84,7 +85,7 @@ def granite(prompt: str | None, text: str) -> Thought:
 
 
 def openai_gptoss(prompt: str | None, text: str) -> Thought:
-    """The channel `analysis`; messages to functions stay as they are, for their reader."""
+    """The channel `analysis`; tool calls are left for their own parser."""
     thoughts, rest, end = list[str](), list[str](), 0
     for message in tool_calls.MESSAGE.finditer(text):
         rest.append(text[end : message.start()])
@@ -101,7 +102,7 @@ REASONING: dict[str, Callable[[str | None, str], Thought]] = {
     one.__name__: one for one in (qwen3, deepseek_r1, mistral, granite, openai_gptoss)
 }
 MARKED = {"mistral", "openai", "openai_gptoss"}
-"""Forms whose marks are special tokens, which a text leaves out unless it is asked for them."""
+"""Parsers whose tags are special tokens, which the text contains only on request."""
 
 REASONING_SIGNS = {
     "openai_gptoss": r"<\|channel\|>",
@@ -117,24 +118,24 @@ CALL_SIGNS = {
     "mistral": r"\[TOOL_CALLS\]",
     "llama3_json": r'parameters\\?": dictionary',
 }
-"""By which a model's chat template shows its form; the first one that fits."""
+"""Patterns that identify a parser by the model's chat template; the first match is used."""
 
 
 OPTIONS: dict[str, tuple[Iterable[str], dict[str, str]]] = {
     "reasoning_parser": (REASONING, REASONING_SIGNS),
     "tool_call_parser": (tool_calls.READERS, CALL_SIGNS),
 }
-"""The names of an option's readers, and their signs."""
+"""Per option, the names of its parsers and their patterns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """How the answers to one request are taken apart.
+    """How the answers to one request are parsed.
 
     Attributes:
-        reasoning, calls: names of readers; None: not looked for.
-        schemas: of the functions that may be called.
-        choice, name: what the request says of calls; unless "auto", a grammar binds the answer.
+        reasoning, calls: names of parsers; None: not parsed.
+        schemas: JSON schemas of the functions that may be called.
+        choice, name: the request's tool_choice; unless it is "auto", a grammar restricts answers.
     """
 
     reasoning: str | None = None
@@ -145,11 +146,11 @@ class AnswerForm:
 
     @property
     def is_bound(self) -> bool:
-        """Whether an answer must be calls."""
+        """Whether an answer must consist of tool calls."""
         return self.choice in ("required", "named")
 
     def needs(self) -> dict[str, Any]:
-        """Fields of `SamplingParams` that the answer must be sampled with.
+        """Fields of `SamplingParams` that the answer needs.
 
         Raises:
             RequestError: tools contradict each other.
@@ -161,7 +162,7 @@ class AnswerForm:
         return {"skip_special_tokens": False} if has_marks else {}
 
     def params(self, given: Any) -> Any:
-        """The parameters, or each of a list, as such an answer needs them."""
+        """Adds the needed fields to the parameters, or to each of a list."""
         if not isinstance(given, SamplingParams):
             return list(map(self.params, given))
         if self.is_bound and given.structured_outputs is not None:
@@ -169,8 +170,10 @@ class AnswerForm:
         return dataclasses.replace(given, **self.needs())
 
     def taken_apart(self, output: RequestOutput, key: str) -> RequestOutput:
-        """The output with the parts of its completions; `key` makes the calls' ids, the same ones
-        whenever the row is answered."""
+        """Parses the completions of an output.
+
+        `key` determines the tool calls' ids, so that a row gets the same ids each time.
+        """
         completions = [
             one if one.error is not None else self._parts(one, output.prompt, f"{key}/{one.index}")
             for one in output.outputs
@@ -208,13 +211,13 @@ def answer_form(
     tool_choice: Any,
     chat_template: Callable[[], Any],
 ) -> AnswerForm | None:
-    """The form that was asked for; None: answers stay whole.
+    """The requested format; None if nothing is to be parsed.
 
     Args:
-        chat_template: gives the model's, by which "auto" is decided.
+        chat_template: returns the model's chat template, which determines "auto".
 
     Raises:
-        RequestError: an unknown name; a model that shows no form; a choice without its tool.
+        RequestError: an unknown name; no format found for "auto"; a choice without its tool.
     """
     schemas = tool_calls.schemas_of(tools or ())
     choice, name = tool_calls.choice_of(tool_choice, schemas)
@@ -222,16 +225,16 @@ def answer_form(
     if choice == AUTO:
         calls = reader_of("tool_call_parser", tool_call_parser, chat_template)
     if calls == "openai" and reasoning is None:
-        reasoning = "openai_gptoss"  # Why: its calls stand in the same channels.
+        reasoning = "openai_gptoss"  # Why: its calls use the same channels.
     form = AnswerForm(reasoning=reasoning, calls=calls, schemas=schemas, choice=choice, name=name)
     return form if reasoning is not None or calls is not None or form.is_bound else None
 
 
 def reader_of(option: str, name: str | None, chat_template: Callable[[], Any]) -> str | None:
-    """The name of a reader, "auto" being the one whose form the chat template shows.
+    """The name of a parser; "auto" selects the one whose pattern the chat template matches.
 
     Raises:
-        RequestError: no reader has the name; the template shows no form that is known.
+        RequestError: the name is unknown, or no pattern matches the template.
     """
     names, signs = OPTIONS[option]
     if name is None or name in names:

@@ -1,16 +1,16 @@
-"""Beam search: the continuations of a prompt with the best scores, found a token a step.
+"""Beam search: the continuations of a prompt with the best scores, one token per step.
 
-    step       beams await a choice, each with its likeliest next tokens .... `Extras.choices`
+    step       beams await a choice, each with its most likely next tokens .. `Extras.choices`
     choose     all continuations of all beams, best first
-                 ends in EOS, or is long enough ── a hypothesis, if among the first beam_width
-                 the beam_width best others ────── give a token, fork, drop
+                 EOS or maximum length ────────── a hypothesis, if among the first beam_width
+                 the beam_width best others ───── append a token, fork, drop
 
-A `BeamSearch` is the `TokenChooser` of one request, whose sequences are the beams: they share the
-blocks of their common past and copy the last one when they write. The Scheduler calls it; it knows
-neither blocks nor tensors nor text. `beam_search` is `LLM.beam_search`, which runs the searches of
-many prompts side by side.
+A `BeamSearch` is the `TokenChooser` of one request, whose sequences are the beams. Beams share the
+blocks of their common prefix, and the last block is copied on write. The Scheduler calls it; it
+does not handle blocks, tensors or text. `beam_search` implements `LLM.beam_search`, which runs the
+searches of many prompts concurrently.
 
-Source: the settings and their meaning are those of transformers' `generate(num_beams=...)`.
+Source: the settings have the same meaning as in transformers' `generate(num_beams=...)`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nanoengine.text.prompts import CheckedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 
 MOST_PENALTY = 30
-"""Of lengths. Why: to its power a length is a float, however long a context is."""
+"""Maximum length penalty. Why: a length to this power is a finite float for any context."""
 
 
 @checked(
@@ -44,21 +44,21 @@ MOST_PENALTY = 30
 )
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How to search. Fields may be given by position, in vLLM's order.
+    """Parameters of a beam search. Fields may be given by position, in vLLM's order.
 
     Attributes:
         beam_width: beams kept in each step, and sequences returned.
-        max_tokens: most tokens of a sequence.
+        max_tokens: maximum number of tokens per sequence.
         length_penalty: a score is the log-probability over length ** length_penalty; above 0 it
             favours long sequences, 0 compares plain log-probabilities. From -30 to 30.
-        early_stopping: when to end once there are beam_width hypotheses. False: when the best beam,
-            at its present length, scores no better than the worst of them; True: at once; "never":
-            when no beam can catch up any more, whatever its length.
-        temperature: 0; a search takes the most likely tokens and draws none.
-        ignore_eos: go on past the model's EOS ids.
+        early_stopping: when to stop with beam_width hypotheses. False: when the best beam, at its
+            current length, scores no better than the worst of them; True: at once; "never": when
+            no beam can become better any more, at any length.
+        temperature: must be 0; a beam search does not sample.
+        ignore_eos: continue after the model's EOS ids.
 
     Raises:
-        RequestError: a value is of another type or out of range; the message names the field.
+        RequestError: a value has the wrong type or is out of range; the message names the field.
     """
 
     beam_width: int
@@ -88,10 +88,10 @@ class BeamSequence:
     """One result of a search.
 
     Attributes:
-        token_ids: the generated tokens, the EOS that ended it included.
+        token_ids: the generated tokens, including a final EOS.
         text: without that EOS; "" without a tokenizer.
         cumulative_logprob: sum of the tokens' log-probabilities.
-        score: the same over len(token_ids) ** length_penalty.
+        score: cumulative_logprob over len(token_ids) ** length_penalty.
         finish_reason: "stop" for EOS, "length" for max_tokens or max_model_len.
     """
 
@@ -107,9 +107,9 @@ class BeamSearchOutput:
     """One prompt with its best continuations.
 
     Attributes:
-        index: place of the prompt in the call.
-        prompt: as text, if it was given as text or chat; else None.
-        sequences: beam_width of them, best score first; none if there is an error.
+        index: index of the prompt in the call.
+        prompt: the text, if it was given as text or chat; else None.
+        sequences: the beam_width best ones, best score first; none if there is an error.
         error: why the search failed while it ran.
     """
 
@@ -133,9 +133,9 @@ class BeamSearch:
     """The search for one prompt; a `TokenChooser`.
 
     Attributes:
-        max_tokens: of a sequence, the model's context considered.
-        eos_token_ids: those that end a sequence; none to ignore them.
-        vocab_size: bounds the continuations of a beam.
+        max_tokens: maximum number of tokens per sequence, limited by the model's context.
+        eos_token_ids: ids that end a sequence; empty to ignore them.
+        vocab_size: the maximum number of continuations per beam.
         hypotheses: the finished sequences so far, at most beam_width, best first; without texts.
     """
 
@@ -148,13 +148,16 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations that are looked at in a step. Why so many: if all beams can end, beam_width
-        continuations that don't are still there."""
+        """Number of continuations considered per step.
+
+        Why so many: if all beams can end, beam_width continuations that do not end are still among
+        them.
+        """
         return max(2, 1 + len(set(self.eos_token_ids))) * self.params.beam_width
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """The parameters that its beams run with: greedy, and with their candidates' logprobs."""
+        """The parameters of its beams: greedy, with logprobs of their candidates."""
         return SamplingParams(
             temperature=0,
             max_tokens=self.max_tokens,
@@ -164,7 +167,7 @@ class BeamSearch:
         )
 
     def choose(self, request: Request, moves: SequenceMoves) -> None:
-        """Keeps the best continuations: collects those that end, goes on with the others."""
+        """Keeps the best continuations: collects the ones that end, continues with the others."""
         beams = [seq for seq in request.sequences if not seq.is_finished]
         length = beams[0].num_output_tokens + 1
         candidates = self._candidates(beams)
@@ -177,7 +180,7 @@ class BeamSearch:
         continuations: dict[Sequence, list[int]] = {}
         for candidate in going_on:
             continuations.setdefault(candidate.beam, []).append(candidate.token_id)
-        for beam in beams:  # Why first: a dropped beam's row and blocks serve a fork.
+        for beam in beams:  # Why first: a fork may use a dropped beam's row and blocks.
             if beam not in continuations:
                 moves.drop(beam)
         for beam, (first, *others) in continuations.items():
@@ -186,7 +189,8 @@ class BeamSearch:
             moves.append_token(beam, first)
 
     def _candidates(self, beams: list[Sequence]) -> list[Candidate]:
-        """The most likely continuations of all beams; among equals those of earlier beams first."""
+        """The most likely continuations of all beams; among equal ones, earlier beams come
+        first."""
         found = [
             Candidate(beam.extras.cumulative_logprob + entry.logprob, beam, entry.token_id)
             for beam in beams
@@ -200,7 +204,7 @@ class BeamSearch:
         return candidate.token_id in self.eos_token_ids or length >= self.max_tokens
 
     def _collect(self, best: list[Candidate], length: int) -> None:
-        """Makes hypotheses of those that end, and keeps the beam_width best of all."""
+        """Adds candidates that end as hypotheses, and keeps the beam_width best of all."""
         for candidate in best:
             if self._ends(candidate, length):
                 is_eos = candidate.token_id in self.eos_token_ids
@@ -217,10 +221,10 @@ class BeamSearch:
         del self.hypotheses[self.params.beam_width :]
 
     def _is_decided(self, best_logprob: float, length: int) -> bool:
-        """True if the search ends: there are enough hypotheses, and as good as they will be.
+        """True if the search ends: there are enough hypotheses, and none will become better.
 
-        A log-probability only falls, so a score can rise by length alone: "never" grants the best
-        beam all the length there can be, False none.
+        A log-probability only decreases, so a score can increase only through the length. "never"
+        assumes the maximum length for the best beam, False its current length.
         """
         params = self.params
         if len(self.hypotheses) < params.beam_width:
@@ -239,7 +243,7 @@ class BeamSearch:
 
 
 def make_search(params: BeamSearchParams, info: EngineInfo, num_prompt_tokens: int) -> BeamSearch:
-    """The search for a prompt of so many tokens."""
+    """The search for a prompt of this length."""
     return BeamSearch(
         params,
         max_tokens=min(params.max_tokens, info.max_model_len - num_prompt_tokens),
@@ -254,10 +258,10 @@ def beam_search(
     params: BeamSearchParams,
     bar: Callable[[LLMEngine, int], contextlib.AbstractContextManager[object]],
 ) -> list[BeamSearchOutput]:
-    """`LLM.beam_search`, which has the docs; the caller is alone on the engine.
+    """Implements `LLM.beam_search`; the caller's call is alone on the engine.
 
     Args:
-        bar: makes a progress bar of so many requests.
+        bar: creates a progress bar for this many requests.
     """
     calls, config, tokenizer = llm._calls, llm.config, llm._tokenizer
     if not isinstance(params, BeamSearchParams):

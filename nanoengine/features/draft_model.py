@@ -1,15 +1,15 @@
-"""DraftModel: a smaller model drafts. Its keys and values lie in the same blocks as the target's.
+"""DraftModel: drafts by a smaller model, whose KV cache uses the same block tables.
 
     plan ─► target.launch ─► the step
-       └──► draft.launch     rows, tables, copies, and prompts; of decodes a block that becomes full
-    propose ─► draft.launch, k times: what is missing of each sequence, then a draft from a draft
+       └──► draft.launch     rows, tables, copies, and prompts; decodes only if a block becomes full
+    propose ─► draft.launch, k times: the missing tokens of each sequence, then one draft at a time
 
-The two have a cache each, of as many blocks, and one set of block tables. So what the BlockManager
-does to a block is done to both: prefix hits, copies on write and preemptions need no code here.
+Each model has its own cache with the same number of blocks, and both use one set of block tables.
+So prefix hits, copy-on-write and preemptions apply to both and need no code here.
 
-Wrong keys and values of the draft model could only make drafts wrong, never tokens: the target
-verifies each draft. What is computed when is chosen so that a block which the prefix cache holds is
-right in both caches.
+Wrong keys and values of the draft model could only make drafts wrong, never tokens, because the
+target verifies each draft. The draft model's steps are chosen such that each block in the prefix
+cache is correct in both caches.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from nanoengine.settings.params import SamplingParams
 
 @dataclass(slots=True)
 class DraftedRow:
-    """What the draft model has of a row.
+    """What the draft model has computed of a row.
 
     Attributes:
-        num_computed: of the row's known tokens, how many it has computed.
-        num_admitted: tokens that the row came with.
-        guessed: drafts that it has computed behind the known tokens.
+        num_computed: number of the row's known tokens that it has computed.
+        num_admitted: number of tokens at the row's admission.
+        guessed: drafts that it has computed after the known tokens.
     """
 
     num_computed: int
@@ -48,15 +48,15 @@ class DraftedRow:
 
 
 class DraftedRunner(ModelRunner):
-    """A ModelRunner with a second one beside it, which follows its plans.
+    """A ModelRunner with a second one for the draft model, which follows its plans.
 
     Args:
-        draft: the draft model's, not started; gets as many blocks of as many tokens.
-        options: as of a ModelRunner.
+        draft: the draft model's runner, not started; gets the same number and size of blocks.
+        options: as for a ModelRunner.
 
     Attributes:
         draft: the draft model's runner.
-        drafted: what that has of each row.
+        drafted: what the draft model has computed of each row.
     """
 
     def __init__(self, options: RunnerOptions, *, draft: ModelRunner) -> None:
@@ -65,10 +65,10 @@ class DraftedRunner(ModelRunner):
         self.drafted: dict[int, DraftedRow] = {}
 
     def start(self) -> KVLayout:
-        """Starts both; the memory plan counts the draft model's weights and blocks too.
+        """Starts both; the memory plan includes the draft model's weights and blocks.
 
         Raises:
-            ConfigError: a model can't be the draft model of the other.
+            ConfigError: the two models can't be combined.
         """
         if len(self.groups) > 1 or self.groups[0].sliding_window is not None:
             raise ConfigError(
@@ -95,22 +95,22 @@ class DraftedRunner(ModelRunner):
             draft.config, num_kv_blocks=layout.num_blocks, max_model_len=memory.max_model_len
         )
         draft.start()
-        draft.rows.token_ids = self.rows.token_ids  # Why one: what is sampled is known to both.
+        draft.rows.token_ids = self.rows.token_ids  # Why shared: both use the sampled tokens.
         self.memory = replace(memory, weight_bytes=self.weight_bytes + draft.weight_bytes)
         return layout
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Carries out a plan, and has the draft model follow it."""
+        """Runs a plan, and makes the draft model follow it."""
         step = super().launch(plan)
-        self.draft.rows.pool_positions[:] = -1  # Why: it holds drafts, which may be wrong.
+        self.draft.rows.pool_positions[:] = -1  # Why: it contains drafts, which may be wrong.
         self.draft.launch(self._followed(plan))
         return step
 
     def _followed(self, plan: StepPlan) -> StepPlan:
-        """What the draft model computes when this plan runs: prompts, and ends of blocks.
+        """The plan of the draft model for this plan: prompts, and decodes that fill a block.
 
-        Other decodes wait until a draft is asked for, which may be never. But a block that becomes
-        full may be found by others from now on.
+        Other decodes wait until drafts are requested, which may never happen. But a full block may
+        be found by other sequences from now on.
         """
         followed = StepPlan(
             step=plan.step,
@@ -127,7 +127,7 @@ class DraftedRunner(ModelRunner):
         starts = dict(zip(plan.rows, plan.starts, strict=True))
         for fork in plan.forks:
             parent = drafted[fork.parent_row]
-            # Why the least: the parent's drafts may lie behind what the two share.
+            # Why the minimum: the parent's drafts may be after the shared tokens.
             num_shared = min(parent.num_computed, starts.get(fork.row, 0))
             drafted[fork.row] = DraftedRow(num_shared, parent.num_admitted)
         for row, start, count in zip(
@@ -139,13 +139,14 @@ class DraftedRunner(ModelRunner):
             if count and (is_prompt or end // self.block_size > begin // self.block_size):
                 followed.add(row, begin, end - begin, num_logits=0)
                 drafted[row].num_computed = end
-        for fork in plan.forks:  # of this step: they share what it computes
+        for fork in plan.forks:  # forks of this step share what it computes
             if fork.row in plan.rows and not plan.num_scheduled_tokens[plan.rows.index(fork.row)]:
                 drafted[fork.row].num_computed = drafted[fork.parent_row].num_computed
         return followed
 
     def count_computed(self, row: int, num_known: int) -> int:
-        """How many of a row's known tokens the draft model has computed, right drafts included."""
+        """Number of a row's known tokens that the draft model has computed, with accepted
+        drafts."""
         one, known = self.drafted[row], self.rows.token_ids[row]
         if one.num_computed < num_known:
             guessed, one.guessed = one.guessed, ()
@@ -156,10 +157,10 @@ class DraftedRunner(ModelRunner):
         return one.num_computed
 
     def propose(self, wanted: dict[int, tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-        """Drafts by the draft model, which has the blocks for them.
+        """Drafts of the draft model, whose blocks are already allocated.
 
         Args:
-            wanted: row -> (known tokens, drafts).
+            wanted: row -> (number of known tokens, number of drafts).
         """
         steps: list[tuple[list[int], LaunchedStep]] = []
         for place in range(max(count for _, count in wanted.values())):
@@ -180,14 +181,14 @@ class DraftedRunner(ModelRunner):
         return {row: tuple(tokens) for row, tokens in found.items()}
 
     def shutdown(self) -> None:
-        """Gives the memory of both back."""
+        """Frees the memory of both models."""
         self.draft.shutdown()
         super().shutdown()
 
 
 def _admitted_for_drafts(new: AdmittedSequence) -> AdmittedSequence:
-    """The draft model draws with the same filters and the same random numbers, so that it draws the
-    same token more often; penalties and the like are left to the target."""
+    """The draft model samples with the same filters and random numbers as the target, so that it
+    samples the same token more often; penalties and other edits are applied by the target only."""
     p = new.params
     drawn = SamplingParams(
         temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, max_tokens=1
@@ -196,7 +197,7 @@ def _admitted_for_drafts(new: AdmittedSequence) -> AdmittedSequence:
 
 
 def require_same_vocabulary(target: ModelRunner, draft: ModelRunner) -> None:
-    """Raises ConfigError unless equal token ids mean equal text in both, as far as files tell."""
+    """Raises ConfigError if the models' vocabularies differ, as far as their files show."""
     sizes = target.model_config.vocab_size, draft.model_config.vocab_size
     words = _vocabulary(target.options.directory), _vocabulary(draft.options.directory)
     if sizes[0] != sizes[1] or (words[0] and words[1] and words[0] != words[1]):
@@ -208,7 +209,7 @@ def require_same_vocabulary(target: ModelRunner, draft: ModelRunner) -> None:
 
 
 def _vocabulary(directory: Path) -> object:
-    """What a tokenizer.json has as its vocabulary; None: there is none."""
+    """The vocabulary in a tokenizer.json; None if there is no such file."""
     file = directory / "tokenizer.json"
     if not file.is_file():
         return None
@@ -219,9 +220,9 @@ class DraftModel(Drafter):
     """The drafter over a DraftedRunner.
 
     Args:
-        runner: has started.
-        manager: gives a sequence the blocks that its drafts need.
-        k: most drafts of a sequence a step.
+        runner: the runner, already started.
+        manager: allocates the blocks for drafts.
+        k: maximum number of drafts per sequence and step.
     """
 
     priors = (0.6,)
@@ -232,13 +233,13 @@ class DraftModel(Drafter):
         self.runner, self.manager, self.k = runner, manager, k
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
-        """A draft model always has something to say."""
+        """A draft model can always draft."""
         return [Guess(self.k, 0)] * len(sequences)
 
     def draft(
         self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
     ) -> list[tuple[int, ...]]:
-        """Drafts for those that have a row in the runner, and blocks."""
+        """Drafts for the sequences that have a row in the runner, and blocks."""
         wanted = {
             seq.row: (seq.num_tokens, count)
             for seq, count in zip(sequences, counts, strict=True)
@@ -248,12 +249,12 @@ class DraftModel(Drafter):
         return [drafts.get(seq.row, ()) for seq in sequences]
 
     def _has_room(self, seq: Sequence, count: int) -> bool:
-        """Gets the blocks that the step with these drafts will need anyway, ahead of its plan."""
+        """Allocates the blocks that the step with these drafts needs, before its plan."""
         rows, num_copies = self.runner.draft.rows, len(self.manager.copies)
         if rows.seq_ids[seq.row] != seq.seq_id:
-            return False  # a fork that the next plan tells of
+            return False  # a fork that only the next plan contains
         if not self.manager.may_append(seq, count + 1) or len(self.manager.copies) > num_copies:
-            return False  # Why: a copy on write runs with the plan, after the drafts
+            return False  # Why: copy-on-write runs with the plan, after the drafts
         (table,) = seq.block_tables
         first = max(seq.num_computed_tokens // rows.block_size - 1, 0)
         rows.block_tables[0, seq.row, first : len(table)] = table[first:]

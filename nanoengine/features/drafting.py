@@ -1,21 +1,22 @@
-"""Drafting: whether to draft, for whom and how many tokens, decided by what was measured.
+"""Drafting: decides from measurements whether to draft, for which sequences and how many tokens.
 
-    propose   Drafter.look ─► Guess (tokens, of which kind) ─► expected tokens of each draft
-              ─► those drafts that raise expected tokens per second ─► the plan
-    on_step   how many were right ─► Acceptance        how long the step took ─► StepCost
+    propose   Drafter.look ─► Guess (tokens, kind) ─► expected tokens of each draft
+              ─► the drafts that increase the expected tokens per second ─► the plan
+    on_step   number of accepted drafts ─► Acceptance     time of the step ─► StepCost
 
-A draft that is wrong costs a row of a step, and on most text most drafts are wrong. So nothing is
-drafted by option alone. A sequence keeps how often its drafts were right, by kind of guess and by
-place in the draft; the engine keeps what a step of so many rows costs. What is given up is tried
-again now and then.
+A rejected draft costs a row of a step, and for most text most drafts are rejected. So drafts are
+made only if they are expected to pay. Each sequence records how often its drafts were accepted, by
+kind of guess and by place in the draft. The engine records the cost of a step by its number of
+rows. Drafts that do not pay are tried again from time to time.
 
-Both are estimates, and a look costs time even where nothing is found. So an `Account` holds what
-drafting may still lose: a percent or less of the time of all steps, and what right ones gained. A
-step with drafts risks no more than that; where nothing is left, nothing is looked for.
+Both are estimates, and calling a drafter costs time even if it finds nothing. So an `Account` holds
+the time that drafting may still lose: at most one percent of the time of all steps, plus what
+accepted drafts have saved. A step with drafts risks no more than that. If nothing is left, the
+drafter is not called.
 
-Only speed depends on this file: a draft is kept where it is the token that would be sampled anyway.
-A `Proposer` and an `Observer` of the engine. Which tokens to draft a `Drafter` says: `ngram.py`,
-`draft_model.py`.
+This file only affects speed: a draft is accepted only if it is the token that would be sampled
+anyway. `Drafting` is a `Proposer` and an `Observer` of the engine. A `Drafter` selects the tokens:
+`ngram.py`, `draft_model.py`.
 """
 
 from __future__ import annotations
@@ -37,31 +38,31 @@ from nanoengine.observe.metrics import step_seconds
 from nanoengine.settings.drafts import MOST_DRAFTS
 
 MARGIN = 1.02
-"""Expected speed-up below which nothing is drafted: timings are not more exact than this."""
+"""Expected speed-up below which nothing is drafted: timings are not more accurate than this."""
 ASSUMED_ROW_COST = 0.05
-"""Of a step without drafts, what each further row is thought to cost until it was measured."""
+"""Assumed cost of each further row until it is measured, as a share of a step without drafts."""
 FEWEST_GAIN = 0.02
-"""Expected tokens below which a draft is not looked at."""
+"""Drafts with fewer expected tokens are not considered."""
 FIRST_PATIENCE, MOST_PATIENCE = 4, 128
-"""Guesses that a sequence lets pass before it tries one again; doubled each time, until it pays."""
+"""Number of guesses that a sequence skips before it tries one again; doubled until one pays."""
 ONE_MORE_EVERY = 48
-"""Steps with drafts of which one tries a draft more than seems best: a measurement may be wrong."""
+"""One in this many steps with drafts tries one more draft: a measurement may be wrong."""
 MOST_DRAFTED_STEPS = 128
-"""After so many steps with drafts one without is run, so that its cost stays known."""
+"""After this many steps with drafts, a step without is run to update its cost."""
 MAY_LOSE, MAY_LOSE_OF_MANY, MANY = 0.01, 0.005, 8
-"""Of the time of all steps, what looks and drafts may lose; and of steps of MANY rows or more. Why
-less: there what one sequence tries tells of all, and less is to be gained."""
+"""Share of the time of all steps that drafting may lose; and of steps with MANY rows or more.
+Why less: there one sequence's tries are valid for all, and less can be gained."""
 FIRST_LEFT, MOST_LEFT, MOST_OWED = 0.5, 4.0, 0.5
-"""In steps' time: what an account begins with, and its limits. Why limits: gains of one text should
-not pay for the next one for long, nor one long step that nobody is guilty of."""
+"""Initial value and limits of an account, in units of a step's time. Why limits: gains from one
+text should not pay for the next one for long, and one long step may have other causes."""
 MOST_ASLEEP = 64
-"""Steps for which nothing is looked for after as long a time without drafts."""
+"""Number of steps without drafts after which the drafter is called once per this many steps."""
 
 
 class Guess(NamedTuple):
-    """A drafter could draft `count` tokens; guesses of one `kind` are right about as often.
+    """A drafter could draft `count` tokens; guesses of one `kind` are accepted about equally often.
 
-    `tokens` are the drafts; empty: `Drafter.draft` computes as many of them as are asked for.
+    `tokens` are the drafts; if empty, `Drafter.draft` computes as many as requested.
     """
 
     count: int
@@ -73,11 +74,10 @@ NO_GUESS = Guess(0, 0)
 
 
 class Drafter:
-    """Knows what may come next; this one never does. `priors`: for each kind, how often its guesses
-    are right at first.
+    """Guesses the next tokens; this base class has none. `priors`: the initial acceptance per kind.
 
-    `always`: it must be asked before each step, and be told all tokens. `only_for`: rows that it
-    could guess for, None meaning all; while there are none, nothing need be asked or measured.
+    `always`: it must be called before each step, with all tokens known. `only_for`: rows that it
+    could guess for; None means all. While there are none, nothing is called or measured.
     """
 
     priors: tuple[float, ...] = ()
@@ -95,24 +95,24 @@ class Drafter:
         raise NotImplementedError
 
     def forget_ended(self) -> None:
-        """Gives back what it holds of sequences that have ended."""
+        """Frees the data of sequences that have ended."""
 
 
 class Acceptance:
-    """How often drafts are right, by kind and place; older ones count less and less.
+    """How often drafts are accepted, by kind and place; older drafts have decreasing weight.
 
     Args:
-        weight: as many drafts weigh as much as what is assumed of them.
-        window: about how many drafts count.
+        weight: the assumed acceptance weighs as much as this many drafts.
+        window: approximate number of drafts that count.
     """
 
     def __init__(self, *, weight: float, window: float) -> None:
         self._weight, self._keep = weight, 1 - 1 / window
-        self._counts: dict[int, list[tuple[float, float]]] = {}  # by kind, place: right ones, all
+        self._counts: dict[int, list[tuple[float, float]]] = {}  # by kind, place: accepted, all
 
     def rates(self, kind: int, assumed: SequenceOf[float]) -> list[float]:
-        """The share of drafts that are right at each place, those before them being right; where
-        there were none, what is assumed."""
+        """The share of drafts that are accepted at each place, given that all earlier ones are;
+        without measurements, the assumed share."""
         weight = self._weight
         found = [
             (right + weight * share) / (tried + weight)
@@ -122,7 +122,7 @@ class Acceptance:
         return found
 
     def add(self, kind: int, num_drafts: int, num_right: int) -> None:
-        """Counts the drafts of one step, up to the first wrong one."""
+        """Counts the drafts of one step, up to the first rejected one."""
         counts = self._counts.setdefault(kind, [])
         for place in range(min(num_drafts, num_right + 1)):
             if place == len(counts):
@@ -132,11 +132,11 @@ class Acceptance:
 
 
 class StepCost:
-    """Seconds by size: what is typical of the latest measurements, and lines between them.
+    """Seconds by size: a typical value of the latest measurements, interpolated linearly.
 
     Args:
-        typical: of some measurements. Why the lower median where sizes are compared: whatever else
-            the machine does makes a step longer, never shorter.
+        typical: reduces measurements to one value. Why the lower median for comparing sizes: other
+            work of the machine makes a step longer, never shorter.
     """
 
     def __init__(self, typical: Callable[[Iterable[float]], float] = median_low) -> None:
@@ -146,7 +146,7 @@ class StepCost:
         self._sizes: list[int] = []
 
     def add(self, size: int, seconds: float) -> None:
-        """Takes in one measurement."""
+        """Adds one measurement."""
         size = bucket(size)
         if size not in self._latest:
             self._latest[size] = deque(maxlen=9)
@@ -158,8 +158,8 @@ class StepCost:
         return bool(self._sizes)
 
     def limit(self, start: int) -> int:
-        """The largest size to try: a little above the last one from `start` on that was measured
-        without a gap. So a size that is far too large is never tried."""
+        """The largest size to try: slightly above the last one that was measured without a gap
+        after `start`. So a size that is far too large is never tried."""
         reached = start
         for size in self._sizes:
             if size > reached + max(2, reached // 8):
@@ -170,10 +170,11 @@ class StepCost:
     def seconds(
         self, size: int, *, start: tuple[int, float] = (0, 0.0), slope: float = 0.0
     ) -> float:
-        """What `size` costs, no less than at `start`, (size, seconds), where the curve begins.
+        """The cost of `size`, at least the cost at `start`, (size, seconds), where the curve
+        begins.
 
-        Behind the last measurement it goes on with `slope` seconds more a size, or half as steeply
-        as from the start up to there.
+        After the last measurement it continues with `slope` more seconds per size, or half as
+        steeply as between the start and there.
         """
         low, low_s = start
         place = bisect_left(self._sizes, bucket(size))
@@ -190,10 +191,10 @@ class StepCost:
 
 
 class Account:
-    """Seconds that drafting may still lose; nothing may be lost before a plain step was measured.
+    """Seconds that drafting may still lose; none before a step without drafts was measured.
 
     Attributes:
-        left: below 0 where more was lost than it should.
+        left: below 0 if more was lost than allowed.
     """
 
     def __init__(self) -> None:
@@ -201,8 +202,8 @@ class Account:
         self._is_open = False
 
     def add(self, plain_s: float, gained_s: float, num_rows: int) -> None:
-        """Takes in a step that without drafts takes `plain_s`; `gained_s` is what drafting has
-        gained in it, below 0 where it has lost."""
+        """Adds a step that takes `plain_s` without drafts; `gained_s` is what drafting has gained
+        in it, below 0 for a loss."""
         left = self.left if self._is_open else FIRST_LEFT * plain_s
         left += (MAY_LOSE if num_rows < MANY else MAY_LOSE_OF_MANY) * plain_s + gained_s
         self._is_open = True
@@ -210,7 +211,7 @@ class Account:
 
 
 def bucket(size: int) -> int:
-    """Sizes that are measured together: up to 16 each its own, above in steps of an eighth.
+    """Rounds up sizes that are measured together: exact up to 16, then in steps of an eighth.
 
     >>> [bucket(size) for size in (1, 16, 17, 18, 33, 37, 300)]
     [1, 16, 18, 18, 36, 40, 320]
@@ -225,13 +226,13 @@ def best_counts(
     seconds: Callable[[int, int], float],
     most: int,
 ) -> list[int]:
-    """How many drafts of each sequence make the most of a second.
+    """The number of drafts of each sequence that maximises the expected tokens per second.
 
     Args:
-        gains: for each sequence the expected tokens of its first, second, ... draft, falling.
-        num_rows: rows without drafts, each of them a token.
-        seconds: (drafts in all, longest draft) -> what the step costs.
-        most: drafts in all.
+        gains: per sequence, the expected tokens of its first, second, ... draft, decreasing.
+        num_rows: rows without drafts, each of which yields one token.
+        seconds: (total drafts, longest draft) -> cost of the step.
+        most: maximum total number of drafts.
     """
     ranked = sorted(
         ((gain, -place, i) for i, of_one in enumerate(gains) for place, gain in enumerate(of_one)),
@@ -252,23 +253,23 @@ def best_counts(
 
 @dataclass(slots=True, kw_only=True)
 class Tracked:
-    """What is known of one sequence's drafts. `kind` is that of the last guess."""
+    """The drafting history of one sequence. `kind` is the kind of its last guess."""
 
     seq: Sequence
     patience: int
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(weight=3, window=16))
     kind: int = 0
-    idle: int = 0  # guesses let pass since the last draft
+    idle: int = 0  # guesses skipped since the last draft
 
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Asks a drafter, and decides.
+    """Calls a drafter, and decides which drafts are worth it.
 
     Attributes:
-        drafter: whose guesses are drafted.
-        overlapped: to be asked makes a step wait for the one before.
-        clock: seconds, to tell what drafting itself costs.
+        drafter: makes the guesses.
+        overlapped: whether calling it makes a step wait for the previous one.
+        clock: returns seconds, to measure the cost of drafting itself.
     """
 
     drafter: Drafter
@@ -281,23 +282,23 @@ class Drafting:
     _drafter: StepCost = field(default_factory=StepCost)  # the drafter, by its longest draft
     _tracked: dict[int, Tracked] = field(default_factory=dict)  # by sequence
     _asked: dict[int, Tracked] = field(default_factory=dict)  # by row, in the step being planned
-    _num_drafted_steps: int = 0  # since one without
-    _num_without: int = 0  # steps in a row that had no draft
-    _patience: int = FIRST_PATIENCE  # with which sequences begin
-    _num_idle: int = 0  # guesses of all sequences let pass since the last try
+    _num_drafted_steps: int = 0  # since the last step without drafts
+    _num_without: int = 0  # consecutive steps without drafts
+    _patience: int = FIRST_PATIENCE  # initial patience of new sequences
+    _num_idle: int = 0  # guesses of all sequences skipped since the last try
     _account: Account = field(default_factory=Account)
     _deciding_s: float = 0.0  # of the step being planned
 
     # --- the Proposer -------------------------------------------------------------------------
 
     def needs_tokens(self) -> bool:
-        """False where it has nothing to propose, or looks would lose too much; also, where that
-        makes a step wait, while it had nothing for so long that it looks only now and then."""
+        """False if it has nothing to propose, or if calling the drafter would lose too much. With
+        overlapped steps it is also False for most steps after a long time without drafts."""
         if self.drafter.always:
             return True
         if self._account.left < 0 or self._is_unasked:
             return False
-        # Why two in a row: the overlapped loop asks before the last step is committed, and after.
+        # Why two in a row: the overlapped loop calls this before and after the last commit.
         return not self._is_asleep or self._num_without % MOST_ASLEEP < 2
 
     def propose(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
@@ -327,14 +328,14 @@ class Drafting:
         return self.overlapped and self._num_without >= MOST_ASLEEP
 
     def _counts(self, sequences: SequenceOf[Sequence], guesses: SequenceOf[Guess]) -> list[int]:
-        """How many tokens to draft for each sequence."""
+        """Number of tokens to draft for each sequence."""
         num_rows = len(sequences)
         counts = [0] * num_rows
         if not self._plain or self._num_drafted_steps >= MOST_DRAFTED_STEPS:
             self._num_drafted_steps = 0
             return counts
         guessed, gains = [], []
-        assumed: dict[int, list[float]] = {}  # by kind: what the engine has seen in all sequences
+        assumed: dict[int, list[float]] = {}  # by kind: the rates over all sequences
         for i, (seq, guess) in enumerate(zip(sequences, guesses, strict=True)):
             one = self._track(seq)
             left = seq.max_num_tokens - seq.num_tokens - 1
@@ -364,7 +365,8 @@ class Drafting:
         return counts
 
     def _seconds_of(self, num_rows: int) -> Callable[[int, int], float]:
-        """What a step of so many rows takes with drafts, those who draft included [s]."""
+        """Seconds of a step with this many rows as a function of drafts, including the
+        drafter's."""
         plain_s = self._plain.seconds(num_rows)
         slope = plain_s * min(ASSUMED_ROW_COST, 1 / num_rows)
 
@@ -378,9 +380,9 @@ class Drafting:
         return seconds
 
     def _pays_or_retries(self, one: Tracked, count: int, num_rows: int) -> int:
-        """`count`, or now and then one draft where none would pay: text and machine change.
+        """`count`, or from time to time one draft if none would pay: text and machine change.
 
-        Why not all that are out of patience: each costs a row, and one tells of others too.
+        Why not for all sequences out of patience: each costs a row, and one is valid for all.
         """
         if count:
             one.idle, one.patience = 0, FIRST_PATIENCE
@@ -403,7 +405,7 @@ class Drafting:
     # --- the Observer -------------------------------------------------------------------------
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
-        """Learns from a step what its drafts were worth, and what its rows cost."""
+        """Learns from a step how many drafts were accepted, and the cost of its rows."""
         if getattr(scheduler, "last_finished", None):
             self._tracked = {i: t for i, t in self._tracked.items() if not t.seq.is_finished}
             self.drafter.forget_ended()
@@ -420,7 +422,7 @@ class Drafting:
         self._num_without = 0 if plan.draft_token_ids else self._num_without + 1
         num_rows = len(plan.rows)
         if num_rows and not plan.admitted and plan.num_tokens == num_rows + num_drafts:
-            # Why without the scheduler's: it holds the time to decide, which is counted by itself.
+            # Why without schedule_s: it contains the time to decide, which is counted separately.
             seconds = step_seconds(result.times) - result.times.schedule_s
             self._measure(num_rows, num_drafts, seconds)
             self._account_for(result, num_rows, seconds if num_drafts else 0.0, deciding_s)
@@ -437,9 +439,9 @@ class Drafting:
     def _account_for(
         self, result: StepResult, num_rows: int, drafted_s: float, deciding_s: float
     ) -> None:
-        """Compares the seconds of a step, where it had drafts, with what its tokens take without.
+        """Compares the time of a step with drafts with the time for its tokens without drafts.
 
-        Why the mean: what disturbs steps falls on this one too.
+        Why the mean: disturbances of other steps also affect this one.
         """
         plain_s, gained_s = self._plain_mean.seconds(num_rows), -deciding_s
         if drafted_s:

@@ -1,9 +1,9 @@
-"""GrammarDrafter: tokens that a grammar forces are drafted, because they are mostly right.
+"""GrammarDrafter: tokens that a grammar forces are drafted, because they are mostly accepted.
 
-    {"name": " ...     the grammar knows the text  ", "age":  before the model says a token of it
+    {"name": " ...     the grammar knows the text  ", "age":  before the model samples it
 
-The draft uses the tokenizer's own segmentation of that text; a model may choose another one. Where
-nothing is forced, another drafter is asked.
+The draft uses the tokenizer's own segmentation of that text; a model may choose another one. If
+nothing is forced, another drafter is used.
 Source: jump-forward decoding of SGLang; here the model verifies the tokens.
 """
 
@@ -17,11 +17,11 @@ from nanoengine.runner.sampling.sampler import Sampler
 
 
 class GrammarDrafter(Drafter):
-    """Drafts what must come next, and where that is not known what another drafter guesses.
+    """Drafts forced tokens, and uses another drafter if nothing is forced.
 
     Args:
-        sampler: knows what the logits processors of a row force.
-        other: asked where nothing is forced.
+        sampler: returns the tokens that a row's logits processors force.
+        other: used if nothing is forced.
     """
 
     def __init__(self, sampler: Sampler, other: Drafter) -> None:
@@ -31,7 +31,7 @@ class GrammarDrafter(Drafter):
         self.only_for = None if other.only_for is None else sampler.forcing
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
-        """What is forced on each sequence, else the other drafter's guess."""
+        """The forced tokens of each sequence, else the other drafter's guess."""
         rows = self.sampler.forcing & {seq.row for seq in sequences}
         forced = {row: tuple(self.sampler.forced_tokens(row)) for row in rows}
         others = [seq for seq in sequences if not forced.get(seq.row)] if forced else sequences
@@ -44,9 +44,9 @@ class GrammarDrafter(Drafter):
     def draft(
         self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
     ) -> list[tuple[int, ...]]:
-        """What the other drafter computes."""
+        """The drafts of the other drafter."""
         return self.other.draft(sequences, counts)
 
     def forget_ended(self) -> None:
-        """Nothing is kept here."""
+        """Forwards to the other drafter; this one keeps nothing."""
         self.other.forget_ended()

@@ -1,13 +1,13 @@
-"""What moves the bytes of KV tiers: HostStorage beside the device, DiskFiles beside the disk.
+"""Storage of KV tiers: HostStorage for host memory, DiskFiles for the disk.
 
     kv [2, slices, blocks, ...] ── HostStorage ── blocks [host blocks, 2, slices, ...] ── DiskFiles
                                                                 │
-    path/<fingerprint>/<group>-<digest>.kv      one file a block: header, checksum, bytes
+    path/<fingerprint>/<group>-<digest>.kv      one file per block: header, checksum, bytes
     path/<fingerprint>/lock                     held by the one process that writes
 
-`core/tiers/` decides which blocks are moved when; this file knows no sequences. On the CPU device,
-host memory is plain RAM. Beside a GPU it is pinned and copied on side streams, which has not been
-run on one.
+`core/tiers/` decides which blocks are copied when; this file does not know sequences. With the CPU
+device, host memory is ordinary memory. With a GPU it is pinned and copied on side streams; this has
+not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ FORMAT_VERSION = 2
 MAGIC = b"nanoKV%02d" % FORMAT_VERSION
 CHECKSUM_BYTES = 16
 MOST_HEADER_BYTES = 2**20
-"""Most bytes of a header. A longer one is not ours: it would hold some 150,000 token ids."""
+"""Maximum size of a header. A longer one is not ours: it would hold about 150,000 token ids."""
 CHUNK_BYTES = 2**30
-"""Largest piece of pinned memory that is allocated at once."""
+"""Maximum size of one allocation of pinned memory."""
 MAX_DISK_BLOCKS = 2**20
-"""Most blocks of a disk tier: each costs some 300 bytes of host memory, whatever its size."""
+"""Maximum number of blocks of a disk tier: each costs about 300 bytes of host memory."""
 
 NEITHER_LINK_NOR_FIFO = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -72,26 +72,26 @@ log = logging.getLogger(__name__)
 class HostStorage:
     """Blocks in host memory, copied to the device and back. A TierStorage.
 
-    Beside a GPU, copies must neither hold up the steps nor see blocks that a later step overwrites.
-    So a step's blocks pass through one of two buffers on the GPU, in turn:
+    With a GPU, copies must neither delay the steps nor read blocks that a later step overwrites.
+    So a step's blocks pass through two buffers on the GPU, alternately:
 
         store   kv ── one kernel, main stream ──► buffer ── copies, a side stream ──► host
         load    kv ◄── one kernel, main stream ── buffer ◄── copies, another one ──── host
 
-    The GPU waits for copies only where a step stores more blocks than the buffers hold. Blocks that
-    lie side by side in host memory are one copy.
+    The GPU waits for copies only if a step stores more blocks than the buffers hold. Blocks that
+    are adjacent in host memory are one copy.
 
     Args:
         kv: the device's cache, [2, slices, num_blocks, ...]; may be a view of a larger tensor.
-        num_blocks: of the tier, its null block included.
-        dim: which dimension of `kv` counts the blocks.
+        num_blocks: size of the tier, including its null block.
+        dim: the dimension of `kv` that counts the blocks.
     """
 
-    # Why inference mode: tensors made in it, as the cache is, can't be written outside.
+    # Why inference mode: tensors created in it, such as the cache, can't be written outside.
 
     @torch.inference_mode()
     def __init__(self, kv: torch.Tensor, num_blocks: int, dim: int = 2) -> None:
-        # Why bytes: index_select does not know fp8.
+        # Why bytes: index_select does not support fp8.
         kv = kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv
         self._kv = kv.movedim(dim, 0)  # [num_blocks, 2, slices, ...]
         shape, self._on_gpu = self._kv.shape[1:], kv.device.type == "cuda"
@@ -106,21 +106,22 @@ class HostStorage:
             self._down, self._up = torch.cuda.Stream(kv.device), torch.cuda.Stream(kv.device)
             size, now = (staging_blocks(block_bytes), *shape), self._main_event()
             buffers = [torch.empty(size, dtype=kv.dtype, device=kv.device) for _ in range(2)]
-            # Each buffer, and after what it may be written; the one to take next is first.
+            # Each buffer, and the event after which it may be written; the next one to use is
+            # first.
             self._staging = deque((buffer, now) for buffer in buffers)
         self._starts = list(itertools.accumulate((len(c) for c in self.chunks[:-1]), initial=0))
 
     def as_bytes(self) -> list[NDArray[np.uint8]]:
-        """The tier's memory, block by block: [blocks, bytes of a block]."""
+        """The tier's memory by block: [blocks, bytes per block]."""
         flat = [chunk.view(len(chunk), -1).view(torch.uint8).numpy() for chunk in self.chunks]
         return [block for blocks in flat for block in blocks]
 
     @torch.inference_mode()
     def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], None]:
-        """Copies device blocks to the tier; what it returns waits until they are there."""
+        """Copies device blocks to the tier; the returned function waits for the copies."""
         if not self._on_gpu:
-            # Why one by one: an integer index is a view, which copy_ writes through; indexing by a
-            # list makes a temporary, and what is written to it is lost.
+            # Why one by one: an integer index is a view, which copy_ writes to; a list as index
+            # creates a temporary tensor, and writes to it are lost.
             for src, dst in zip(src_ids, dst_ids, strict=True):
                 self._host_blocks(dst, 1)[0].copy_(self._kv[src])
             return lambda: None
@@ -141,8 +142,8 @@ class HostStorage:
 
     @torch.inference_mode()
     def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
-        """Copies the tier's blocks to the device; returns the seconds that the copies took, without
-        the work that the device had to finish before."""
+        """Copies the tier's blocks to the device; returns the seconds of the copies, without
+        earlier work of the device."""
         started, seconds = time.perf_counter(), 0.0
         if not self._on_gpu:
             for src, dst in zip(src_ids, dst_ids, strict=True):
@@ -172,13 +173,13 @@ class HostStorage:
         return torch.cuda.current_stream(self._kv.device).record_event()
 
     def _pieces(self, *ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-        """Each of the lists in pieces as long as a buffer."""
+        """Splits the lists into pieces of the buffers' size."""
         size = len(self._staging[0][0])
         for start in range(0, len(ids[0]), size):
             yield [each[start : start + size] for each in ids]
 
     def _runs(self, host_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Ranges of the list, as (first, end), whose host blocks lie side by side."""
+        """Ranges of the list, as (first, end), whose host blocks are adjacent."""
         ends = [
             i
             for i, (before, host_id) in enumerate(itertools.pairwise(host_ids), 1)
@@ -187,25 +188,25 @@ class HostStorage:
         return itertools.pairwise([0, *ends, len(host_ids)])
 
     def _host_blocks(self, first: int, count: int) -> torch.Tensor:
-        """`count` blocks of the tier from `first` on; all lie in one chunk."""
+        """`count` blocks of the tier from `first` on, all in one chunk."""
         chunk = bisect.bisect_right(self._starts, first) - 1
         at = first - self._starts[chunk]
         return self.chunks[chunk][at : at + count]
 
 
 class BlocksAndStates:
-    """Two storages as one TierStorage, for a model that keeps states.
+    """Two storages as one TierStorage, for a model with recurrent states.
 
     Args:
-        device_blocks, host_blocks: how many blocks there are, the null block included: ids of
-            states follow.
+        device_blocks, host_blocks: number of blocks, including the null block; the ids of states
+            follow.
     """
 
     def __init__(
         self, blocks: HostStorage, states: HostStorage, *, device_blocks: int, host_blocks: int
     ) -> None:
         self._blocks, self._states, self._device_blocks = blocks, states, device_blocks
-        # Why one less: the first state's slot is 1, behind the null one.
+        # Why minus one: the first state's slot is 1, after the null slot.
         self._first = np.array([[device_blocks - 1], [host_blocks - 1]])
 
     def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], None]:
@@ -227,7 +228,7 @@ class BlocksAndStates:
     def _parts(
         self, device_ids: Sequence[int], host_ids: Sequence[int]
     ) -> Iterator[tuple[HostStorage, list[int], list[int]]]:
-        """What each storage copies, as it counts its blocks."""
+        """The ids that each storage copies, in its own numbering."""
         ids = np.array([device_ids, host_ids])
         is_state = ids[0] >= self._device_blocks
         for storage, own in ((self._blocks, ids[:, ~is_state]), (self._states, ids[:, is_state])):
@@ -237,10 +238,10 @@ class BlocksAndStates:
 
 
 def chunk_sizes(num_blocks: int, block_bytes: int) -> list[int]:
-    """How many blocks each piece of pinned memory has.
+    """The number of blocks in each piece of pinned memory.
 
-    Why pieces: torch rounds each up to a power of two, so 20 GiB would pin 32 GiB. Each piece here
-    is smaller than a power of two by less than one block.
+    Why pieces: torch rounds each allocation up to a power of two, so 20 GiB would pin 32 GiB. Each
+    piece here is smaller than a power of two by less than one block.
     """
     power = max(CHUNK_BYTES, 1 << (block_bytes - 1).bit_length())
     sizes = []
@@ -257,7 +258,7 @@ def chunk_sizes(num_blocks: int, block_bytes: int) -> list[int]:
 
 
 class Header(NamedTuple):
-    """What a file says about its block; `digest` and `parent` are those of the block's prefix."""
+    """The header of a block's file; `digest` and `parent` are from the block's prefix."""
 
     group: int
     digest: bytes
@@ -266,24 +267,24 @@ class Header(NamedTuple):
 
 
 class DiskFiles:
-    """One file for each block, in a directory of the model's own. A DiskStorage.
+    """One file per block, in a directory per model. A DiskStorage.
 
     - A process may be killed at any time. So a file is written under another name and renamed, and
-      it is read only if its header and checksum are right. Files aren't flushed to the device; the
-      checksum finds those that a power failure has torn.
-    - The checksum has no key: whoever can write here decides what the model answers. So the
-      directory belongs to this user alone.
-    - One process at a time writes and removes files, the one that holds the lock. Others read what
-      was there when they started.
-    - No failure of the disk raises: it is logged once, and the block is a miss.
+      it is used only if its header and checksum are valid. Files are not flushed to the device; the
+      checksum detects files damaged by a power failure.
+    - The checksum has no key: anyone with write access determines the model's answers. So only this
+      user has access to the directory.
+    - One process at a time writes and removes files: the holder of the lock. Others read the files
+      that existed when they started.
+    - No disk failure raises: it is logged once, and the block is a miss.
 
     Args:
         path: the directory of all models.
-        fingerprint: of the model, its numerics and the layout of its blocks.
-        host: the host tier's memory, [blocks, bytes of a block].
+        fingerprint: identifies the model, its numerics and the layout of its blocks.
+        host: the host tier's memory, [blocks, bytes per block].
 
     Raises:
-        ConfigError: the path is a file's, or leads through one.
+        ConfigError: the path is a file, or a part of it is.
     """
 
     def __init__(
@@ -298,23 +299,23 @@ class DiskFiles:
         self._reported: set[str] = set()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disk")
         self._under_way: deque[Future[Finished]] = deque()
-        # Why a finalizer: an engine that was dropped, or failed while it started, is never closed.
+        # Why a finalizer: an engine that was dropped, or failed at start, is never closed.
         lock = self._take_lock()
         self._release = None if lock is None else weakref.finalize(self, lock.release)
         self.can_write = self._takes_more = lock is not None
 
     def _take_lock(self) -> FileLock | None:
-        """Makes the directory and locks it; None if this process may only read."""
+        """Creates and locks the directory; None if this process may only read."""
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o700, exist_ok=True)
-            # Why not by thread: the garbage collection of any may release it.
+            # Why not by thread: garbage collection in any thread may release it.
             lock = FileLock(self.directory / "lock", mode=0o600, thread_local=False)
             for _ in range(2):
                 with contextlib.suppress(Timeout):
                     lock.acquire(blocking=False)
                     return lock
-                gc.collect()  # Why: an engine that was dropped may hold it until it is collected
+                gc.collect()  # Why: a dropped engine may hold it until it is collected
         except (FileExistsError, NotADirectoryError) as error:
             path = self.directory.parent
             raise ConfigError(
@@ -329,9 +330,9 @@ class DiskFiles:
     # --- DiskStorage --------------------------------------------------------------------------
 
     def scan(self, prefixes: Prefixes) -> list[Content]:
-        """What the directory holds, least recently used first.
+        """The content of the directory, least recently used first.
 
-        Removes damaged and half-written files, and those whose whole prefix is not there.
+        Removes damaged and incomplete files, and files whose whole prefix is not there.
         """
         found: list[tuple[int, Header, Path]] = []
         try:
@@ -361,11 +362,11 @@ class DiskFiles:
         return contents
 
     def submit(self, copy: DiskCopy) -> None:
-        """Gives a copy to the worker thread, which makes them in this order."""
+        """Queues a copy for the worker thread, which processes them in order."""
         self._under_way.append(self._worker.submit(self._carry_out, copy))
 
     def collect(self, wait_s: float) -> list[Finished]:
-        """Finished copies, in order; waits up to `wait_s` for the first one, or without end."""
+        """Finished copies, in order; waits up to `wait_s`, which may be infinite, for the first."""
         if wait_s and self._under_way:
             wait([self._under_way[0]], timeout=wait_s if math.isfinite(wait_s) else None)
         finished = []
@@ -375,7 +376,7 @@ class DiskFiles:
         return finished
 
     def close(self) -> None:
-        """Finishes the copies under way and lets another process write."""
+        """Finishes the running copies and allows another process to write."""
         self._worker.shutdown(wait=True)
         self.can_write = self._takes_more = False
         if self._release is not None:
@@ -401,7 +402,7 @@ class DiskFiles:
             return False
         temporary = path.with_suffix(".tmp")
         try:
-            # Why "x": what has come to lie there, a link say, is not written through.
+            # Why "x": does not write through an existing file, such as a link.
             with open(temporary, "xb", opener=_opener) as file:
                 file.write(header + checksum(header, data))
                 file.write(data.data)
@@ -417,10 +418,10 @@ class DiskFiles:
         return True
 
     def _read(self, path: Path, header: bytes, data: NDArray[np.uint8]) -> bool:
-        """Reads a file into its host block; False if the file is not exactly what it should be.
+        """Reads a file into its host block; False if the file is not as expected.
 
-        The header is compared with the one that this content must have, so format, model, tokens
-        and parent are right as well.
+        The header is compared with the expected header of this content, so format, model, tokens
+        and parent are checked as well.
         """
         try:
             with _open_regular(path) as file:
@@ -439,7 +440,7 @@ class DiskFiles:
         except OSError as error:
             self._report("read", f"can't be read: {error}")
             return False
-        # Why: times of files say after a restart which blocks were used last.
+        # Why: after a restart, file times determine which blocks were used last.
         with contextlib.suppress(OSError):
             os.utime(path)
         return True
@@ -461,7 +462,7 @@ class DiskFiles:
         """When a file was last used [ns], and its header.
 
         Raises:
-            Damaged: the file is not one of ours, or not whole.
+            Damaged: the file is not a block's file, or incomplete.
             OSError: the file can't be read.
         """
         with _open_regular(path) as file:
@@ -487,7 +488,7 @@ class DiskFiles:
         self._unlink(path)
 
     def _unlink(self, path: Path) -> bool:
-        """Removes a file if this process holds the lock; returns whether it is gone."""
+        """Removes a file if this process holds the lock; returns whether it was removed."""
         if self._release is None:
             return False
         try:
@@ -498,24 +499,24 @@ class DiskFiles:
         return True
 
     def _report(self, kind: str, message: str) -> None:
-        """Logs one warning for each kind of failure."""
+        """Logs one warning per kind of failure."""
         if kind not in self._reported:
             self._reported.add(kind)
             log.warning("KV disk tier: %s %s", self.directory, message)
 
 
 class Damaged(Exception):
-    """A file does not hold what it should."""
+    """A file's content is not as expected."""
 
 
 def _opener(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file for this user alone; does not follow a link, nor wait for a FIFO's other end,
-    where the system can be told so."""
+    """Opens a file for this user only; where the system supports it, does not follow a link or wait
+    for the other end of a FIFO."""
     return os.open(path, flags | NEITHER_LINK_NOR_FIFO, 0o600)
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read it.
+    """Opens a file for reading.
 
     Raises:
         Damaged: it is a link, a directory or another special file.
@@ -533,10 +534,10 @@ def _open_regular(path: Path) -> BinaryIO:
 
 
 def link(headers: Sequence[Header], prefixes: Prefixes) -> dict[bytes, Prefix]:
-    """The prefixes of these headers, by digest, as far as all of their ancestors are there too.
+    """The prefixes of these headers by digest, if all of their ancestors are there, too.
 
-    A header has its own block's tokens and its parent's digest; the parent's tokens are in another
-    file.
+    A header contains its own block's tokens and its parent's digest; the parent's tokens are in
+    another file.
     """
     children: dict[bytes, list[Header]] = defaultdict(list)
     for header in headers:
@@ -555,7 +556,7 @@ def link(headers: Sequence[Header], prefixes: Prefixes) -> dict[bytes, Prefix]:
 
 
 def checksum(header: bytes, data: NDArray[np.uint8]) -> bytes:
-    """128 bits over the header and the bytes of a block."""
+    """A 128-bit checksum of the header and the bytes of a block."""
     digest = xxhash.xxh3_128(header)
     digest.update(data.data)
     return digest.digest()
@@ -565,7 +566,7 @@ def model_fingerprint(files: Sequence[Path], facts: Mapping[str, object]) -> str
     """A digest of everything that a block's bytes depend on, in 32 hex digits.
 
     Args:
-        files: config.json, and those that the weights were read from.
+        files: config.json, and the files with the weights.
         facts: numerics and layout.
     """
     digest = xxhash.xxh3_128(repr((FORMAT_VERSION, sorted(facts.items()))).encode())
@@ -578,11 +579,11 @@ def model_fingerprint(files: Sequence[Path], facts: Mapping[str, object]) -> str
 
 
 def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
-    """The cache that `kv_tiers` asks for; the runner learns what moves its blocks.
+    """The cache for `kv_tiers`; also sets the runner's storage of the tiers.
 
     Raises:
-        ConfigError: a tier is too small for one block, or larger than the memory there is; or the
-            model keeps states, which are not written to disk.
+        ConfigError: a tier is too small for one block, or larger than the memory; or the model has
+            recurrent states, which are not written to disk.
     """
     config, directory = runner.options.config, runner.options.directory
     host, disk, *_ = (*config.kv_tiers, None)
@@ -611,7 +612,7 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
         if config.load_format == "auto":
             files += checkpoint_files(directory)
         facts = {
-            # Why: whatever changes the bytes of a block must be named here.
+            # Why: everything that changes the bytes of a block must be here.
             "weights": config.load_format,
             "seed": config.seed if config.load_format == "dummy" else None,
             "dtype": runner.dtype,
@@ -625,7 +626,7 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
             "groups": layout.groups,
         }
         disk_files = DiskFiles(disk.path, model_fingerprint(files, facts), blocks.as_bytes())
-    costs = [  # Why the host's again: without a disk nobody asks what it costs.
+    costs = [  # Why the host's again: without a disk its cost is not used.
         LoadCost(layout.block_bytes, tier.setup_s, tier.policy) for tier in (host, disk or host)
     ]
     try:
@@ -645,8 +646,7 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
 
 
 def num_states(tier: Tier, layout: KVLayout) -> int:
-    """How many states a tier keeps beside its blocks: the share of it that they take of the
-    device's memory."""
+    """Number of states in a tier: it has the same share of states and blocks as the device."""
     taken = layout.num_states * layout.state_bytes
     if not taken:
         return 0
@@ -655,7 +655,7 @@ def num_states(tier: Tier, layout: KVLayout) -> int:
 
 
 def num_blocks(tier: Tier, block_bytes: int, taken: int = 0) -> int:
-    """How many whole blocks a tier has room for, beside the bytes that are taken."""
+    """Number of whole blocks that fit into a tier, in addition to `taken` bytes."""
     count = (int(tier.gib * GIB) - taken) // block_bytes
     if count < 1:
         raise ConfigError(

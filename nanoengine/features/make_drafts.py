@@ -1,7 +1,7 @@
-"""Who drafts: what `speculative` asks for, and what grammars force without being asked.
+"""Creates the drafters: the one that `speculative` selects, and the one for grammars.
 
-Called by `build.py`: before a runner is made where `speculative` is set, else when the first
-request with a grammar comes.
+Called by `build.py`: before a runner is created if `speculative` is set, else when the first
+request with a grammar arrives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nanoengine.settings.drafts import ModelDrafts, NgramDrafts, parse_speculati
 
 
 def drafted_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerOptions], Any]:
-    """What makes the runner where `speculative` is set: `executor`, or one with a draft model."""
+    """The class of the runner if `speculative` is set: `executor`, or one with a draft model."""
     drafts = parse_speculative(options.config.speculative)
     _require_no_states(options.model_config, "be verified")
     if not isinstance(drafts, ModelDrafts):
@@ -36,10 +36,10 @@ def drafted_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerO
 
 
 def _make_draft_runner(drafts: ModelDrafts, options: RunnerOptions) -> ModelRunner:
-    """The draft model's runner, not started: the settings of the engine, by its own checkpoint."""
+    """The draft model's runner, not started: the engine's settings with its own checkpoint."""
     own = {"kv_cache_gib": None, "memory_fraction": None, "num_kv_blocks": None}
     own |= {"speculative": None, "max_model_len": None}
-    # Why eager: its steps are no plain decodes.
+    # Why eager: its steps are not plain decodes.
     config = replace(options.config, model=drafts.model, enforce_eager=True, **own)
     try:
         directory = resolve_model(config)
@@ -68,9 +68,9 @@ def _require_no_states(model_config: ModelConfig, what: str) -> None:
 def make_drafting(
     config: EngineConfig, runner: Any, manager: BlockManager, overlap: bool
 ) -> Drafting | None:
-    """Who drafts, and decides when."""
+    """The drafter with its cost control; None if nothing can be drafted."""
     drafts = parse_speculative(config.speculative) if config.speculative else None
-    # Why not where steps overlap: to ask what a grammar forces, each would wait for the last one.
+    # Why not with overlapped steps: a grammar's forced tokens need the previous step's tokens.
     if drafts is None and (overlap or runner.model_config.states is not None):
         return None
     drafter = Drafter()
@@ -78,7 +78,7 @@ def make_drafting(
         drafter = NgramDrafter(drafts)
     elif isinstance(runner, DraftedRunner):
         drafter = DraftModel(runner, manager, drafts.k)
-    if isinstance(runner, ModelRunner):  # ranks keep what they know of grammars to themselves
+    if isinstance(runner, ModelRunner):  # with ranks, grammars are only in the ranks
         drafter = GrammarDrafter(runner.need_step_sampler().sampler, drafter)
     elif drafts is None:
         return None

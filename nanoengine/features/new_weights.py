@@ -1,10 +1,10 @@
-"""New weights for a running engine, between two steps: `LLM.load_weights`.
+"""Replaces the weights of a running engine between two steps: `LLM.load_weights`.
 
-    settle ─ all that run wait again, with their tokens ─ no prefix is cached ─ weights ─ go on
+    settle ─ preempt all running sequences ─ drop cached prefixes ─ load weights ─ continue
 
-Keys and values of old weights are never read under new ones. So whoever runs is preempted, which
-keeps its tokens and computes their keys and values again; nothing of an answer is lost. What is
-written where is `runner/new_weights.py`.
+Keys and values of old weights must not be used with new ones. So running sequences are preempted:
+they keep their tokens and compute their KV again, and no answer is lost. The weights are written in
+`runner/new_weights.py`.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def load_weights(engine: LLMEngine, weights: str | os.PathLike[str] | Pairs) -> 
                 if not isinstance(source, Path):
                     source = _written(source, Path(folder))
                 return set(executor.load_weights(source))
-        except (EngineDeadError, KeyboardInterrupt):  # the model may have a part of them
+        except (EngineDeadError, KeyboardInterrupt):  # the model may have a part of the new weights
             engine.close()
             raise
 
 
 def _named(pairs: Pairs) -> dict[str, torch.Tensor]:
-    """Tensors by name."""
+    """The tensors by name."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in pairs.items() if isinstance(pairs, Mapping) else pairs:
         if not isinstance(tensor, torch.Tensor):
@@ -71,9 +71,9 @@ def _named(pairs: Pairs) -> dict[str, torch.Tensor]:
 
 
 def _written(tensors: Mapping[str, torch.Tensor], folder: Path) -> Path:
-    """The folder, with a file a tensor, of which processes read their parts.
+    """Writes one file per tensor to the folder, from which ranks read their parts.
 
-    Why not one file: all tensors would be copied for it, since some may share memory.
+    Why not one file: tensors that share memory would have to be copied.
     """
     files = {name: f"{number}.safetensors" for number, name in enumerate(tensors)}
     for name, file in files.items():

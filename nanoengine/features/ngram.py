@@ -1,12 +1,12 @@
-"""NgramDrafter: what followed the last tokens where they stood before is the draft.
+"""NgramDrafter: drafts the tokens that followed an earlier match of the last tokens.
 
-    prompt  ... d e f g h i ...      output  ... d e f          the last 3 stood in the prompt
+    prompt  ... d e f g h i ...      output  ... d e f          the last 3 occur in the prompt
                       └ drafts: g h i ...
 
-Edits, extractions and answers that quote repeat their prompt; most other text does not. The index
-holds for each n-gram where its latest occurrence went on. A new token costs a few entries, a lookup
-as many reads. All sequences of a request share the prompt's part; each has its output's own, so a
-fork copies nothing of the prompt.
+Edits, extractions and answers with quotes repeat their prompt; most other text does not. The index
+maps each n-gram to the continuation of its latest occurrence. A new token costs a few entries, and
+a lookup as many reads. All sequences of a request share the prompt's index. Each has an index for
+its own output, so a fork copies nothing of the prompt.
 
 A `Drafter` of `drafting.py`, which decides how many tokens are worth a step's rows.
 Source: prompt lookup decoding (A. Saxena, 2023).
@@ -21,25 +21,26 @@ from nanoengine.features.drafting import NO_GUESS, Drafter, Guess
 from nanoengine.settings.drafts import NgramDrafts
 
 TOKEN_BITS = 20
-"""Of one token id in a key: the sampler takes vocabularies up to 2**19."""
+"""Bits per token id in a key: the sampler supports vocabularies up to 2**19."""
 MOST_COMPARED = 16
-"""Tokens before a place that are compared to tell how long the match is."""
+"""Maximum number of tokens that are compared to determine the length of a match."""
 MAX_TOKENS = 2**20
-"""Tokens that all indices together hold: about 0.3 GB with three lengths of n-grams."""
+"""Maximum number of tokens in all indices: about 0.3 GB with three lengths of n-grams."""
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text went on the last time.
+    """The position after the latest occurrence of each n-gram of a growing text.
 
     Args:
         shortest, longest: lengths n of the n-grams.
-        before: the index of what stands before this text; never changed by this one.
+        before: the index of the text before this one; not changed by this one.
     """
 
     __slots__ = ("_before", "_mask", "_tables", "_window", "num_tokens")
 
     def __init__(self, shortest: int, longest: int, before: NgramIndex | None = None) -> None:
-        # Longest first, as a lookup goes. A key packs n tokens, so equal keys are equal n-grams.
+        # Longest first, in the order of lookups. A key packs n tokens, so equal keys are equal
+        # n-grams.
         self._tables: list[tuple[int, int, dict[int, int]]] = [
             (n, (1 << TOKEN_BITS * n) - 1, {}) for n in range(longest, shortest - 1, -1)
         ]
@@ -49,7 +50,7 @@ class NgramIndex:
         self.num_tokens = 0 if before is None else before.num_tokens
 
     def extend(self, token_ids: SequenceOf[int]) -> int:
-        """Takes in what the text, given whole, has gained; returns how many tokens that is."""
+        """Adds the new tokens of the text, which is given whole; returns their number."""
         start, window, mask = self.num_tokens, self._window, self._mask
         for position in range(start, len(token_ids)):
             for n, bits, table in self._tables:
@@ -60,13 +61,13 @@ class NgramIndex:
         return self.num_tokens - start
 
     def find(self) -> tuple[int, int] | None:
-        """(n, position) of the longest n-gram at the end that stood before, and where it went on;
-        of several such places the last."""
+        """(n, position): the length of the longest n-gram at the end that occurred before, and the
+        position after its latest occurrence; None if there is none."""
         before = self._tables if self._before is None else self._before._tables
         window = self._window
         for (n, bits, table), (_, _, table_before) in zip(self._tables, before, strict=True):
             key = window & bits
-            position = table.get(key) or table_before.get(key)  # none is 0: it has n tokens before
+            position = table.get(key) or table_before.get(key)  # never 0: n tokens precede it
             if position and n <= self.num_tokens:
                 return n, position
         return None
@@ -77,13 +78,13 @@ class NgramDrafter(Drafter):
 
     Args:
         options: n-grams and drafts.
-        max_tokens: tokens that all indices together may hold; a sequence that finds no room gets no
+        max_tokens: maximum number of tokens in all indices; a sequence above the limit gets no
             drafts until others have ended.
     """
 
     only_for = None
     priors = (0.1, 0.3, 0.55, 0.75, 0.9)
-    """Acceptance to begin with, by kind: matches of 1, 2, 4, 8, 16 tokens and more."""
+    """Initial acceptance, by kind: matches of 1, 2, 4, 8, 16 or more tokens."""
 
     def __init__(self, options: NgramDrafts, max_tokens: int = MAX_TOKENS) -> None:
         self.options = options
@@ -93,7 +94,7 @@ class NgramDrafter(Drafter):
         self._outputs: dict[Sequence, NgramIndex] = {}
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
-        """Finds each sequence's last tokens in what stands before them."""
+        """Looks up each sequence's last tokens in its earlier tokens."""
         return [self._look(seq) for seq in sequences]
 
     def _look(self, seq: Sequence) -> Guess:
@@ -111,7 +112,7 @@ class NgramDrafter(Drafter):
         return Guess(self.options.k, length.bit_length() - 1, drafts)
 
     def _make_index(self, seq: Sequence) -> NgramIndex | None:
-        """A sequence's index over the one of its prompt; None: there is no room."""
+        """A sequence's index on top of its prompt's index; None if the limit is reached."""
         if self.num_tokens + len(seq.token_ids) > self.max_tokens:
             self.forget_ended()
             if self.num_tokens + len(seq.token_ids) > self.max_tokens:
@@ -124,7 +125,7 @@ class NgramDrafter(Drafter):
         return index
 
     def forget_ended(self) -> None:
-        """Gives back the indices of sequences that have ended."""
+        """Frees the indices of sequences that have ended."""
         live = {seq: index for seq, index in self._outputs.items() if not seq.is_finished}
         requests = {seq.request for seq in live}
         self._outputs = live
@@ -134,7 +135,7 @@ class NgramDrafter(Drafter):
 
 
 def match_length(token_ids: SequenceOf[int], position: int, length: int) -> int:
-    """How many tokens before `position` equal the last ones, `length` of them being known to.
+    """How many tokens before `position` equal the last ones; `length` of them are known to.
 
     >>> match_length([1, 2, 3, 4, 9, 2, 3, 4], 4, 2)
     3
@@ -147,7 +148,7 @@ def match_length(token_ids: SequenceOf[int], position: int, length: int) -> int:
 
 
 def continuation(token_ids: SequenceOf[int], position: int, count: int) -> tuple[int, ...]:
-    """The `count` tokens from `position` on; behind the last one the text is thought to repeat.
+    """The `count` tokens from `position` on; after the last one the text is assumed to repeat.
 
     >>> continuation([7, 8, 7, 8, 7], 3, 4)
     (8, 7, 8, 7)

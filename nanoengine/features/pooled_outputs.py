@@ -1,4 +1,4 @@
-"""What embed, score, classify and reward return: frozen values with vLLM's names and meanings."""
+"""Results of embed, score, classify and reward: frozen values with vLLM's names and meanings."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from nanoengine.outputs import RequestOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingOutput:
-    """A prompt's vector."""
+    """The embedding of a prompt."""
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return len(self.embedding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassificationOutput:
-    """A prompt's classes: a number each."""
+    """The class probabilities or scores of a prompt."""
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """How many there are."""
+        """Number of classes."""
         return len(self.probs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringOutput:
-    """How well the two texts of a pair belong together."""
+    """How well the two texts of a pair match."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOutput:
-    """A prompt's numbers as they come from the head, float32."""
+    """The raw float32 results for a prompt."""
 
     data: np.ndarray
 
@@ -54,9 +54,9 @@ class PoolingRequestOutput:
     """One prompt, or one pair of texts.
 
     Attributes:
-        outputs: what it came to; None if there is an error.
-        num_cached_tokens: prompt tokens found in the prefix cache, so they were not computed.
-        error: why there is no result; None if all is well.
+        outputs: the result; None if there is an error.
+        num_cached_tokens: prompt tokens found in the prefix cache, which were not computed.
+        error: why there is no result; None if it did not fail.
     """
 
     request_id: str
@@ -68,7 +68,7 @@ class PoolingRequestOutput:
 
     @classmethod
     def of(cls, output: RequestOutput, make: Callable[[np.ndarray], Any]) -> Self:
-        """The result of a request: what is made of its vector [hidden_size], or its error."""
+        """The result of a request: `make` of its vector [hidden_size], or its error."""
         return cls(
             request_id=output.request_id,
             outputs=make(output.pooled) if output.error is None else None,
@@ -91,6 +91,6 @@ class ClassificationRequestOutput(PoolingRequestOutput):
 
 
 class ScoringRequestOutput(PoolingRequestOutput):
-    """`outputs` is a ScoringOutput. The token ids are the pair's, or of both texts in turn."""
+    """`outputs` is a ScoringOutput. The token ids are the pair's, or both texts' in sequence."""
 
     __slots__ = ()

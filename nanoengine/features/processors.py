@@ -1,15 +1,15 @@
-"""Logits processors of a caller's: functions, and stages of the engine's own kind.
+"""User-defined logits processors: functions, and objects with the engine's own interface.
 
     f(output_ids, logits)                         SamplingParams(logits_processors=[f])
     g(prompt_ids, output_ids, logits)             LLM(..., logits_processors=[g]): for all requests
     admit(sequence), apply(logits, lines, states) LLM(..., logits_processors=[stage])
 
-A function is called for one row at a time, with plain lists of ids and the row's logits, and keeps
-nothing: what it returns follows from its arguments, so it is the same after a preemption, behind
-drafts, and in each of several ranks. A stage (`runner/sampling/logits_processors.py`) sees all rows
-of a step at once and keeps a state for each.
+A function is called for one row at a time, with lists of ids and the row's logits. It keeps no
+state: its result depends only on its arguments, so it is the same after a preemption, after drafts,
+and in each rank. An object (`runner/sampling/logits_processors.py`) handles all rows of a step at
+once and keeps a state per row.
 
-Called by `build.py`. The signatures of functions are vLLM's.
+Called by `build.py`. The signatures of functions are the same as in vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LogitsFunction = Callable[..., torch.Tensor]
 
 
 def make_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
-    """The stages of what an LLM was given: its own, then its functions with those of requests.
+    """The LLM's own objects, then one processor for its functions and the functions of requests.
 
     Raises:
         ConfigError: one is a class.
@@ -44,9 +44,9 @@ def make_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
 
 
 class Functions:
-    """The stage of functions: those of all requests, then those of a request."""
+    """Applies functions: first the LLM's, then the request's own."""
 
-    one_by_one = True  # Why: an exception then ends the row that it was raised for, and no other.
+    one_by_one = True  # Why: an exception then ends only the row that raised it.
 
     def __init__(self, of_all: Sequence[LogitsFunction]) -> None:
         self.of_all = tuple(of_all)
@@ -69,7 +69,7 @@ class Functions:
 
 @dataclass(eq=False)
 class ShownIds:
-    """The ids of a row, and to whom they are shown: the row's functions, or its parameters."""
+    """The ids of a row, and the functions or parameters `whom` that use them."""
 
     whom: Any
     prompt: list[int]
@@ -77,29 +77,29 @@ class ShownIds:
 
     @classmethod
     def to(cls, whom: Any, sequence: AdmittedSequence) -> ShownIds:
-        """Those of a sequence that takes a row."""
+        """The ids of a sequence that gets a row."""
         ids, start = list(sequence.token_ids), sequence.num_prompt_tokens
         return cls(whom, ids[:start], ids[start:])
 
     def accept(self, token_id: int) -> None:
-        """The list of output ids grows, in whose hands it may be."""
+        """Appends to the list of output ids, which functions may hold."""
         self.output.append(token_id)
 
     def fork(self) -> ShownIds:
-        """The same of another row."""
+        """A copy for another row."""
         return replace(self, output=list(self.output))
 
 
 def takes_prompt(function: LogitsFunction) -> bool:
-    """Whether a function is shown the prompt's ids too."""
+    """Whether a function also takes the prompt's ids."""
     return len(inspect.signature(function).parameters) == 3
 
 
 def _called(function: LogitsFunction, *args: Any) -> torch.Tensor:
-    """What a function makes of the row's logits, which come last.
+    """Calls a function with the row's logits as the last argument, and checks the result.
 
     Raises:
-        RequestError: it raised, or returned no logits.
+        RequestError: it raised, or did not return logits.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
     try:

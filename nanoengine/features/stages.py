@@ -1,8 +1,8 @@
-"""Stages: the logits processors behind those of SamplingParams, made when a row needs the first.
+"""Stages: the logits processors after those of SamplingParams, created when a row needs one.
 
-    the caller's functions and stages (processors.py) ─ grammars (structured.py)
+    the caller's functions and processors (processors.py) ─ grammars (structured.py)
 
-Made by `build.py`, called by a runner's `need_step_sampler`; with ranks each one makes its own.
+Created by `build.py`, called by a runner's `need_step_sampler`; each rank creates its own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Stages:
-    """The stages for a model.
+    """The logits processors for a model.
 
     Raises:
-        ConfigError: one that the LLM was given is a class.
+        ConfigError: one of the LLM's logits_processors is a class.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
@@ -33,7 +33,7 @@ class Stages:
             _ = self._given
 
     def __call__(self) -> tuple[LogitsProcessor, ...]:
-        """All of them, in the order in which they edit."""
+        """All of them, in the order of their edits."""
         return (*self._given, self.structured)
 
     def __reduce__(self) -> tuple[type[Stages], tuple[object, ...]]:
@@ -47,16 +47,16 @@ class Stages:
 
     @functools.cached_property
     def structured(self) -> Structured:
-        """The stage of grammars, which compiles each once."""
+        """The logits processor of grammars, which compiles each grammar once."""
         from nanoengine.features.structured import make_structured
 
         return make_structured(*self._args)
 
     def check(self, params: SamplingParams) -> None:
-        """Called for a request whose parameters name tokens, or what edits logits.
+        """Called for a request whose parameters contain token ids or logits processors.
 
         Raises:
-            RequestError: a grammar can't be compiled, or what ranks need can't be sent to them.
+            RequestError: a grammar can't be compiled, or a value can't be sent to ranks.
         """
         if params.structured_outputs is not None:
             self.structured.check(params)
@@ -69,5 +69,5 @@ class Stages:
             require_sendable("logits_processors and extra_args", sent, RequestError)
 
     def is_ready(self, params: SamplingParams) -> bool:
-        """Whether `check` need not wait for a grammar; if not, it is being compiled from now on."""
+        """Whether `check` need not wait for a grammar; if False, its compilation has started."""
         return params.structured_outputs is None or self.structured.is_ready(params)

@@ -1,1 +1,1 @@
-"""What a user may say of an engine, a request, tiers and drafts; checked."""
+"""Validated settings of engines, requests, KV tiers and drafts."""

@@ -1,4 +1,4 @@
-"""Values checked by their annotations: what a field is, is written once.
+"""Values checked by their annotations, so that a field's type is written once.
 
     @checked(ConfigError)
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -6,8 +6,8 @@
         overlap: bool | None = None      Settings(overlap="no")  ConfigError: overlap must be True,
                                                                  False or None, got 'no'
 
-`check_value` checks one value; `checked` makes a dataclass check what it is built with. Ranges, and
-what contradicts each other, are the class's own to check. Everyone may import this file.
+`check_value` checks one value; `checked` makes a dataclass check its arguments. Ranges and
+contradictions are checked by the class itself. Any file may import this one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 T = TypeVar("T")
 
 MOST_SHOWN = 200
-"""Characters of a wrong value that a message shows."""
+"""Maximum number of characters of a wrong value in a message."""
 
 MOST_NAMES = 10
-"""Names that one message lists."""
+"""Maximum number of names in a message."""
 
 MOST_OF_ERROR = 1000
-"""Characters that a message shows of an exception that other code has raised."""
+"""Maximum number of characters of another library's exception in a message."""
 
 WORDS: dict[Any, tuple[str, ...]] = {
     bool: ("True", "False"),
@@ -49,15 +49,15 @@ WORDS: dict[Any, tuple[str, ...]] = {
 
 
 def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) -> Any:
-    """`value` as `annotation` has it: NumPy's scalars and arrays as Python's, collections copied.
+    """Converts `value` to `annotation`: NumPy values become Python's, collections are copied.
 
     Args:
         annotation: bool, int, float, str, None, Any, a class, Literal, tuple[X, ...], list[X],
-            dict[K, V], Mapping[K, V], or a union of these. No bool is an int; an int is a float; a
-            float is finite. A list, tuple or set is a tuple[X, ...] or list[X], whichever comes
-            first in a union.
-        name: begins the message, which goes on with what is allowed and the value.
-        error: what to raise.
+            dict[K, V], Mapping[K, V], or a union of these. A bool is not an int; an int is a float;
+            a float is finite. A list, tuple or set becomes a tuple[X, ...] or list[X], whichever
+            comes first in a union.
+        name: starts the message, which continues with what is allowed and the value.
+        error: the exception type to raise.
 
     >>> check_value({3, 3}, tuple[int, ...] | None, "ids", ValueError)
     (3,)
@@ -88,15 +88,15 @@ def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) 
 
 
 def plain(value: Any) -> Any:
-    """NumPy's scalars and arrays as Python's numbers and lists; anything else as it is."""
-    numpy = sys.modules.get("numpy")  # Why: no value is numpy's before numpy is imported.
+    """Converts NumPy's scalars and arrays to Python's numbers and lists; returns others as is."""
+    numpy = sys.modules.get("numpy")  # Why: without numpy imported, no value is numpy's.
     if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
         return value.tolist()
     return value
 
 
 def allowed(annotation: Any) -> str:
-    """The values that an annotation allows, in words.
+    """Describes the values that an annotation allows.
 
     >>> allowed(Literal["auto", "fp8"]), allowed(int | None)
     ('one of auto, fp8', 'an integer or None')
@@ -117,7 +117,7 @@ def allowed(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """`repr` for a message: not too long, and of any value."""
+    """`repr` of any value for a message, with limited length."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # too deep, or an integer of too many digits
@@ -126,21 +126,21 @@ def shown(value: Any) -> str:
 
 
 def brief(text: object, most: int = MOST_SHOWN) -> str:
-    """A text that a file, a user or another library has made, cut after `most` characters."""
+    """Cuts a text from a file, a user or another library after `most` characters."""
     text = str(text)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def described(error: BaseException) -> str:
-    """The type of an exception and what it says, for a message: not too long."""
+    """The type and text of an exception for a message, with limited length."""
     return brief(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
 
 
 def listed(names: Collection[str], like: str | None = None, most: int = MOST_NAMES) -> str:
-    """The first names, each cut to a message's length, and how many more there are.
+    """The first names, each with limited length, and the number of further ones.
 
     Args:
-        like: an unknown name. The known names that resemble it most come first.
+        like: an unknown name. The known names most similar to it come first.
     """
     if like is not None:
         names = difflib.get_close_matches(like[:MOST_SHOWN], names, n=len(names) or 1, cutoff=0)
@@ -150,13 +150,13 @@ def listed(names: Collection[str], like: str | None = None, most: int = MOST_NAM
 
 
 def nearest(name: object, known: Collection[str]) -> str:
-    """A hint for an unknown name: the known one that looks like it, else all of them."""
+    """A hint for an unknown name: the most similar known name, else all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {listed(known, most=50)}"
 
 
 def require_positive(options: object, error: type[Exception], *names: str) -> None:
-    """Raises `error` where one of these options is given and below 1."""
+    """Raises `error` if one of these options is given and below 1."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -166,15 +166,15 @@ def require_positive(options: object, error: type[Exception], *names: str) -> No
 def checked(
     error: type[Exception], translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 ) -> Callable[[type[T]], type[T]]:
-    """A class decorator: the frozen dataclass checks and normalises what it is built with.
+    """A class decorator: the frozen dataclass checks and normalises its arguments.
 
-    An unknown name raises `error`, which names the nearest field; a value of a wrong type raises it
-    too, with what is allowed. An assignment raises and names `dataclasses.replace`. Defaults are
-    not checked. A subclass that is a dataclass of its own checks only if it is decorated too.
+    An unknown name raises `error`, with the most similar field; a value of a wrong type also raises
+    it, with what is allowed. An assignment raises and mentions `dataclasses.replace`. Defaults are
+    not checked. A subclass that is a dataclass itself only checks if it is decorated, too.
 
     Args:
-        translate: makes a caller's options into fields. Called only where one of them is not a
-            field or has a value of a wrong type, so that fine options load no tables.
+        translate: converts a caller's options to fields. Only called if one of them is not a
+            field or has a value of a wrong type, so that valid options load no tables.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -183,7 +183,7 @@ def checked(
         names = [field.name for field in fields]
         positional = [field.name for field in fields if not field.kw_only]
 
-        @functools.cache  # Why not now: annotations may name what is defined further down.
+        @functools.cache  # Why lazy: annotations may use names that are defined later.
         def hints() -> dict[str, tuple[Any, frozenset[type]]]:
             return {name: (kind, _as_is(kind)) for name, kind in typing.get_type_hints(cls).items()}
 
@@ -201,7 +201,7 @@ def checked(
         def __init__(self: T, *args: Any, **options: Any) -> None:
             given = dict(zip(positional, args, strict=False))
             if len(given) < len(args) or not given.keys().isdisjoint(options):
-                init(self, *args, **options)  # Python's own TypeError
+                init(self, *args, **options)  # raises Python's own TypeError
             options |= given
             try:
                 check(options)
@@ -211,7 +211,7 @@ def checked(
             else:
                 init(self, **options)
                 return
-            options = translate(options)  # Why here: its errors have no other one as their context.
+            options = translate(options)  # Why here: without an error as its context.
             check(options)
             init(self, **options)
 
@@ -230,7 +230,7 @@ def checked(
 
 @functools.cache
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The kinds of a union; a single one of anything else."""
+    """The members of a union; otherwise the annotation alone."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (types.NoneType if annotation is None else annotation,)
@@ -238,7 +238,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def _as_is(annotation: Any) -> frozenset[type]:
-    """Types whose values an annotation takes as they are: nothing in them is left to check."""
+    """Types whose values need no further check or conversion."""
     kinds = _members(annotation)
     if Any in kinds:
         return frozenset((str, dict, list, types.NoneType))
@@ -246,7 +246,7 @@ def _as_is(annotation: Any) -> frozenset[type]:
 
 
 def _is_kind(value: Any, kind: Any) -> bool:
-    """Whether a plain value is of a kind, its entries aside."""
+    """Whether a plain value has this type, without checking its entries."""
     base = get_origin(kind) or kind
     if base in (Any, object):
         return True
@@ -258,6 +258,6 @@ def _is_kind(value: Any, kind: Any) -> bool:
         return isinstance(value, Mapping)
     if base in (int, float) and isinstance(value, bool):
         return False
-    if base is float:  # Why so: a comparison holds for integers that no float can hold, too.
+    if base is float:  # Why a comparison: it also handles integers above the range of floats.
         return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, base)

@@ -1,7 +1,7 @@
 """EngineConfig: every setting of the engine, with its unit and the reason for its default.
 
-Frozen: what is discovered at start (number of blocks, dtype, EOS ids, backend) is returned in
-`EngineInfo` and never written back here. The command line is derived from this class.
+Frozen: values determined at start (number of blocks, dtype, EOS ids, backend) are returned in
+`EngineInfo` and never written back here. The options of the command line derive from this class.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nanoengine.settings.tiers import Tier, check_tiers
 
 @runtime_checkable
 class LogitsStage(Protocol):
-    """Edits logits for all requests; `runner/sampling/logits_processors.py` has its methods."""
+    """Edits the logits of all requests; see `runner/sampling/logits_processors.py`."""
 
     def admit(self, sequence: Any) -> Any:
-        """The state of a row."""
+        """Returns the state of a row."""
 
     def apply(self, logits: Any, lines: Any, states: Any) -> None:
-        """Edits lines of logits."""
+        """Edits rows of logits in place."""
 
 
 def _translate(options: dict[str, Any]) -> dict[str, Any]:
@@ -39,99 +39,97 @@ def _translate(options: dict[str, Any]) -> dict[str, Any]:
 class EngineConfig:
     """Settings of one engine.
 
-    The arguments of vLLM's `LLM` in `vllm_names.LLM_OPTIONS` are accepted too, with the meaning
+    The arguments of vLLM's `LLM` in `vllm_names.LLM_OPTIONS` are also accepted, with the meaning
     given there.
 
     Attributes:
-        model: Directory of a Hugging Face checkpoint, a GGUF file, or a hub id; of a GGUF on the
-            hub, that and its quantization, "owner/name:Q4_K_M", or its file,
+        model: Directory of a Hugging Face checkpoint, a GGUF file, or a hub id. For a GGUF on the
+            hub: the hub id and the quantization, "owner/name:Q4_K_M", or the file,
             "owner/name/file.gguf".
         tokenizer: Directory or hub id of the tokenizer; None: the model's own.
-        chat_template: Jinja text of a chat template, or a file that holds one; None: the model's
+        chat_template: Jinja text of a chat template, or a file that contains it; None: the model's
             own.
-        skip_tokenizer_init: Do without a tokenizer: prompts are token ids, outputs have no text.
+        skip_tokenizer_init: Run without a tokenizer: prompts are token ids, outputs have no text.
         trust_remote_code: Let transformers run the tokenizer's own Python code from the checkpoint.
         revision: Branch, tag or commit of the hub repository; None: its main branch.
         load_format: dummy: seeded random weights, for benchmarks; the directory needs only
             config.json.
-        dtype: auto: the checkpoint's on a GPU, and on a CPU that adds products of bfloat16 in one
-            instruction; float32 on others. On a CPU bfloat16 rounds what is multiplied and adds in
-            float32; float32 computes with 16-bit weights exactly.
-        quantization: int8, int4: quantize linear layers while loading, and their activations while
-            running; with _weight_only, and on a GPU, activations stay floats. None: as the
+        dtype: auto: the checkpoint's on a GPU, and on a CPU with instructions for bfloat16 dot
+            products; float32 on other CPUs. On a CPU, bfloat16 rounds the factors of products and
+            accumulates in float32; float32 computes with 16-bit weights exactly.
+        quantization: int8, int4: quantize linear layers at load, and their activations at run
+            time; with _weight_only, and on a GPU, activations stay floats. None: as the
             checkpoint stores them. gptq, awq, fp8, compressed-tensors, mxfp4, gguf: the same, but
-            refused if the checkpoint has another. gguf_weight_only: a GGUF file's quantized layers
-            with activations that stay floats.
-        device: auto: cuda if there is one, else cpu.
-        tensor_parallel_size: Ranks that share each layer: processes of this machine, each with a
-            GPU of its own, or with its part of the CPU's threads.
-        seed: Seeds requests that bring no seed of their own, and dummy weights.
-        max_model_len: Most tokens of prompt and output together; None: the model's context, or what
-            the KV cache can hold if that is less.
-        max_num_seqs: Most sequences that run at once, a true cap; each holds a row of the
-            persistent buffers.
-        max_num_batched_tokens: Token budget of one step, shared by prompts and decodes; bounds the
+            an error if the checkpoint has another one. gguf_weight_only: a GGUF file's quantized
+            layers with floating-point activations.
+        device: auto: cuda if available, else cpu.
+        tensor_parallel_size: Number of ranks that share each layer: processes on this machine,
+            each with its own GPU, or with its share of the CPU's threads.
+        seed: Seeds requests without a seed of their own, and dummy weights.
+        max_model_len: Maximum tokens of prompt and output together; None: the model's context, or
+            the capacity of the KV cache if that is less.
+        max_num_seqs: Maximum number of running sequences; each holds a row of the persistent
+            buffers.
+        max_num_batched_tokens: Token budget per step, shared by prompts and decodes; bounds the
             activations' memory. None: 8192 on a GPU, 1024 on a CPU, where the activations of more
-            would leave the caches.
+            tokens would not fit its caches.
         enable_chunked_prefill: False: a prompt runs in one step or waits, so the budget must hold
             the longest prompt.
-        long_prefill_threshold: Most prompt tokens that one sequence computes in a step; 0: only the
-            budget bounds it.
-        block_size: Tokens a KV block, a power of two from 8; None: the attention backend's measured
-            default.
-        num_kv_blocks: Blocks of the pool, the null block included; None: sized by `kv_cache_gib` or
-            `memory_fraction`.
+        long_prefill_threshold: Maximum prompt tokens per sequence and step; 0: limited by the
+            budget only.
+        block_size: Tokens per KV block, a power of two of at least 8; None: the attention
+            backend's measured default.
+        num_kv_blocks: Blocks of the pool, including the null block; None: sized by `kv_cache_gib`
+            or `memory_fraction`.
         kv_cache_gib: Memory of the KV cache in GiB; None: sized by `memory_fraction`.
         memory_fraction: Share of device memory for weights, activations and KV together; None: 0.9
             on a GPU. On a CPU it is the KV cache's share of free memory, and None is 0.3, at most 4
             GiB.
         gpu_memory_utilization: vLLM's name of `memory_fraction`, on a GPU. On a CPU it has no
-            effect, and a warning says so, because 0.9 of a card is usual, and 0.9 of the memory
-            that all programs share is not.
+            effect, and a warning says so: 0.9 is a usual share of a GPU's memory, but too much of
+            the memory that all programs share.
         enable_prefix_caching: Reuse the KV of equal prompt prefixes.
-        watermark_frac: Share of blocks that admission leaves free while something runs, so that
-            decodes don't preempt at once.
-        admission: predictive: admit while the blocks of all running sequences will fit at their
-            predicted peak; watermark: whoever fits now; hysteresis: between `admit_below` and
-            `preempt_above`.
+        watermark_frac: Share of blocks that admission leaves free while sequences run, so that
+            decodes do not preempt at once.
+        admission: predictive: admit while the blocks of all running sequences fit at their
+            predicted peak; watermark: admit every sequence that fits now; hysteresis: between
+            `admit_below` and `preempt_above`.
         preempt_above: Hysteresis: share of blocks in use at which admission stops; None: 0.95.
-        admit_below: Hysteresis: share of blocks in use under which it starts again; None: 0.80.
-        kv_tiers: Where evicted KV blocks are kept: a HostTier, or one and a DiskTier below it.
-        kv_cache_dtype: auto: the model's dtype. bfloat16: beside float32, half of its memory and
-            traffic, at 7 bits of mantissa (backends cpu and naive). int8: a scale for each token
+        admit_below: Hysteresis: share of blocks in use below which it resumes; None: 0.80.
+        kv_tiers: Where evicted KV blocks are kept: a HostTier, or a HostTier and a DiskTier.
+        kv_cache_dtype: auto: the model's dtype. bfloat16: for float32 models, half the memory and
+            traffic, with 7 bits of mantissa (backends cpu and naive). int8: one scale per token
             and KV head; about half the memory and traffic of 16 bits (backends cpu and naive). fp8:
-            e4m3 with a scale a layer, from the checkpoint or 1; half the memory and traffic of 16
-            bits, at 3 bits of mantissa (backends triton and naive).
-        speculative: Drafts that each step verifies: "ngram", from prompt and output themselves,
-            with options as in "ngram:max=4,min=2,k=8"; or the path of a draft model, as in
-            "path:k=4". The tokens are the same; drafts are made where they are measured to pay.
-            None: none.
-        logits_processors: Edit the logits of every request, in this order: functions as
-            `SamplingParams` takes them, or stages with `admit` and `apply`
-            (docs/structured_output.md).
-        debug_checks: Check every invariant of the block pool after each step; slow, for tests and
-            hunting bugs.
-        trace: Write what comes into the run to this file, compressed where it ends in .gz;
-            docs/trace.md says what it holds, `nanoengine explain` what the steps did.
-        trace_steps: End the trace before step B and show it from step A: A:B, either of which may
-            be left out.
-        deterministic: The same bits for the same tokens, whatever runs beside them and however
-            prompts are chunked or found in the cache; slower. On a GPU with the triton backend;
-            refused elsewhere.
+            e4m3 with one scale per layer, from the checkpoint or 1; half the memory and traffic of
+            16 bits, with 3 bits of mantissa (backends triton and naive).
+        speculative: Speculative decoding: "ngram" drafts from prompt and output themselves, with
+            options as in "ngram:max=4,min=2,k=8"; the path of a draft model uses that model, as in
+            "path:k=4". The tokens are the same; drafts are made where measurements show a gain.
+            None: no drafts.
+        logits_processors: Edit the logits of every request, in this order: functions as in
+            `SamplingParams`, or objects with `admit` and `apply` (docs/structured_output.md).
+        debug_checks: Check all invariants of the block pool after each step; slow, for tests and
+            debugging.
+        trace: Write the run's inputs to this file, compressed if its name ends in .gz; see
+            docs/trace.md. `nanoengine explain` shows what the steps did.
+        trace_steps: Show the trace from step A and end it before step B: A:B, where A and B are
+            optional.
+        deterministic: The same bits for the same tokens, independent of the batch, of chunked
+            prefill and of cache hits; slower. On a GPU with the triton backend; an error elsewhere.
         attention_backend: naive (plain torch for the whole model), cpu, triton, flash_attn, or a
             name that was added to `attention.BACKENDS`; auto: cpu on a CPU, triton on a GPU,
-            naive on one of compute capability below 8.0.
-        cpu_isa: The instruction set that the CPU's kernels are written for, as `nanoengine info`
-            names it; one of those that this CPU has, for tests and comparisons. None: the best of
-            them. All engines of a process share one.
-        enforce_eager: Do without CUDA graphs; has no effect on a CPU, which has none, nor with
-            tensor_parallel_size above 1, which does without.
-        overlap: Plan and launch a step while the one before runs; None: on a GPU. A CPU gains
-            nothing by it, because planning and computing share its cores. The tokens are the same.
+            naive on a GPU with compute capability below 8.0.
+        cpu_isa: Instruction set of the CPU kernels, as named by `nanoengine info`; one that this
+            CPU supports, for tests and comparisons. None: the best one. All engines of a process
+            share it.
+        enforce_eager: Disable CUDA graphs; no effect on a CPU, nor with tensor_parallel_size above
+            1, which uses none.
+        overlap: Plan and launch a step while the previous one runs; None: on a GPU. A CPU gains
+            nothing, because planning and computing share its cores. The tokens are the same.
 
     Raises:
-        ConfigError: a name is unknown, a value is of another type or out of range, or two settings
-            contradict each other; before anything is loaded.
+        ConfigError: a name is unknown, a value has the wrong type or is out of range, or two
+            settings contradict each other; raised before anything is loaded.
     """
 
     model: str
@@ -184,14 +182,14 @@ class EngineConfig:
     overlap: bool | None = None
 
     def step_budget(self, device_type: str) -> int:
-        """Most tokens of one step on this kind of device."""
+        """Maximum number of tokens per step on this type of device."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         small = device_type == "cpu" and self.enable_chunked_prefill
         return max(1024 if small else 8192, self.max_num_seqs)
 
     def steps_traced(self) -> tuple[int, int | None]:
-        """The first step to trace, and the one to stop before; None: no end."""
+        """The first step to trace, and the step before which it ends; None: no end."""
         first, colon, end = (self.trace_steps or ":").partition(":")
         given = [int(one) if one.isdecimal() else None for one in (first or "0", end)]
         if self.trace is None and self.trace_steps is not None:
@@ -204,7 +202,7 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """Builds a config; a path may be any path object."""
+        """Creates a config; paths may be path objects."""
         return cls(**{k: fspath(v) if isinstance(v, PathLike) else v for k, v in kwargs.items()})
 
     def __post_init__(self) -> None:

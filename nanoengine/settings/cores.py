@@ -1,7 +1,7 @@
-"""How many cores the system lets this process use: its affinity, and its control groups' quotas.
+"""The number of cores that this process may use, by its affinity and its cgroups' quotas.
 
-torch follows the affinity alone. In a container that gets 4 of 64 cores (`docker --cpus=4`) it
-starts 64 threads: together they soon use up the quota, and all wait until it is given anew.
+torch only considers the affinity. In a container with 4 of 64 cores (`docker --cpus=4`) it starts
+64 threads: they quickly use up the quota, and all wait until the next period.
 
 Source: Linux, Documentation/admin-guide/cgroup-v2.rst (`cpu.max`), scheduler/sched-bwc.rst (v1).
 """
@@ -16,38 +16,38 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"}
-"""Variables with which OpenMP binds threads to cores."""
+"""Variables that make OpenMP bind threads to cores."""
 
 ROOT = Path("/")
-"""Where /proc, /sys and the mounts of control groups are."""
+"""The root of /proc, /sys and the mounts of cgroups."""
 
 
 def allowed_cores(root: Path = ROOT) -> int:
-    """Cores that this process may use; a quota of 1.5 cores is 2."""
+    """Number of cores that this process may use; a quota of 1.5 cores is 2."""
     return max(1, math.ceil(min(affinity(), cpu_quota(root))))
 
 
 def affinity() -> int:
-    """Cores that this process may run on."""
-    # Why not with binding: OpenMP has left this thread with one core of them.
+    """Number of cores in the affinity of this process."""
+    # Why not with binding: OpenMP has restricted this thread to one core.
     if hasattr(os, "sched_getaffinity") and not BINDING & os.environ.keys():
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def usual_threads(root: Path = ROOT) -> set[int]:
-    """How many threads torch may take by itself: a core each, or with MKL a physical core each."""
+    """Thread counts that torch may choose itself: one per core, or with MKL per physical core."""
     cpus = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     return {affinity(), os.cpu_count() or 1, len({path.read_text() for path in cpus})}
 
 
 def cpu_quota(root: Path = ROOT) -> float:
-    """Cores' worth of time that the control groups of this process get: the least of them."""
+    """The smallest CPU quota of this process's cgroups, in cores."""
     return min((_quota_of(folder) for folder in _folders(root)), default=math.inf)
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """This process's control groups for the CPU, of version 1 and 2, each with those above it."""
+    """This process's cgroups for the CPU, of versions 1 and 2, each with its ancestors."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -56,7 +56,7 @@ def _folders(root: Path) -> Iterator[Path]:
     paths: dict[str, str] = {}
     for group in groups:
         _, controllers, path = group.split(":", 2)
-        paths |= dict.fromkeys(controllers.split(","), path)  # version 2 names none
+        paths |= dict.fromkeys(controllers.split(","), path)  # version 2 has no names
     for mount in mounts:
         place, _, system = mount.partition(" - ")
         kind, _, options = system.split(" ", 2)
@@ -68,14 +68,14 @@ def _folders(root: Path) -> Iterator[Path]:
             for word in place.split(" ")[3:5]
         )
         own = PurePosixPath(paths[name])
-        # Why else the top: what is mounted of a container is often its own group alone.
+        # Why else the top: a container often mounts only its own cgroup.
         inside = own.relative_to(top) if own.is_relative_to(top) else PurePosixPath()
         for below in (inside, *inside.parents):
             yield root / point.lstrip("/") / below
 
 
 def _quota_of(folder: Path) -> float:
-    """Cores' worth of time of one control group; warns of a limit that it can't read."""
+    """The CPU quota of one cgroup in cores; warns of a limit that it can't parse."""
     names = (
         ("cpu.max",) if (folder / "cpu.max").exists() else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     )

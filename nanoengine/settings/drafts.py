@@ -1,10 +1,10 @@
-"""NgramDrafts, ModelDrafts: what `speculative="..."` asks for, as values.
+"""NgramDrafts, ModelDrafts: the parsed values of `speculative="..."`.
 
     "ngram"                     NgramDrafts()
-    "ngram:max=4,min=2,k=8"     the same, its options written out
-    "path/of/a/model:k=4"       ModelDrafts; the options may be left out
+    "ngram:max=4,min=2,k=8"     the same with all options
+    "path/of/a/model:k=4"       ModelDrafts; options are optional
 
-Read by `build.py`, which makes the drafter; loads nothing.
+`build.py` creates the drafter from them; nothing is loaded here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LONGEST_NGRAM = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramDrafts:
-    """Drafts are what followed the last tokens where they stood before: in prompt or output.
+    """Drafts are the tokens that followed an earlier match of the last tokens, in prompt or output.
 
-    `max` and `min` are the longest and shortest n-gram that is looked up, `k` the most drafts of a
-    sequence a step.
+    `max` and `min` are the longest and shortest n-gram that is looked up, `k` the maximum number of
+    drafts per sequence and step.
     """
 
     max: int = 4
@@ -33,17 +33,17 @@ class NgramDrafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDrafts:
-    """Drafts are the tokens of a smaller model; `k` of them at most for a sequence a step."""
+    """Drafts are the tokens of a smaller model; at most `k` per sequence and step."""
 
     model: str
     k: int = 4
 
 
 def parse_speculative(text: str) -> NgramDrafts | ModelDrafts:
-    """Reads the option `speculative`.
+    """Parses the option `speculative`.
 
     Raises:
-        ConfigError: an option is unknown, no whole number, or out of range; or there is no name.
+        ConfigError: an option is unknown, not an integer, or out of range; or the name is missing.
     """
     name, colon, rest = text.rpartition(":")
     if not colon or "=" not in rest:

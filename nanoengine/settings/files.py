@@ -1,6 +1,6 @@
-"""Files of a checkpoint that may hold, or be, anything: what they are, and what to do about it.
+"""Checks of checkpoint files whose content may be wrong, with advice for the message.
 
-Everyone may import this file.
+Any file may import this one.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 from nanoengine.settings.checks import brief
 
 GGUF = ".gguf"
-"""How the names of GGUF files usually end."""
+"""The usual extension of GGUF files."""
 
 WRONG_STARTS = {
     (b"version https://git-lfs",): "it is a Git LFS pointer: run `git lfs pull` in its folder",
     (b"<!doctype", b"<html"): "it is a web page: download the file again",
     (b"\xef\xbb\xbf", b"\xff\xfe"): "it has a byte order mark: save it as UTF-8 without one",
 }
-"""First bytes of files of a checkpoint that are not what their names say -> what to do."""
+"""First bytes of checkpoint files whose content does not match their names -> what to do."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file: one that starts with these four bytes, whatever its name, or
-    one of that name, whose reader then says what is wrong."""
-    if path.suffix.lower() == GGUF or not os.path.isfile(path):  # Why: a FIFO would be waited for.
+    """Whether a path is a GGUF file: by its extension, or by its first four bytes. A file with the
+    extension but other content is rejected by the reader."""
+    if path.suffix.lower() == GGUF or not os.path.isfile(path):  # Why: a FIFO would block.
         return os.path.isfile(path)
     with open(path, "rb") as file:
         return file.read(4) == b"GGUF"
@@ -37,8 +37,8 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        error: the file can't be read, is a FIFO or another special file, which would be waited for,
-            or holds anything else than an object.
+        error: the file can't be read, is not a regular file (reading a FIFO would block), or its
+            content is not an object.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -56,7 +56,7 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
 
 
 def wrong_content(path: Path) -> str:
-    """Why a file can't hold what its name says, and what to do; "" if its first bytes may be right.
+    """Why a file's content does not match its name, and what to do; "" if its start may be right.
 
     Why: parsers only report that the first byte is wrong. Source: the specification of Git LFS.
     """
@@ -67,6 +67,6 @@ def wrong_content(path: Path) -> str:
 
 
 def unreadable(path: Path, reason: Exception, error: type[Exception]) -> Exception:
-    """The error to raise for a file that another library can't parse, or the system not read."""
+    """The error to raise for a file that the system can't read or another library can't parse."""
     why = "" if isinstance(reason, OSError) else wrong_content(path)
     return error(f"can't read {path}: {why or brief(reason)}")

@@ -1,8 +1,8 @@
-"""SamplingParams: how one request is sampled.
+"""SamplingParams: the sampling parameters of one request.
 
-Frozen and validated when built, so a bad value fails where it is written. Everyone may import this
-file. Names, defaults and rules of validity are those of vLLM's offline API;
-docs/moving_from_vllm.md lists what differs.
+Frozen and validated when created, so an invalid value raises where it is written. Any file may
+import this one. Names, defaults and validity rules are those in vLLM's offline API;
+docs/moving_from_vllm.md lists the differences.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from nanoengine.settings.structured import StructuredOutputs
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 MOST_COMPLETIONS = 16_384
-"""Of one prompt: each is a sequence in memory, and a row of a file may ask for any number."""
+"""Per prompt: each is a sequence in memory, and a row of a file may request any number."""
 
 MOST_TEXTS = {"stop": (1024, 1 << 16), "bad_words": (1 << 14, 1 << 18)}
-"""Strings of one request, and their characters together: each is looked for behind every token, or
-encoded before the first. OpenAI's API takes 4 stop strings."""
+"""Maximum number of strings per request, and of their characters together. Each stop string is
+searched after every token; bad words are encoded at the start. OpenAI's API allows 4 stops."""
 
 MAX_TOKENS_RULE = "at least 1, or None; or 0 with prompt_logprobs and n=1"
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them only overflows.
+"""Temperatures below this are greedy, because dividing by them overflows.
 
 Source: vLLM `_SAMPLING_EPS`.
 """
@@ -46,8 +46,8 @@ def _translate(options: dict[str, Any]) -> dict[str, Any]:
 class SamplingParams:
     """Sampling parameters of one request.
 
-    The names of vLLM's in `vllm_names.SAMPLING_PARAMS` are accepted too, with the meaning given
-    there. The fields up to `prompt_logprobs` may be given by position, in vLLM's order.
+    The vLLM names in `vllm_names.SAMPLING_PARAMS` are also accepted, with the meaning given there.
+    The fields up to `prompt_logprobs` may be given by position, in vLLM's order.
 
     Attributes:
         n: completions per prompt; the prompt is prefilled once and shared.
@@ -60,31 +60,31 @@ class SamplingParams:
         presence_penalty: subtracted once for each token of the output so far, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output so far, in [-2, 2].
         seed: in [0, 2**63); makes the result a function of (seed, position, logits) alone. None
-            draws one from the engine's seed and the key of the prompt's Row, or its order of
+            derives one from the engine's seed and the key of the prompt's Row, or its order of
             arrival.
-        max_tokens: most tokens to generate; None means up to `max_model_len`. 0 is for
-            `prompt_logprobs` alone: the prompt is scored, and no step decodes.
-        min_tokens: EOS and stop ids can't be sampled before this many tokens; an EOS id behind a
-            complete structured output can.
+        max_tokens: maximum number of tokens to generate; None means up to `max_model_len`. 0 is
+            allowed with `prompt_logprobs` only: the prompt is scored, and nothing is decoded.
+        min_tokens: EOS and stop ids can't be sampled before this many tokens, except an EOS id
+            after a complete structured output.
         stop: strings that end the generation; the text is cut before the match. At most 1,024, of
             65,536 characters together.
         stop_token_ids: further ids that end the generation.
         include_stop_str_in_output: keep the matched stop string in the text.
-        ignore_eos: go on past the model's EOS ids.
+        ignore_eos: continue after the model's EOS ids.
         bad_words: strings never generated. At most 16,384, of 262,144 characters together.
         logit_bias: token id -> value added to its logit, in [-100, 100].
         allowed_token_ids: only these ids may be sampled.
-        structured_outputs: what the output must look like: JSON of a schema, a pattern, a choice, a
-            grammar. A dict of the fields of StructuredOutputs will do.
-        logits_processors: functions that edit the logits, each in turn: called with the output's
+        structured_outputs: the format of the output: JSON of a schema, a regex, a choice, a
+            grammar. May be a dict of the fields of StructuredOutputs.
+        logits_processors: functions that edit the logits, in order: called with the output's
             token ids and the logits [V], or with the prompt's, the output's and the logits, they
-            return the logits to go on with. V is the vocabulary; -inf bans a token.
-        extra_args: anything, for logits processors to read.
+            return the edited logits. V is the vocabulary size; -inf bans a token.
+        extra_args: any values, for logits processors to read.
         logprobs: report this many top log-probabilities per generated token (0: only the sampled
-            one's; -1: those of the whole vocabulary).
+            token's; -1: the whole vocabulary's).
         prompt_logprobs: the same for prompt tokens.
-        prompt_logprobs_start: first prompt token that is scored; those before it have None. They
-            may be found in the prefix cache, because none of them is scored.
+        prompt_logprobs_start: first prompt token that is scored; earlier ones have None. These
+            may come from the prefix cache, because they are not scored.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False skips text altogether (stop strings then can't be used).
         priority: lower runs first; `generate(priority=...)` overrides it.
@@ -128,13 +128,13 @@ class SamplingParams:
     detokenize: bool = True
     priority: int = 0
 
-    # Why no field: `settings.pooling.PooledParams` alone has one, and then nothing is sampled.
+    # Why not a field: only `settings.pooling.PooledParams` has one; then nothing is sampled.
     pooling = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        if self.seed == -1:  # as vLLM has it
+        if self.seed == -1:  # as in vLLM
             object.__setattr__(self, "seed", None)
         if isinstance(self.structured_outputs, dict):
             asked = StructuredOutputs(**self.structured_outputs)
@@ -143,11 +143,11 @@ class SamplingParams:
         self._check_texts_and_ids()
 
     def clone(self) -> SamplingParams:
-        """A copy. vLLM's scripts make one because parameters change there; these can't."""
+        """A copy, for vLLM scripts, whose parameters are mutable; these are not."""
         return dataclasses.replace(self)
 
     def for_vocabulary(self, vocab_size: int) -> SamplingParams:
-        """The same parameters, with `vocab_size` in the place of -1 log-probabilities."""
+        """The same parameters, with counts of log-probabilities of -1 replaced by `vocab_size`."""
         if -1 not in (self.logprobs, self.prompt_logprobs):
             return self
         counted = (vocab_size if n == -1 else n for n in (self.logprobs, self.prompt_logprobs))
@@ -157,13 +157,13 @@ class SamplingParams:
     def first_scored_position(self) -> int:
         """The first prompt position whose logits are scored.
 
-        It is the one before `prompt_logprobs_start`, because logits predict the token behind them.
+        It is the one before `prompt_logprobs_start`, because logits predict the next token.
         """
         return max(self.prompt_logprobs_start - 1, 0)
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is taken without any randomness."""
+        """True if the most likely token is selected without randomness."""
         return self.temperature < GREEDY_BELOW
 
     def _check_ranges(self) -> None:

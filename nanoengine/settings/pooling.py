@@ -1,6 +1,6 @@
-"""PooledParams: a prompt that is computed for its hidden states; PoolingParams: what users ask for.
+"""PooledParams: a request for hidden states. PoolingParams: the user's pooling options.
 
-Loaded by whoever asks for vectors, scores or classes, and by nobody else.
+Only loaded for embeddings, scores, classes and rewards.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import NAMES, translate
 
 Pooling = Literal["last", "mean", "cls"]
-"""Which hidden states count: the last token's, the mean of all, the first token's."""
+"""Which hidden states are used: the last token's, the mean of all, or the first token's."""
 
 States = Pooling | Literal["all"]
-"""The same, or those of all tokens, one by one."""
+"""The same, or all tokens' hidden states, one by one."""
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
-"""What `encode` gives. Source: vLLM, `PoolingTask`."""
+"""Tasks of `encode`. Source: vLLM, `PoolingTask`."""
 
 NO_POSITION = 2**31 - 1
 
@@ -31,19 +31,19 @@ POOLING_PARAMS = NAMES["PoolingParams"]
 @checked(RequestError, functools.partial(translate, table=POOLING_PARAMS, error=RequestError))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """What becomes of a prompt's hidden states.
+    """How a prompt's hidden states are pooled.
 
     Attributes:
-        dimensions: keep so many of an embedding's first numbers, as models with Matryoshka
-            embeddings allow; None: all.
-        use_activation: scale an embedding to length 1, or make probabilities of scores; None: as
-            the checkpoint says. vLLM's `normalize`, `softmax` and `activation` are the same.
-        pooling: which hidden states count; None: as the checkpoint says, else the last token's.
-        truncate_prompt_tokens: keep at most so many tokens of a prompt, -1 being as many as the
-            model takes; None: a longer one is refused.
+        dimensions: keep this many first elements of an embedding, for models with Matryoshka
+            embeddings; None: all.
+        use_activation: scale an embedding to length 1, or convert scores to probabilities; None:
+            as the checkpoint says. vLLM's `normalize`, `softmax` and `activation` are the same.
+        pooling: which hidden states are used; None: as the checkpoint says, else the last token's.
+        truncate_prompt_tokens: keep at most this many tokens of a prompt; -1: max_model_len;
+            None: a longer prompt raises.
 
     Raises:
-        RequestError: a value is of another type, or out of range.
+        RequestError: a value has the wrong type or is out of range.
     """
 
     dimensions: int | None = None
@@ -60,11 +60,11 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class PooledParams(SamplingParams):
-    """A request of which nothing is sampled: it ends with its prompt's last token.
+    """A request that samples nothing and ends with its prompt's last token.
 
-    To the core it is a prompt with scored positions, which must be computed: all of them, unless
-    only the last token's hidden state counts. So only then may its beginning come from the prefix
-    cache.
+    To the core it is a prompt with scored positions, which must be computed: all of them, or only
+    the last one if only the last token's hidden state is used. Only then may its beginning come
+    from the prefix cache.
     """
 
     temperature: float = 0.0
@@ -75,5 +75,5 @@ class PooledParams(SamplingParams):
 
     @property
     def first_scored_position(self) -> int:
-        """The first position that must be computed, beside the last one."""
+        """The first position that must be computed, in addition to the last one."""
         return NO_POSITION if self.pooling == "last" else 0

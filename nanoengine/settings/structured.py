@@ -1,13 +1,13 @@
-"""StructuredOutputs: what an output must look like. Everyone may import this file.
+"""StructuredOutputs: the required format of an output. Any file may import this one.
 
-    json          '{"type": "object", ...}' or the same as a dict: JSON that a schema describes
+    json          '{"type": "object", ...}' or the same as a dict: JSON that matches a schema
     json_object   any JSON object
     regex         text that matches as a whole
     choice        one of some strings
     grammar       text of a context-free grammar
 
-Checked for form when built. Whether it can be compiled is seen when a prompt is checked
-(`features/structured.py`). Names are those of vLLM's `StructuredOutputsParams`.
+The form is checked when it is created. Whether it compiles is checked with the prompt
+(`features/structured.py`). The names are the same as in vLLM's `StructuredOutputsParams`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from nanoengine.settings.checks import checked, shown
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 MOST_CHARS = {"json": 131_072, "regex": 16_384, "choice": 1_000_000, "grammar": 32_768}
-"""Characters of what a row asks for; a choice counts one more for each string. Why: what compiles
-it takes time and memory in squares of that, and its stack grows with it."""
+"""Maximum number of characters per kind; a choice counts one more per string. Why: the compiler's
+time and memory grow quadratically, and its stack grows, too."""
 
 
 def _translate(options: dict[str, Any]) -> dict[str, Any]:
@@ -35,19 +35,19 @@ def _translate(options: dict[str, Any]) -> dict[str, Any]:
 @checked(RequestError, _translate)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """One form of an output; exactly one of the first five fields. Equal ones compile once.
+    """One output format; exactly one of the first five fields. Equal ones are compiled once.
 
     Attributes:
-        json: a JSON schema, as text or dict; kept as text. Properties come in the schema's order.
+        json: a JSON schema, as text or dict; kept as text. Properties are in the schema's order.
         json_object: True: any JSON object.
         regex: a regular expression that the whole output matches.
         choice: the output is one of these strings.
-        grammar: a grammar, in the notation of Lark or of GBNF.
-        whitespace: blanks and newlines may stand between JSON's tokens. Without them JSON is
-            compact: a small model may fill its tokens with blanks.
+        grammar: a grammar, in the notation of Lark or GBNF.
+        whitespace: allow blanks and newlines between JSON's tokens. Without them JSON is compact;
+            with them, a small model may fill its output with blanks.
 
     Raises:
-        RequestError: none or several are given; a schema that is no JSON object; a text above
+        RequestError: none or several are given; a schema that is not a JSON object; a text above
             MOST_CHARS.
 
     >>> StructuredOutputs(json={"type": "integer"}).json
@@ -82,7 +82,7 @@ regex, choice, grammar, got regex, choice
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema, of an object if any will do; None: it is no JSON."""
+        """The JSON schema, with a default for any object; None if the output is not JSON."""
         return '{"type": "object"}' if self.json_object else self.json  # type: ignore[return-value]
 
 

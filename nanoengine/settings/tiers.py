@@ -1,6 +1,6 @@
-"""HostTier, DiskTier: the values of `kv_tiers=[...]`, where KV blocks live on below the device.
+"""HostTier, DiskTier: the values of `kv_tiers=[...]`, which keep KV blocks below the device.
 
-Read by `features.kv_tiers`, which builds what they describe; holds no resources itself.
+`features.kv_tiers` creates the tiers from them; they hold no resources themselves.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Store = Literal["eager", "lazy"]
 @checked(ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTier:
-    """Blocks in host memory: pinned beside a GPU, plain RAM on the CPU device.
+    """Blocks in host memory: pinned memory with a GPU, ordinary memory with the CPU device.
 
     Attributes:
         gib: size in GiB.
         store: "eager" stores a block when it is full, so that a preempted request finds it again;
-            "lazy" only when it is among the next to be evicted, which moves fewer bytes and catches
-            less.
-        policy: load a hit, recompute it, or (auto) what the measured rates say is quicker.
-        setup_s: fixed cost of a load in seconds, beside its bytes.
+            "lazy" stores it shortly before its eviction, which copies fewer bytes and finds fewer
+            blocks.
+        policy: load a hit, recompute it, or (auto) whatever is faster at the measured rates.
+        setup_s: fixed time per load in seconds, in addition to the transfer.
 
     Raises:
-        ConfigError: a value is of another type or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     gib: float
@@ -45,17 +45,17 @@ class HostTier:
 @checked(ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskTier:
-    """Blocks in a directory: they outlive the process. Needs a HostTier, which they pass through.
+    """Blocks in a directory, which outlive the process. Needs a HostTier, which they pass through.
 
     Attributes:
-        path: the directory; made if missing. Several models may share one.
-        gib: size in GiB, for each model, and at most 2**20 blocks; the least recently used make
-            room.
-        policy: load a hit, recompute it, or (auto) what the measured rates say is quicker.
-        setup_s: fixed cost of a load in seconds, beside its bytes.
+        path: the directory; created if missing. Several models may share one.
+        gib: size in GiB per model, at most 2**20 blocks; the least recently used blocks are
+            removed first.
+        policy: load a hit, recompute it, or (auto) whatever is faster at the measured rates.
+        setup_s: fixed time per load in seconds, in addition to the transfer.
 
     Raises:
-        ConfigError: a value is of another type or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     path: str | PathLike[str] = field(kw_only=False)
@@ -73,7 +73,7 @@ Tier = HostTier | DiskTier
 
 
 def check_tiers(tiers: tuple[Tier, ...]) -> None:
-    """Checks `kv_tiers`: nothing, a HostTier, or a HostTier and a DiskTier below it.
+    """Checks that `kv_tiers` is empty, a HostTier, or a HostTier and a DiskTier.
 
     Raises:
         ConfigError: anything else.

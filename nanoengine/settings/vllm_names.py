@@ -1,18 +1,18 @@
-"""What each name of vLLM's offline API means here, where it is not simply the same.
+"""The meaning of vLLM's names in nanoengine, where it is not exactly the same.
 
-vllm.json has the names by class: vLLM's default, and what the name means, by one of these keys.
+vllm.json lists the names per class, with vLLM's default and the meaning under one of these keys.
 
     "alias"      another name of a field here
-    "no effect"  accepted, which a warning says; values that "only" lacks are refused
-    "refused"    an error that says why; None, False, or what "unless" has, ask for nothing
-    "values"     a field here: pairs of a value of vLLM's and ours; without ours our default.
-                 "reported": the value asks for something that has no effect here
+    "no effect"  accepted with a warning; values that "only" does not list raise
+    "refused"    an error with the reason; None, False, and values in "unless" are ignored
+    "values"     a field here: pairs of a vLLM value and ours; without ours, our default.
+                 "reported": warn that the value has no effect here
 
-`translate` applies a table to a user's options, and `checks.checked` calls it only where one of
-them is not a field or has a value of a wrong type. So a name in a table must not be a field, and a
-value in "values" must not be of the field's type. A name that is neither in a table nor a field is
-refused by `checked`. docs/moving_from_vllm.md shows the tables to users; a test holds the two
-together. Source: vLLM's `LLM`, `EngineArgs`, `SamplingParams` and `BeamSearchParams`.
+`translate` applies a table to a user's options. `checks.checked` calls it only if one of them is
+not a field or has a value of a wrong type. So a name in a table must not be a field, and a value in
+"values" must not have the field's type. `checked` rejects names that are neither in a table nor a
+field. docs/moving_from_vllm.md shows the tables to users; a test compares the two.
+Source: vLLM's `LLM`, `EngineArgs`, `SamplingParams` and `BeamSearchParams`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ LLM_OPTIONS, SAMPLING_PARAMS = (
     {name: entry for name, entry in NAMES[owner].items() if entry.keys() - {"default"}}
     for owner in ("LLM", "SamplingParams")
 )
-"""Those that have not simply the name and the values of a field here."""
+"""Names that differ from a field here in name or values."""
 
 LLM_METHODS = NAMES["methods"]
-"""Attributes of vLLM's `LLM` that this one lacks, and why or what to write instead."""
+"""Attributes of vLLM's `LLM` that this one lacks, with the reason or a replacement."""
 
 
 def translate(options: dict[str, Any], table: Table, error: type[Exception]) -> dict[str, Any]:
-    """A user's options with our names and values; says in one warning what has no effect.
+    """A user's options with our names and values; one warning lists those without effect.
 
     Raises:
-        error: an option that is refused, or given together with its alias.
+        error: an option is not supported, or is given together with its alias.
     """
     found: dict[str, Any] = {}
     idle: list[str] = []
@@ -78,7 +78,7 @@ def translate(options: dict[str, Any], table: Table, error: type[Exception]) -> 
 
 
 def warn_idle(what: str) -> None:
-    """Warns of options without effect, at the first line outside of this package."""
+    """Warns of options without effect, at the first caller outside this package."""
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("nanoengine."):
         frame, level = frame.f_back, level + 1
@@ -90,7 +90,7 @@ def _equal(one: object, value: object) -> bool:
 
 
 def _asked(value: Any) -> Any:
-    """A dict without counts of 0, which ask for nothing; any other value as it is."""
+    """A dict without counts of 0, which have no effect; any other value as is."""
     if isinstance(value, Mapping):
         return {name: one for name, one in value.items() if one != 0}
     return value

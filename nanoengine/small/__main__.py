@@ -31,11 +31,11 @@ def main(
     Args:
         prompts: texts to continue.
         model: checkpoint directory; the demo model is the default.
-        max_tokens: most tokens of an answer.
-        temperature: 0 takes the most likely token.
-        num_blocks: blocks of the KV cache; few of them show a preemption.
-        block_size: tokens a block.
-        max_num_batched_tokens: most tokens of a step; few of them show chunks.
+        max_tokens: maximum number of tokens per answer.
+        temperature: 0 selects the most likely token.
+        num_blocks: blocks of the KV cache; a small number causes preemptions.
+        block_size: tokens per block.
+        max_num_batched_tokens: maximum number of tokens per step; a small number causes chunks.
     """
 
     def show(plan: StepPlan) -> None:

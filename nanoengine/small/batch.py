@@ -1,11 +1,11 @@
 """Batch: the tensors of one step. Attention: one layer's keys and values in blocks, and their use.
 
     block table of a sequence     3    7    1      with block_size 4 and 10 tokens
-    where token i lies            block table[i // 4], place i % 4
+    position of token i           block table[i // 4], offset i % 4
     slot of token 9               table[2] * 4 + 1 = 1 * 4 + 1 = 5
 
 Legend: T tokens of the step, S sequences, C tokens of a sequence so far, H query heads, K key and
-value heads, D numbers a head, N blocks, P tokens a block.
+value heads, D head dimension, N blocks, P tokens per block.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The T tokens that a step computes, one sequence behind the other.
+    """The T tokens that a step computes, one sequence after the other.
 
     Attributes:
         token_ids, positions: [T] int64.
-        slot_mapping: [T] int64; where the key and value of each token go.
-        num_scheduled_tokens: for each of S sequences, how many of the T tokens are its own.
-        context_slots: for each of S sequences, the slots of its tokens so far, [C] int64.
-        logits_indices: which of the T tokens give logits.
+        slot_mapping: [T] int64; the slot of each token's key and value.
+        num_scheduled_tokens: per sequence, how many of the T tokens belong to it; [S].
+        context_slots: per sequence, the slots of its tokens so far, [C] int64.
+        logits_indices: which of the T tokens need logits.
     """
 
     token_ids: torch.Tensor
@@ -49,8 +49,7 @@ class Attention:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Stores the keys and values of the step, then lets each token see its sequence up to
-        itself.
+        """Stores the keys and values of the step, then computes causal attention per sequence.
 
         Args:
             query: [T, H, D]; key, value: [T, K, D].
@@ -66,7 +65,8 @@ class Attention:
             query.split(batch.num_scheduled_tokens), batch.context_slots, strict=True
         ):
             num_new, context_len = len(own), len(slots)
-            # Row i is the token at position context_len - num_new + i; it sees what is before it.
+            # Row i is the token at position context_len - num_new + i; it attends to earlier
+            # tokens.
             mask = torch.ones(num_new, context_len, dtype=torch.bool, device=own.device)
             seen = F.scaled_dot_product_attention(
                 own.transpose(0, 1)[None],  # [1, H, num_new, D]

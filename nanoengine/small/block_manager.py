@@ -1,12 +1,12 @@
-"""BlockManager: gives sequences their blocks, and finds prompts that begin like earlier ones.
+"""BlockManager: allocates blocks to sequences, and finds cached prefixes of prompts.
 
     block_size 4      tokens   a b c d | e f g h | i j          a prompt of 10 tokens
                       table       3         7       1           its blocks, in any order
                       digests     ●────────►●                   of full blocks: a chain
 
-The digest of a block is a hash of its tokens and of the digest before it, so it names everything up
-to the end of the block. A prompt that begins with the same tokens finds the same digests, and its
-table begins with the same blocks: those tokens are not computed again.
+The digest of a block is a hash of its tokens and of the previous digest, so it identifies all
+tokens up to the end of the block. A prompt that begins with the same tokens has the same first
+digests, and its table begins with the same blocks: these tokens are not computed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class BlockManager:
     """The block tables of all sequences over one pool.
 
     Attributes:
-        updates: what has changed in block tables since the last plan.
+        updates: changes of block tables since the last plan.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -31,13 +31,13 @@ class BlockManager:
         self.updates: list[TableUpdate] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Number of blocks for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """The blocks that hold the longest cached prefix of the sequence.
+        """The blocks of the longest cached prefix of the sequence.
 
-        At least one token is left out, because a sequence needs the logits of its last token.
+        At least one token is excluded, because a sequence needs the logits of its last token.
         """
         hits: list[int] = []
         for index in range((seq.num_tokens - 1) // self.block_size):
@@ -48,14 +48,14 @@ class BlockManager:
         return hits
 
     def can_allocate(self, seq: Sequence, hits: list[int]) -> bool:
-        """Whether the pool's queue has the blocks that `allocate` takes: fresh ones, and those hits
-        that nobody uses."""
+        """Whether the pool has enough free blocks for `allocate`: fresh ones, and hits that no
+        sequence uses."""
         fresh = self.num_blocks_for(seq.num_tokens) - len(hits)
         unused = sum(self.pool.ref_counts[hit] == 0 for hit in hits)
         return fresh + unused <= self.pool.num_free
 
     def allocate(self, seq: Sequence, hits: list[int]) -> None:
-        """Gives a sequence its cached prefix, and fresh blocks for its other tokens."""
+        """Assigns its cached prefix to a sequence, and fresh blocks for its other tokens."""
         for hit in hits:  # Why all first: a fresh block must not evict a later hit.
             self.pool.touch(hit)
         num_fresh = self.num_blocks_for(seq.num_tokens) - len(hits)
@@ -64,9 +64,9 @@ class BlockManager:
         self.updates.append(TableUpdate(seq.row, 0, 0, tuple(seq.block_table)))
 
     def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Makes room for the tokens of this step; False if the pool has too few blocks.
+        """Allocates blocks for the tokens of this step; False if the pool has too few.
 
-        Most steps need no block: one is due only when the tokens pass a boundary.
+        Most steps need no block: one is needed only when the tokens cross a block boundary.
         """
         table, start = seq.block_table, len(seq.block_table)
         num_new = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens) - start
@@ -78,10 +78,10 @@ class BlockManager:
         return True
 
     def register(self, seq: Sequence, num_computed_before: int) -> None:
-        """Makes the blocks findable that the step being planned fills.
+        """Indexes the blocks that the step being planned fills.
 
         Why before they are computed: an equal prompt that is admitted in the same step shares them.
-        It may, because each layer stores all keys and values of a step before it reads any.
+        This works because each layer stores all keys and values of a step before it reads any.
         """
         first, end = num_computed_before // self.block_size, seq.num_computed_tokens
         for index in range(first, end // self.block_size):
@@ -89,18 +89,18 @@ class BlockManager:
             self.pool.register(block_id, self._digest(seq, index), self._tokens(seq, index))
 
     def deallocate(self, seq: Sequence) -> None:
-        """Frees the sequence's blocks, the last one first: the start of a prompt is what others are
-        likely to share, so it stays cached longest."""
+        """Frees the sequence's blocks, the last one first: other prompts are likely to share the
+        first blocks, which are thus evicted last."""
         self.pool.free(reversed(seq.block_table))
         self.updates = [update for update in self.updates if update.row != seq.row]
         seq.block_table, seq.num_computed_tokens = [], 0
 
     def _tokens(self, seq: Sequence, index: int) -> tuple[int, ...]:
-        """The tokens of a full block."""
+        """The token ids of a full block."""
         return tuple(seq.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
     def _digest(self, seq: Sequence, index: int) -> bytes:
-        """The digest of a full block; a sequence computes each one once."""
+        """The digest of a full block; each digest of a sequence is computed once."""
         while len(seq.digests) <= index:
             before = seq.digests[-1] if seq.digests else b""
             tokens = repr(self._tokens(seq, len(seq.digests))).encode()

@@ -1,12 +1,12 @@
-"""BlockPool: the blocks of the KV cache. Who uses them, what they hold, which one goes next.
+"""BlockPool: the blocks of the KV cache: their users, their content, and the order of eviction.
 
     used      ref_counts[b] > 0: in that many block tables
     free      in a queue:  [ empty, empty, ... | cached, ..., cached ]
                              ▲ `allocate` takes here          `free` puts ▲ cached blocks here
 
-So empty blocks are handed out first, then the cached block that was used longest ago. A block that
-is freed keeps its content, and stays findable until `allocate` hands it out again. Block 0 is the
-null block, which belongs to nobody.
+So `allocate` returns empty blocks first, then the least recently used cached block. A freed block
+keeps its content, and can be found until `allocate` returns it again. Block 0 is the null block,
+which no sequence uses.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ class BlockPool:
         # Block -> the digest of its content and the tokens themselves.
         self.contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         # Content -> the blocks that hold it; a lookup returns the first. Why several: two sequences
-        # may compute the same tokens at the same time. Why tokens beside the digest: other tokens
-        # may have an equal digest, and are no hit.
+        # may compute the same tokens at the same time. Why the tokens, too: other tokens may have
+        # an
+        # equal digest, which is not a hit.
         self.index: dict[tuple[bytes, tuple[int, ...]], list[int]] = {}
         self.free_queue = OrderedDict.fromkeys(range(1, num_blocks))
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, empty and cached."""
+        """Number of blocks that `allocate` can return, empty and cached."""
         return len(self.free_queue)
 
     def allocate(self) -> int:
-        """Hands out the first free block with one reference; its content is forgotten."""
+        """Returns the first free block with one reference; its content is dropped."""
         block_id, _ = self.free_queue.popitem(last=False)
         if block_id in self.contents:
             content = self.contents.pop(block_id)
@@ -59,7 +60,7 @@ class BlockPool:
         self.ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drops a reference of each block. One without content goes to the head of the queue."""
+        """Drops one reference of each block. Blocks without content go to the head of the queue."""
         for block_id in block_ids:
             self.ref_counts[block_id] -= 1
             if self.ref_counts[block_id] == 0:
@@ -68,7 +69,7 @@ class BlockPool:
                     self.free_queue.move_to_end(block_id, last=False)
 
     def register(self, block_id: int, digest: bytes, tokens: tuple[int, ...]) -> None:
-        """Makes the content of a full block findable."""
+        """Indexes the content of a full block."""
         self.contents[block_id] = digest, tokens
         self.index.setdefault((digest, tokens), []).append(block_id)
 
@@ -77,7 +78,7 @@ class BlockPool:
         return next(iter(self.index.get((digest, tokens), ())), None)
 
     def __str__(self) -> str:
-        """One character a block: `0` null, `.` empty, `c` cached, else how many use it."""
+        """One character per block: `0` null, `.` empty, `c` cached, else the reference count."""
         marks = "".join(
             str(min(count, 9)) if count else "c" if block_id in self.contents else "."
             for block_id, count in enumerate(self.ref_counts)

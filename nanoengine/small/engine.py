@@ -1,4 +1,4 @@
-"""LLMEngine: the loop. `schedule` decides, `launch` computes, `commit` takes the tokens in."""
+"""LLMEngine: the loop. `schedule` plans, `launch` computes, `commit` appends the tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Tokens = SequenceOf[int]
 OBEYED = (
     "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos", "stop_token_ids"
 )  # fmt: skip
-"""Fields of SamplingParams that this engine has; any other one must have its default."""
+"""Fields of SamplingParams that this engine supports; others must have their defaults."""
 
 
 @dataclass(eq=False)
 class LLMEngine:
-    """Sequences in, tokens out.
+    """Adds requests, and runs steps until they are finished.
 
     Attributes:
         executor: runs plans; the `ModelRunner` of this package or of the large engine.
-        scheduler: makes plans.
-        max_model_len: most tokens of prompt and output together.
+        scheduler: creates plans.
+        max_model_len: maximum number of tokens of prompt and output together.
         eos_token_ids: tokens that end an answer.
         watch: called with each plan before it runs.
     """
@@ -41,11 +41,11 @@ class LLMEngine:
     _seq_ids: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def add_requests(self, prompts: Iterable[Tokens], params: SamplingParams) -> list[Sequence]:
-        """Queues prompts, all of them or none.
+        """Queues all prompts or none.
 
         Raises:
-            RequestError: a prompt is empty, or a parameter is not obeyed here.
-            PromptTooLongError: there is no room for a single token of an answer.
+            RequestError: a prompt is empty, or a parameter is not supported here.
+            PromptTooLongError: there is no space for a token of an answer.
             CapacityError: prompt and answer together don't fit the pool.
         """
         if params != SamplingParams(**{name: getattr(params, name) for name in OBEYED}):
@@ -64,7 +64,7 @@ class LLMEngine:
             )
         most = min(self.max_model_len, len(prompt) + (params.max_tokens or self.max_model_len))
         manager = self.scheduler.block_manager
-        # Why - 1: the last token that is sampled is never computed.
+        # Why - 1: the last sampled token is never computed.
         needed, usable = manager.num_blocks_for(most - 1), len(manager.pool.ref_counts) - 1
         if needed > usable:
             raise CapacityError(
@@ -77,13 +77,13 @@ class LLMEngine:
         return Sequence(seq_id, list(prompt), len(prompt), params, most, stop_ids, seed)
 
     def step(self) -> list[Sequence]:
-        """Runs one step; returns the sequences that it finished."""
+        """Runs one step; returns the sequences that finished in it."""
         plan = self.scheduler.schedule()
         if self.watch is not None:
             self.watch(plan)
         return self.scheduler.commit(self.executor.launch(plan).result())
 
     def run(self) -> None:
-        """Steps until every sequence is finished."""
+        """Runs steps until all sequences are finished."""
         while self.scheduler.has_unfinished:
             self.step()

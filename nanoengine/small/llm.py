@@ -4,7 +4,7 @@
     for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
         print(answer)
 
-It puts the parts together and decides nothing.
+It only connects the parts.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from nanoengine.small.scheduler import Scheduler
 
 
 class LLM:
-    """A model and everything that runs it.
+    """A model with its engine and tokenizer.
 
     Args:
         model: directory of a Llama, Qwen2 or Qwen3 checkpoint with a tokenizer.json.
-        num_blocks: blocks of the KV cache, the null block included.
-        block_size: tokens a block.
-        max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: most tokens that a step computes.
-        device: where it computes.
+        num_blocks: blocks of the KV cache, including the null block.
+        block_size: tokens per block.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: maximum number of tokens per step.
+        device: the torch device.
         watch: called with each plan before it runs.
 
     Raises:
         ConfigError: the directory lacks a file, or limits contradict each other.
-        UnsupportedModelError: the checkpoint is no plain Llama, Qwen2 or Qwen3.
+        UnsupportedModelError: the checkpoint is not a plain Llama, Qwen2 or Qwen3.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class LLM:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     def generate(self, prompts: SequenceOf[str], params: SamplingParams | None = None) -> list[str]:
-        """The answers to prompts, in their order.
+        """The answers to the prompts, in the same order.
 
         Args:
-            params: of all prompts; None: the defaults of SamplingParams.
+            params: for all prompts; None: the defaults of SamplingParams.
 
         Raises:
-            RequestError, CapacityError: a prompt can't run; none has run then.
+            RequestError, CapacityError: a prompt can't run; then none has run.
         """
         token_ids = [self.tokenizer.encode(prompt).ids for prompt in prompts]
         sequences = self.engine.add_requests(token_ids, params or SamplingParams())
@@ -89,7 +89,7 @@ class LLM:
 
 
 def _eos_token_ids(directory: Path, eos: int | list[int]) -> list[int]:
-    """The ids that end an answer: those of the generation config, or else of the model's."""
+    """The EOS ids, from the generation config if it has any, else from the model's config."""
     path = directory / "generation_config.json"
     if path.is_file():
         eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", eos)

@@ -1,14 +1,14 @@
-"""Llama, Qwen2 and Qwen3: from token ids to logits, over a dictionary of weights.
+"""Llama, Qwen2 and Qwen3: from token ids to logits, with a dictionary of weights.
 
     x = embedding[token_ids]
     each layer:   x += attention(norm(x))      x += mlp(norm(x))
     logits = norm(x) @ head
 
-Qwen2 is Llama with a bias in its query, key and value projections. Qwen3 is Llama with one line
-more: it norms each query and key head before the rotation.
+Qwen2 is Llama with a bias in its query, key and value projections. Qwen3 is Llama with QK norm:
+each query and key head is normed before RoPE.
 
-Legend: T tokens of the step, L tokens that give logits, E hidden size, H query heads, K key and
-value heads, D numbers a head, V vocabulary.
+Legend: T tokens of the step, L tokens that need logits, E hidden size, H query heads, K key and
+value heads, D head dimension, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLAIN = {
     "use_sliding_window": (False, None),
     "rope_type": ("default",),
 }
-"""Config keys that change the formulas, and the values under which these here are right."""
+"""Config keys that change the formulas, and the values that this file supports."""
 
 
 class Llama:
@@ -38,11 +38,11 @@ class Llama:
 
     Args:
         directory: a checkpoint in the Hugging Face format.
-        device: where the weights go.
-        dtype: what is computed in.
+        device: device of the weights.
+        dtype: dtype of weights and computation.
 
     Raises:
-        UnsupportedModelError: the config asks for something that is not computed here.
+        UnsupportedModelError: the config needs a feature that is not implemented here.
     """
 
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -59,7 +59,7 @@ class Llama:
         self.attentions = [Attention() for _ in range(config["num_hidden_layers"])]
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [L, V] of the tokens that `batch.logits_indices` names."""
+        """Logits [L, V] of the tokens in `batch.logits_indices`."""
         x = self.weights["model.embed_tokens.weight"][batch.token_ids]  # [T, E]
         for index, attention in enumerate(self.attentions):
             layer = f"model.layers.{index}"
@@ -79,7 +79,7 @@ class Llama:
         return self.linear(layer.forward(query, key, value, batch), f"{name}.o_proj")
 
     def norm_heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Llama leaves its heads [T, heads, D] as they are."""
+        """QK norm of [T, heads, D]; Llama has none."""
         return x
 
     def mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -88,10 +88,10 @@ class Llama:
         return self.linear(F.silu(gate) * up, f"{name}.down_proj")
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotary position embedding of [T, heads, D].
+        """Applies RoPE to [T, heads, D].
 
-        The pair (x[i], x[i + D / 2]) turns by the angle position * theta ** (-2 i / D), so the
-        product of a query and a key depends on their distance alone.
+        The pair (x[i], x[i + D / 2]) is rotated by the angle position * theta ** (-2 i / D), so the
+        product of a query and a key depends only on their distance.
         Source: Su et al., RoFormer (2021).
         """
         powers = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
@@ -102,7 +102,7 @@ class Llama:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Divides by the root mean square over the last dimension, then scales."""
+        """RMSNorm over the last dimension."""
         weight = self.weights[f"{name}.weight"]
         return F.rms_norm(x, weight.shape, weight, self.config["rms_norm_eps"])
 
@@ -112,10 +112,10 @@ class Llama:
 
 
 class Qwen3(Llama):
-    """Llama with normed heads. Source: Yang et al., Qwen3 Technical Report (2025)."""
+    """Llama with QK norm. Source: Yang et al., Qwen3 Technical Report (2025)."""
 
     def norm_heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Norms each head over its D numbers."""
+        """Norms each head over its D elements."""
         return self.norm(x, name)
 
 
@@ -128,10 +128,10 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype) -> Lla
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json, with `rope_theta` at its top.
+    """config.json, with `rope_theta` at its top level.
 
     Raises:
-        UnsupportedModelError: it asks for something that is not computed here.
+        UnsupportedModelError: it needs a feature that is not implemented here.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

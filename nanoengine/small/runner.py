@@ -1,9 +1,9 @@
-"""ModelRunner: carries out plans in tensors. It decides nothing.
+"""ModelRunner: runs plans on tensors. It makes no decisions.
 
-    plan ──► rows brought up to date ──► Batch ──► model ──► logits ──► sample ──► StepResult
+    plan ──► update rows ──► Batch ──► model ──► logits ──► sample ──► StepResult
 
-Each running sequence has a row here, with its tokens and its block table. Rows stay from step to
-step, so a plan says only what has changed.
+Each running sequence has a row here, with its tokens and its block table. Rows are kept between
+steps, so a plan contains only the changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanoengine.small.sampler import sample
 
 @dataclass(slots=True)
 class Row:
-    """What the runner keeps of a running sequence."""
+    """The runner's data of one running sequence."""
 
     admitted: AdmittedSequence
     token_ids: list[int]
@@ -46,9 +46,9 @@ class ModelRunner:
 
     Attributes:
         directory: the checkpoint.
-        num_blocks: blocks of the KV cache, the null block included.
-        block_size: tokens a block.
-        device, dtype: where and in what it computes.
+        num_blocks: blocks of the KV cache, including the null block.
+        block_size: tokens per block.
+        device, dtype: of weights, KV cache and computation.
     """
 
     directory: Path
@@ -63,7 +63,7 @@ class ModelRunner:
         self.model = model = load_model(self.directory, self.device, self.dtype)
         num_layers = len(model.attentions)
         shape = (self.num_blocks, self.block_size, model.num_kv_heads, model.head_dim)
-        # [layers, key or value, blocks, tokens a block, heads, numbers a head]
+        # [layers, key or value, blocks, tokens per block, heads, head dimension]
         self.kv_cache = torch.zeros((num_layers, 2, *shape), dtype=self.dtype, device=self.device)
         for attention, (k_cache, v_cache) in zip(model.attentions, self.kv_cache, strict=True):
             attention.k_cache, attention.v_cache = k_cache, v_cache
@@ -74,7 +74,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def shutdown(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         del self.model, self.kv_cache
 
     @torch.inference_mode()
@@ -93,7 +93,7 @@ class ModelRunner:
         return Launched(result)
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """Takes in what the plan says of rows and their block tables."""
+        """Applies the plan's changes to rows and block tables."""
         assert not (plan.forks or plan.block_copies or plan.transfers or plan.draft_token_ids)
         for row in plan.released:
             del self.rows[row]
@@ -114,7 +114,7 @@ class ModelRunner:
             positions += range(start, end)
             contexts.append(self._slots(row.block_table, end))
             slots.append(contexts[-1][start:])
-        last = torch.tensor(counts).cumsum(0) - 1  # of each sequence, its last token in the batch
+        last = torch.tensor(counts).cumsum(0) - 1  # each sequence's last token in the batch
         return Batch(
             token_ids=torch.tensor(token_ids, device=self.device),
             positions=torch.tensor(positions, device=self.device),

@@ -1,7 +1,8 @@
-"""sample: from logits to a token. A function of (logits, parameters, seed, position), nothing else.
+"""sample: from logits to a token. A pure function of (logits, parameters, seed, position).
 
-A generator has a state, which each draw of a neighbour would move. Here the random number is a hash
-of seed and position, so a sequence gets the same tokens alone, in a batch, and after a preemption.
+A random generator has a state, which each draw of another sequence would advance. Here the random
+number is a hash of seed and position, so a sequence gets the same tokens alone, in a batch, and
+after a preemption.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ BITS = 2**64 - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for each (seed, position).
+    """A pseudorandom number in [0, 1) for each (seed, position).
 
     Source: the output function of SplitMix64, Steele, Lea and Flood (2014).
 
@@ -33,8 +34,8 @@ def uniform(seed: int, position: int) -> float:
 def sample(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:
     """The token at `position`, from logits [V].
 
-    Filters keep the most likely tokens: those with min_p times the probability of the first, the
-    first top_k, and then as many as make up top_p of the probability that is left.
+    Filters keep the most likely tokens: tokens with at least min_p times the largest probability,
+    of these the first top_k, and of these the fewest that reach top_p of the remaining probability.
     """
     if params.is_greedy:
         return int(logits.argmax())
@@ -45,7 +46,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, seed: int, position: in
         probs[params.top_k :] = 0.0
     before = probs.cumsum(-1) - probs
     probs[before >= params.top_p * probs.sum()] = 0.0
-    # Inverse transform: the token where the running sum passes a random share of the whole.
+    # Inverse transform: the token at which the running sum exceeds a random share of the total.
     ends = probs.cumsum(-1)
     index = torch.searchsorted(ends, uniform(seed, position) * ends[-1], right=True)
     return int(token_ids[index])

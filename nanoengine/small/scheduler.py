@@ -5,11 +5,11 @@
        └─────preempt──────┘
 
 There is no prefill phase and no decode phase. Each sequence computes
-`min(num_tokens - num_computed_tokens, what is left of the budget)` tokens, so one step mixes new
-prompts, chunks of long prompts and sequences that generate.
+`min(num_tokens - num_computed_tokens, remaining budget)` tokens, so one step mixes new prompts,
+chunks of long prompts and decodes.
 
 The blocks of a running sequence grow with it. When none is free, the sequence that arrived last is
-preempted: it gives up its blocks, keeps its tokens, and computes them again later.
+preempted: its blocks are freed, it keeps its tokens, and computes them again later.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nanoengine.small.sequence import NO_ROW, Sequence
 
 
 class Scheduler:
-    """Plans steps under three limits: tokens a step, sequences that run, and blocks.
+    """Plans steps under three limits: tokens per step, running sequences, and blocks.
 
     Args:
         block_manager: owns the blocks.
-        max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: the token budget of a step, at least max_num_seqs, so that every
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: the token budget per step, at least max_num_seqs, so that every
             running sequence gets a token in every step.
     """
 
@@ -40,34 +40,34 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of arrival
         self.num_steps = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._released: list[int] = []  # rows given back since the last plan
-        self._scheduled: list[Sequence] = []  # by the plan under way
+        self._released: list[int] = []  # rows freed since the last plan
+        self._scheduled: list[Sequence] = []  # by the plan in flight
 
     @property
     def has_unfinished(self) -> bool:
-        """True while a step has something to do."""
+        """True while there is a step to run."""
         return bool(self.waiting or self.running)
 
     def schedule(self) -> StepPlan:
-        """Plans a step: running sequences first, then those that wait, as far as they fit."""
+        """Plans a step: running sequences first, then waiting ones that fit."""
         plan, budget = StepPlan(step=self.num_steps), self.max_num_batched_tokens
         self.num_steps += 1
         self._scheduled = []
         for seq in list(self.running):
-            # Why the budget lasts: only the latest sequence can have more than one token to
-            # compute, because nobody is admitted behind a chunk that used the budget up.
+            # Why the budget suffices: only the latest sequence can have more than one token to
+            # compute, because no sequence is admitted after a chunk that used up the budget.
             num_new = min(seq.num_tokens - seq.num_computed_tokens, budget)
             if seq.row != NO_ROW and self._make_room(plan, seq, num_new):
                 self._schedule_one(plan, seq, num_new)
                 budget -= num_new
-        if not plan.preempted:  # Why: what was just preempted would come back at once.
+        if not plan.preempted:  # Why: a preempted sequence would be readmitted at once.
             self._admit(plan, budget)
         plan.table_updates, self.block_manager.updates = self.block_manager.updates, []
         plan.released, self._released = self._released, []
         return plan
 
     def _make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
-        """Finds blocks for a running sequence; False if it had to be preempted itself."""
+        """Allocates blocks for a running sequence; False if it was preempted itself."""
         while not self.block_manager.may_append(seq, num_new):
             victim = self.running.pop()
             reason = f"seq {seq.seq_id} needs a block and none is free"
@@ -79,7 +79,7 @@ class Scheduler:
         return True
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Lets sequences in, in the order of arrival, while rows, budget and blocks last."""
+        """Admits sequences in the order of arrival, while rows, budget and blocks suffice."""
         while self.waiting and self._free_rows and budget > 0:
             seq = self.waiting[0]
             hits = self.block_manager.find_prefix(seq)
@@ -96,7 +96,7 @@ class Scheduler:
             budget -= num_new
 
     def _schedule_one(self, plan: StepPlan, seq: Sequence, num_new: int) -> None:
-        """Writes one sequence into the plan and advances its counter."""
+        """Adds one sequence to the plan and advances its counter."""
         start = seq.num_computed_tokens
         seq.num_computed_tokens = start + num_new
         self.block_manager.register(seq, start)
@@ -108,14 +108,14 @@ class Scheduler:
         plan.num_logits.append(int(seq.num_computed_tokens == seq.num_tokens))
 
     def _release(self, seq: Sequence) -> None:
-        """Takes a sequence's blocks and row back."""
+        """Frees a sequence's blocks and row."""
         self.block_manager.deallocate(seq)
         self._free_rows.append(seq.row)
         self._released.append(seq.row)
         seq.row = NO_ROW
 
     def commit(self, result: StepResult) -> list[Sequence]:
-        """Gives sequences their sampled tokens; returns those that are finished by them."""
+        """Appends sampled tokens to the sequences; returns the ones that finished."""
         finished = []
         for seq, token_ids in zip(self._scheduled, result.token_ids, strict=True):
             for token_id in token_ids:

@@ -1,11 +1,11 @@
-"""Sequence: a prompt and its answer, and how much of them the KV cache holds.
+"""Sequence: a prompt and its answer, and how many of their tokens are in the KV cache.
 
     token_ids   [ p p p p p p p p | o o o ]     prompt, then sampled output
-                          ^ num_computed_tokens  keys and values of the tokens before are in blocks
+                          ^ num_computed_tokens  keys and values of earlier tokens are in blocks
 
-A step computes the next `num_tokens - num_computed_tokens` tokens, or as many of them as its budget
-allows. For a new prompt that is the prompt's length, for a prompt in chunks what is left of it, and
-for a sequence that generates 1: no flag tells them apart.
+A step computes the next `num_tokens - num_computed_tokens` tokens, limited by its budget. For a new
+prompt this is the prompt's length, for a chunked prompt the remaining length, and for a decode 1;
+there are no flags for these cases.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Sequence:
     Attributes:
         seq_id: unique, in the order of arrival.
         token_ids: prompt and output.
-        num_prompt_tokens: of them, the prompt's.
-        max_num_tokens: prompt and output together end here.
-        stop_ids: a sampled token of these ends the sequence.
-        seed: of its random numbers.
+        num_prompt_tokens: number of prompt tokens among them.
+        max_num_tokens: maximum length of prompt and output together.
+        stop_ids: token ids that end the sequence when sampled.
+        seed: seed of its random numbers.
         num_computed_tokens: tokens whose keys and values are in the KV cache, or are computed by
             the step that is being planned.
-        num_cached_tokens: of them, found in the prefix cache at admission.
-        block_table: entry i is the block that holds tokens i * block_size and following.
-        digests: entry i names the content of block i and of all blocks before it.
-        row: its place in the runner while it runs.
-        finish_reason: "stop", "length", or None while it goes on.
+        num_cached_tokens: how many of them were in the prefix cache at admission.
+        block_table: entry i is the block of tokens i * block_size and following.
+        digests: entry i identifies the content of block i and of all blocks before it.
+        row: its row in the runner while it runs.
+        finish_reason: "stop", "length", or None while it is unfinished.
     """
 
     seq_id: int
@@ -53,16 +53,16 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
+        """Number of tokens of prompt and output."""
         return len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The sampled tokens, the one that ended the sequence included."""
+        """The sampled tokens, including the one that ended the sequence."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def append(self, token_id: int) -> None:
-        """Takes a sampled token, which may be the last."""
+        """Appends a sampled token, which may be the last."""
         self.token_ids.append(token_id)
         if token_id in self.stop_ids:
             self.finish_reason = "stop"

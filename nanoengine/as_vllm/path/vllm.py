@@ -1,12 +1,12 @@
-"""What a child process of a program under `nanoengine.as_vllm` finds as `vllm` on its path.
+"""The `vllm` module that child processes of a program under `nanoengine.as_vllm` import.
 
-`nanoengine.as_vllm.run` puts this folder into PYTHONPATH; nobody imports it by another way.
+`nanoengine.as_vllm.run` adds this folder to PYTHONPATH; it is not imported in other ways.
 """
 
 import sys
 
 from nanoengine.as_vllm import install
 
-del sys.modules[__name__]  # Why: `install` offers the module, and Python looks for it once more.
+del sys.modules[__name__]  # Why: `install` provides the module, which is imported again.
 install()
 __import__(__name__)

@@ -1,7 +1,7 @@
-"""GroupedPrefixCache: a hit needs its blocks in every KV group, and a state where there are states.
+"""GroupedPrefixCache: a hit needs its blocks in every KV group, and a state in a state group.
 
-Full attention needs every block of a prefix, a window the last few, a state group the snapshot at
-its end. So the longest prefix is the one that all of them can start from (rules.py).
+Full attention needs every block of a prefix, a window the last few, and a state group the snapshot
+at its end. The longest prefix is the longest one that all groups can start from (rules.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nanoengine.core.sequence import Sequence
 
 
 class Load(NamedTuple):
-    """A block of a prefix that is below the device (tiers/): the position in a KV group's table
-    that it is for, its tier, and its id there."""
+    """A block of a prefix that is below the device (tiers/): its KV group, its position in the
+    group's table, its tier, and its id there."""
 
     group: int
     position: int
@@ -34,10 +34,10 @@ class GroupedPrefix(CachedPrefix):
     """A cached prefix in several groups.
 
     Attributes:
-        num_needed_states: how many free states it takes.
+        num_needed_states: number of free states that it uses.
         loads: blocks to load, which are null in `tables`.
-        num_shared_blocks: where the model keeps states, how many blocks of keys and values there
-            are; the prefix ends at a snapshot before that.
+        num_shared_blocks: for models with recurrent states, the number of blocks whose keys and
+            values are cached; the prefix ends at a snapshot before that.
     """
 
     num_needed_states: int = 0
@@ -45,7 +45,7 @@ class GroupedPrefix(CachedPrefix):
     loads: SequenceOf[Load] = ()
 
     def num_held(self, group: int) -> int:
-        """How many blocks of the prefix a KV group holds, once all are loaded."""
+        """How many blocks of the prefix a KV group holds, after all loads."""
         table, loaded = self.tables[group], sum(load.group == group for load in self.loads)
         return len(table) - table.count(NULL_BLOCK) + loaded
 
@@ -54,7 +54,7 @@ class GroupedPrefixCache(PrefixCache):
     """The prefix cache of a model with several KV groups.
 
     Attributes:
-        num_kv_groups: all KV groups but the state group.
+        num_kv_groups: number of KV groups, without the state group.
     """
 
     pool: StatePool
@@ -68,24 +68,24 @@ class GroupedPrefixCache(PrefixCache):
     # --- find ---------------------------------------------------------------------------------
 
     def find(self, seq: Sequence) -> CachedPrefix:
-        """The longest prefix that all KV groups have cached. Takes no block."""
+        """The longest prefix that all KV groups have cached. Allocates nothing."""
         found = self._find_from(seq, 0)
         return self._prefix(found, longest_common_hit(self.layout.groups, found, self.block_size))
 
     def _prefix(
         self, found: list[list[int]], length: int, loads: SequenceOf[Load] = (), reason: str = ""
     ) -> GroupedPrefix:
-        """The first `length` of the blocks that were found on the device, and those to load."""
+        """The first `length` blocks that were found on the device, and the blocks to load."""
         tables, kv = [], slice(self.num_kv_groups)
         for group, hits in zip(self.layout.groups, found, strict=True):
-            # Why null: the group's window sees nothing of these.
+            # Why null: the group's window does not reach these blocks.
             dropped = num_dropped_blocks(group, length * self.block_size, self.block_size)
             tables.append([NULL_BLOCK] * dropped + hits[dropped:length])
         num_needed = [*map(self.pool.num_cached, tables)]
         for load in loads:
             num_needed[load.group] += 1
         shared = 0
-        if self.snapshot_every is not None:  # how long it would be if states were kept everywhere
+        if self.snapshot_every is not None:  # the length if every state were kept
             shared = longest_common_hit(self.layout.groups[kv], found[kv], self.block_size)
         return GroupedPrefix(
             num_blocks=length,
@@ -98,15 +98,17 @@ class GroupedPrefixCache(PrefixCache):
         )
 
     def _find_from(self, seq: Sequence, start: int) -> list[list[int]]:
-        """For each KV group the cached blocks from the `start`-th on, null where there is none; a
-        list ends where no longer prefix can be had."""
+        """Per KV group, the cached blocks from the `start`-th on, null where not cached.
+
+        A list ends where no longer prefix is possible.
+        """
         at_most = self._num_usable_blocks(seq)
         prefixes = self._prefixes_of(seq, at_most)[start:at_most]
         found = []
         for index, group in enumerate(self.layout.groups):
             hits = self.pool.lookup_all(index, prefixes)
             if group.sliding_window is None and NULL_BLOCK in hits:
-                # Why: full attention needs every block, so what lies behind a gap is no use.
+                # Why: full attention needs every block, so blocks after a gap are useless.
                 del hits[hits.index(NULL_BLOCK) :]
             found.append(hits)
         return found
@@ -118,10 +120,10 @@ class GroupedPrefixCache(PrefixCache):
         return super().take(seq, prefix)
 
     def find_filled(self, seq: Sequence) -> list[list[int]]:
-        """Blocks that hold what a running sequence computes next, because another was faster.
+        """Blocks with the content that a running sequence computes next, filled by other sequences.
 
-        `[g][i]` is group g's block for the i-th position of the table, counted from the block that
-        the sequence's next token lies in; null where the group needs none.
+        `[g][i]` is group g's block for the i-th table position, counted from the block of the
+        sequence's next token; null where the group needs none.
         """
         found = self._find_from(seq, seq.num_computed_tokens // self.block_size)
         length = longest_common_hit(self.layout.groups, found, self.block_size)
@@ -130,7 +132,8 @@ class GroupedPrefixCache(PrefixCache):
     # --- register -----------------------------------------------------------------------------
 
     def _index_run(self, seq: Sequence, prefixes: list[Prefix], first: int, full: int) -> None:
-        # Why: a hit needs a block in all groups, so all groups' blocks are indexed before the next.
+        # Why: a hit needs a block in all groups, so a block is indexed in all groups before the
+        # next.
         for start in range(first, full):
             run = slice(start, start + 1)
             for group, table in enumerate(seq.block_tables):
@@ -138,14 +141,14 @@ class GroupedPrefixCache(PrefixCache):
                     self._index(table[run], group, prefixes[run])
 
     def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
-        """Indexes blocks of one KV group; returns those that were not indexed before."""
+        """Indexes blocks of one KV group; returns the blocks that were not indexed before."""
         return self.pool.register(block_ids, group, prefixes)
 
     def keeps_state(self, seq: Sequence, index: int) -> bool:
-        """Whether the state behind a sequence's `index`-th block stays behind as a snapshot.
+        """Whether the state after a sequence's `index`-th block is kept as a snapshot.
 
-        A state takes the memory of many tokens' keys and values, so few are kept: every so often,
-        at the end of the prompt, and where other prompts went on in another way.
+        A state needs the memory of many tokens' keys and values, so few are kept: at regular
+        intervals, at the end of the prompt, and where other prompts branched off.
         Source: Marconi (arXiv 2411.19379) keeps states where prompts branch.
         """
         assert self.snapshot_every is not None

@@ -1,8 +1,8 @@
-"""GroupedBlockManager: the block tables of models with windows or states, one for each KV group.
+"""GroupedBlockManager: block tables of models with windows or states, one table per KV group.
 
-    window   blocks that no later query can see are freed; null entries take their places
-    state    one entry of the table holds the state behind the newest token; it moves on as the
-             sequence grows, and leaves a snapshot behind now and then
+    window   blocks outside the window of all later queries are freed and replaced by null entries
+    state    one table entry holds the state after the newest token; it moves to later entries as
+             the sequence grows, and some states are kept as snapshots
 
 The rules themselves are in rules.py.
 """
@@ -24,7 +24,7 @@ from nanoengine.core.sequence import Sequence
 
 
 class GroupedBlockManager(BlockManager):
-    """A BlockManager with a table for each KV group.
+    """A BlockManager with one table per KV group.
 
     `max_chunk` bounds the blocks of a window group, which holds the window and one chunk at once.
     """
@@ -45,9 +45,10 @@ class GroupedBlockManager(BlockManager):
     # --- admission ----------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int, chunk: int | None = None) -> int:
-        """Most blocks that a sequence of this length holds at once, over all KV groups.
+        """Maximum number of blocks that a sequence of this length holds at once, over all KV
+        groups.
 
-        `chunk` is the most tokens that one step computes of it; None: the smallest that is allowed.
+        `chunk` is the maximum number of its tokens per step; None: the smallest allowed chunk.
         """
         if chunk is None:
             chunk = 1 if self.chunked else self.max_chunk
@@ -57,14 +58,14 @@ class GroupedBlockManager(BlockManager):
         )
 
     def chunk_for(self, num_tokens: int, num_kept: int) -> int:
-        """As of the base; a smaller chunk needs fewer blocks of a window."""
+        """As in the base class; a window needs fewer blocks with a smaller chunk."""
         chunk, spare = self.max_chunk, self.pool.num_usable - num_kept
         while chunk and self.num_blocks_for(num_tokens, chunk) > spare:
             chunk = chunk // 2 if self.chunked and self._has_windows else 0
         return chunk
 
     def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
-        """As of the base; a sequence needs states, too."""
+        """As in the base class; a sequence also needs states."""
         admission = super().can_allocate(seq, keep_watermark=keep_watermark)
         if self._has_states and admission.verdict is Verdict.OK:
             assert isinstance(admission.prefix, GroupedPrefix)
@@ -74,7 +75,8 @@ class GroupedBlockManager(BlockManager):
         return admission
 
     def num_fresh_blocks(self, seq: Sequence, prefix: CachedPrefix, chunk: int) -> int:
-        """Blocks behind a cached prefix, over all groups; a window group holds a few at once."""
+        """Blocks after a cached prefix, over all groups; a window group holds only a few at
+        once."""
         assert isinstance(prefix, GroupedPrefix)
         whole = -(-seq.num_tokens // self.block_size)
         fresh = 0
@@ -87,8 +89,11 @@ class GroupedBlockManager(BlockManager):
         return fresh
 
     def fill_tables(self, seq: Sequence, admission: Admission) -> None:
-        """Adds fresh blocks to the tables of full attention. A window group gets its own from
-        `may_append`, chunk by chunk, because it never holds the blocks of all tokens at once."""
+        """Allocates fresh blocks for the tables of full attention.
+
+        A window group gets its blocks from `may_append`, chunk by chunk, because it never holds the
+        blocks of all tokens at once.
+        """
         num_blocks, num_cached = -(-seq.num_tokens // self.block_size), admission.num_cached_tokens
         for group, table in zip(self.layout.groups, seq.block_tables, strict=True):
             if group.sliding_window is None:
@@ -98,7 +103,7 @@ class GroupedBlockManager(BlockManager):
     # --- growth -------------------------------------------------------------------------------
 
     def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """As of the base, over all groups: all of them find room, or none takes any."""
+        """As in the base class, over all groups; allocates for all groups or for none."""
         if self._has_windows:
             self._drop_outside_windows(seq)
         start, blocks, needed = seq.num_computed_tokens, self.pool.blocks, 0
@@ -126,13 +131,13 @@ class GroupedBlockManager(BlockManager):
         return True
 
     def _move_state(self, seq: Sequence, num_blocks: int) -> bool:
-        """Makes room in the state group's table for a step that ends in its `num_blocks`-th block;
-        False if a state is lacking.
+        """Prepares the state group's table for a step that ends in its `num_blocks`-th block; False
+        if no state is free.
 
         The step starts from the newest stored state before its first token, and stores a state in
-        each of its blocks that has an entry. So a state that nobody else may want moves on with
-        its sequence, to the next entry that is written, and nothing is copied. Snapshots on the
-        way are worth free states, but no preemption: the last ones come first.
+        each of its blocks that has an entry. So a state that only this sequence can use moves to
+        the next entry that is written, and nothing is copied. Snapshots within the chunk may use
+        free states but cause no preemption; the last ones have priority.
         """
         table, pool = seq.block_tables[-1], self.pool
         first, offset = divmod(seq.num_computed_tokens, self.block_size)
@@ -148,14 +153,14 @@ class GroupedBlockManager(BlockManager):
         held = pool.blocks[table[-1] if table else NULL_BLOCK]
         moves = held.ref_count == 1 and (offset > 0 or held.prefix is None)
         if held.ref_count == 1 and not moves and not spare:
-            # Why this is the same state, and not a snapshot any more: no other one is free.
+            # Why the same state, which is no longer a snapshot: no other one is free.
             pool.free([held.block_id])
             moves = pool.allocate(1, states=True) == [held.block_id]
         if not moves and not spare:
             return False
         keeps = self.cache.keeps_state
         kept = [index for index in range(first, num_blocks - 1) if keeps(seq, index)]
-        # Why half of them: other sequences of this step want some too.
+        # Why half: other sequences of this step need some, too.
         kept = kept[max(0, len(kept) - spare // 2) :]
         start = len(table)
         if moves:
@@ -169,8 +174,8 @@ class GroupedBlockManager(BlockManager):
         return True
 
     def slots_ready_until(self, seq: Sequence) -> int:
-        """As of the base. A window drops blocks as it moves, so it asks at each step; a state that
-        was left behind is dropped once."""
+        """As in the base class. A window drops blocks as it moves, so each step must check; a state
+        that is not kept is dropped once."""
         if self._drops_each_step:
             return 0
         if self._has_states:
@@ -181,7 +186,7 @@ class GroupedBlockManager(BlockManager):
         return super().slots_ready_until(seq)
 
     def _drop_outside_windows(self, seq: Sequence) -> None:
-        """Frees the blocks that no later query can see; null entries take their places."""
+        """Frees the blocks outside the windows of all later queries; null entries replace them."""
         for index, group in enumerate(self.layout.groups):
             table, before = seq.block_tables[index], seq.num_dropped_blocks[index]
             dropped = num_dropped_blocks(group, seq.num_computed_tokens, self.block_size)
@@ -193,7 +198,8 @@ class GroupedBlockManager(BlockManager):
                 seq.num_dropped_blocks[index] = dropped
 
     def deallocate(self, seq: Sequence) -> None:
-        """As of the base. A hit needs its blocks in every group, so they are evicted together."""
+        """As in the base class. A hit needs its blocks in all groups, so they are evicted
+        together."""
         rows = [*zip_longest(*seq.block_tables, fillvalue=NULL_BLOCK)]
         self.pool.free(chain.from_iterable(reversed(rows)))
         self.forget(seq)

@@ -1,7 +1,7 @@
-"""StatePool: a BlockPool whose last ids are states, which live the same life in their own queue.
+"""StatePool: a BlockPool whose last ids are recurrent states, with the same lifecycle.
 
-Blocks 0 to `num_blocks` - 1 hold keys and values, the `num_states` behind them a state each. Ids
-are unique, so only who asks for a count or for fresh ones says which kind is meant.
+Blocks 0 to `num_blocks` - 1 hold keys and values; the next `num_states` ids hold one state each, in
+their own queue. Ids are unique, so only counts and allocations need the kind.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from nanoengine.core.block_pool import BlockPool, Queue
 
 
 class StatePool(BlockPool):
-    """A pool of `num_blocks` blocks and `num_states` states; there may be none."""
+    """A pool of `num_blocks` blocks and `num_states` states, which may be 0."""
 
     def __init__(self, num_blocks: int, num_groups: int = 1, num_states: int = 0) -> None:
         self.num_states = num_states
@@ -23,9 +23,9 @@ class StatePool(BlockPool):
 
     @property
     def num_free_states(self) -> int:
-        """States that `allocate` can hand out now, empty and cached."""
+        """States that `allocate` can return now, empty and cached."""
         return self._states.num_free
 
     def allocate(self, count: int, *, states: bool = False) -> list[int]:
-        """Hands out blocks, or states, with one reference each: see `BlockPool.allocate`."""
+        """Allocates blocks, or states, with one reference each: see `BlockPool.allocate`."""
         return self._take(self._states if states else self._kv, count)

@@ -1,12 +1,12 @@
 """KV groups: which blocks a group of layers needs, may drop, and can start from.
 
-Full attention needs the keys and values of every token. A sliding window of w tokens lets the query
-at position p see positions p - w + 1 to p. Blocks wholly before that are freed, and the null block
-takes their places in the table:
+Full attention needs the keys and values of every token. With a sliding window of w tokens, the
+query at position p attends to positions p - w + 1 to p. Blocks entirely before that are freed, and
+replaced by the null block in the table:
 
     block_size 2, window 4, 7 tokens computed     [ 0 0 | 0 0 | x x | x . ]     2 nulls
 
-Pure functions on a KVGroup, used by the BlockManager and the PrefixCache.
+Pure functions of a KVGroup, used by the BlockManager and the PrefixCache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanoengine.core.layout import KVGroup
 
 
 def num_dropped_blocks(group: KVGroup, num_computed_tokens: int, block_size: int) -> int:
-    """How many blocks at the start of a table no later query can see.
+    """Number of blocks at the start of a table that are outside the windows of all later queries.
 
     >>> [num_dropped_blocks(KVGroup(layers=(0,), sliding_window=4), n, 2) for n in (4, 5, 6, 7, 11)]
     [0, 1, 1, 2, 4]
@@ -28,11 +28,11 @@ def num_dropped_blocks(group: KVGroup, num_computed_tokens: int, block_size: int
 
 
 def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_size: int) -> int:
-    """Most KV blocks that a group holds at once, while a sequence is computed in chunks.
+    """Maximum number of KV blocks that a group holds at once, with chunked prefill.
 
     Args:
-        num_tokens: of the sequence.
-        max_chunk: most tokens of one chunk.
+        num_tokens: length of the sequence.
+        max_chunk: maximum number of tokens per chunk.
 
     >>> num_needed_blocks(KVGroup(layers=(0,)), 100, 64, 16)
     7
@@ -44,12 +44,12 @@ def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_siz
         return 0
     if group.sliding_window is None:
         return whole
-    # Why: n tokens that need not start at a block boundary lie in ceil((n - 1) / size) + 1 blocks.
+    # Why: n tokens at any offset within a block occupy at most ceil((n - 1) / size) + 1 blocks.
     return min(whole, -(-(group.sliding_window + max_chunk - 2) // block_size) + 1)
 
 
 def longest_hit(group: KVGroup, found: Sequence[object], block_size: int, at_most: int) -> int:
-    """The longest prefix, in blocks and up to `at_most`, of which all needed blocks are found.
+    """The longest prefix, in blocks and up to `at_most`, whose needed blocks are all found.
 
     Full attention needs every block of it; a window only the last ceil((window - 1) / block_size).
 
@@ -73,8 +73,8 @@ def longest_common_hit(
 ) -> int:
     """The longest prefix, in blocks, that every group can start from.
 
-    One group may shorten the prefix; its new end may lie where another group's window was not
-    found, which shortens it again. So all groups are asked in turn, until none shortens it.
+    One group may shorten the prefix, and its new end may lie where another group's window was not
+    found, which shortens it again. So all groups are checked repeatedly until none shortens it.
 
     Args:
         found: `found[g][i]` is true if group g has the i-th block. A block id serves as well,
@@ -85,7 +85,7 @@ def longest_common_hit(
     2
     """
     length, before = min(map(len, found)), -1
-    if all(map(all, found)):  # Why: the usual case, in which no group shortens anything.
+    if all(map(all, found)):  # Why: the common case, in which no group shortens the prefix.
         return length
     while length != before:
         before = length
@@ -100,12 +100,12 @@ def make_kv_groups(
     snapshot_every: int = 1,
     attending: Collection[int] | None = None,
 ) -> tuple[KVGroup, ...]:
-    """Puts layers of the same window into groups of (nearly) equal size, and `state_layers` into
-    one of their own; layers that are not `attending` hold no keys and values (None: those of
-    `state_layers`).
+    """Groups layers with the same window into groups of (nearly) equal size, and `state_layers`
+    into their own group. Layers that are not `attending` hold no keys and values (None: all layers
+    except `state_layers` are attending).
 
-    One pool serves all groups, so each block has the bytes of the largest group. A model with 22
-    windowed layers and 4 full ones would waste most of its full blocks; so the windowed layers are
+    One pool serves all groups, so each block has the size of the largest group. A model with 22
+    windowed layers and 4 full ones would waste most of its full blocks, so the windowed layers are
     split into groups of 4. Source: vLLM's hybrid KV-cache manager.
 
     >>> [g.layers for g in make_kv_groups([None, None, None])]

@@ -1,1 +1,1 @@
-"""KV blocks below the device, in host memory and on disk: what is loaded and stored when."""
+"""KV blocks below the device, in host memory and on disk: when they are loaded and stored."""

@@ -1,13 +1,13 @@
-"""CostModel: is it quicker to load a prefix from a tier, or to compute it again?
+"""CostModel: is it faster to load a prefix from a tier, or to compute it again?
 
-    load       setup_s + bytes / measured bandwidth        for each tier that the blocks pass
+    load       setup_s + bytes / measured bandwidth        per tier that the blocks pass
     recompute  tokens / measured prefill rate
 
-A tier that is not used is not measured either, so one slow load could close it for good. Therefore
-a load that looks too slow is tried again, once it would add little to the time of forwards since
-the tier was used. Its time then replaces what was measured before.
+An unused tier is not measured either, so one slow load could disable it forever. Therefore a load
+that seems too slow is tried again, once it would add little to the forward time since the last use.
+The new time then replaces all earlier measurements.
 
-Kept by the TieredPrefixCache, which reports how long steps and copies took.
+Owned by the TieredPrefixCache, which reports how long steps and copies took.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from nanoengine.core.plan import StepPlan, StepResult
 MIN_PREFILL_TOKENS = 16
 """A step measures the prefill rate if its sequences compute this many tokens each, on average."""
 RETRY_SHARE = 0.05
-"""A load is tried again if it adds at most this share to the forwards since the last one."""
+"""A load is tried again if it adds at most this share to the forward time since the last one."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """A measured rate in units a second: bytes that were loaded, or tokens that were computed.
+    """A measured rate in units per second: loaded bytes, or computed tokens.
 
-    With each new measurement all older ones lose a tenth of their weight.
+    Each new measurement reduces the weight of all older ones by a tenth.
 
     Attributes:
         amount, seconds: weighted sums over all measurements.
-        unused_s: seconds that forwards have taken since the last measurement or `start_over`.
+        unused_s: seconds of forward passes since the last measurement or `start_over`.
     """
 
     amount: float = 0.0
@@ -46,7 +46,7 @@ class Rate:
         self.unused_s, self._starts_over = 0.0, False
 
     def start_over(self) -> None:
-        """Lets the next measurement replace all before it."""
+        """Makes the next measurement replace all earlier ones."""
         self.unused_s, self._starts_over = 0.0, True
 
     @property
@@ -61,9 +61,9 @@ class Rate:
 
 @dataclass(slots=True)
 class LoadCost:
-    """How long it takes to load blocks from one tier into the tier above.
+    """The time to load blocks from one tier into the tier above.
 
-    `setup_s` is added to each load. `policy` is "auto" (what is quicker), "load" or "recompute".
+    `setup_s` is added to each load. `policy` is "auto" (whatever is faster), "load" or "recompute".
 
     >>> host = LoadCost(block_bytes=5_120_000)
     >>> host.rate.add(28e9, 1.0)
@@ -77,7 +77,7 @@ class LoadCost:
     rate: Rate = field(default_factory=Rate)
 
     def seconds(self, num_blocks: int) -> float:
-        """Seconds to load these blocks together."""
+        """Seconds to load this many blocks together."""
         if num_blocks == 0:
             return 0.0
         return self.setup_s + self.rate.time_for(num_blocks * self.block_bytes)
@@ -94,15 +94,15 @@ class CostModel:
     def prefer_load(
         self, tier: str, *, num_host: int, num_disk: int, num_tokens: int, num_host_before: int = 0
     ) -> tuple[bool, str]:
-        """Whether to load `num_tokens` more tokens from a tier, and why.
+        """Whether to load `num_tokens` more tokens from a tier, and the reason.
 
-        A load that is tried although it looks too slow resets `unused_s`, made or not.
+        A load that is tried although it seems too slow resets `unused_s`, even if it is not made.
 
         Args:
             tier: "host" or "disk": the tier that has these tokens. Its policy may decide.
-            num_host: blocks that would be loaded from host memory in all, those from disk included.
-            num_disk: blocks that would be read from disk.
-            num_host_before: blocks that are loaded from host memory in any case.
+            num_host: total number of blocks to load from host memory, including blocks from disk.
+            num_disk: number of blocks to read from disk.
+            num_host_before: number of blocks that are loaded from host memory in any case.
         """
         loads = [(self.host, num_host), (self.disk, num_disk)]
         asked = self.host if tier == "host" else self.disk
@@ -124,7 +124,7 @@ class CostModel:
         return False, f"{prefix}: recompute, as {times}"
 
     def observe(self, plan: StepPlan, result: StepResult, block_bytes: int) -> None:
-        """Measures the rates of a step that has run."""
+        """Updates the rates from a step that has run."""
         times = result.times
         for cost in (self.host, self.disk):
             cost.rate.unused_s += times.forward_s

@@ -1,13 +1,13 @@
-"""DiskBlocks: which blocks are on disk, and which copies between host memory and files go on.
+"""DiskBlocks: which blocks are on disk, and which copies between host memory and files run.
 
     host pool ── write, a few at a time ──► disk pool ── remove, when evicted
               ◄── read, for a sequence that waits ──
 
-A copy takes a while, and its blocks must not be handed out before it has finished. So it holds a
-reference to its host block and to its disk block, and the index entry appears at its end. No block
-is held on behalf of a sequence: one that ends while it waits leaves nothing behind.
+A copy takes time, and its blocks must not be allocated again before it has finished. So it holds a
+reference to its host block and to its disk block, and the index entry is added at its end. No block
+is held on behalf of a sequence, so a sequence that ends while it waits leaves nothing to clean up.
 
-Used by the TieredPrefixCache; a `DiskStorage` moves the bytes, in the background.
+Used by the TieredPrefixCache; a `DiskStorage` moves the bytes in the background.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nanoengine.core.tiers.found import Content, Level, content_of
 from nanoengine.core.tiers.stats import TierStats
 
 MAX_WRITES = 8
-"""Most writes under way at once: copies are made in order, so a read may wait for all of them."""
+"""Maximum number of concurrent writes: copies run in order, so a read may wait for all of them."""
 
 
 class DiskCopy(NamedTuple):
@@ -39,7 +39,7 @@ class DiskCopy(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A copy that has ended: whether all bytes have arrived, and the seconds it took."""
+    """A copy that has ended: whether all bytes were copied, and the seconds it took."""
 
     copy: DiskCopy
     ok: bool
@@ -47,24 +47,24 @@ class Finished(NamedTuple):
 
 
 class DiskStorage(Protocol):
-    """Moves blocks between host memory and files, in the background and in the order given.
+    """Moves blocks between host memory and files, in the background and in the given order.
 
     No method raises because of the disk: a copy that fails has `ok=False`. `can_write` becomes
-    False, for good, in the first `collect` after the disk has refused a block: so a trace that
-    has the answers of `collect` has all of them. The defaults are right for no disk at all.
+    False permanently in the first `collect` after the disk has rejected a block. So a trace that
+    has the results of `collect` has all changes. The defaults are for the case without a disk.
     """
 
     can_write: bool = False
 
     def scan(self, prefixes: Prefixes) -> list[Content]:
-        """What the directory holds, least recently used first.
+        """The content of the directory, least recently used first.
 
         Only blocks whose whole prefix is on disk: the ancestors of others can't be compared.
         """
         return []
 
     def submit(self, copy: DiskCopy) -> None:
-        """Takes a copy on; nobody else touches its host block until it has finished."""
+        """Queues a copy; its host block must not be used until the copy has finished."""
         raise AssertionError(f"there is no disk tier for {copy}")
 
     def collect(self, wait_s: float) -> list[Finished]:
@@ -72,30 +72,30 @@ class DiskStorage(Protocol):
         return []
 
     def close(self) -> None:
-        """Finishes the copies under way and lets other processes write the directory."""
+        """Finishes the running copies and allows other processes to write to the directory."""
         return
 
 
 class NoDisk(DiskStorage):
-    """In place of another DiskStorage when host memory is the last tier."""
+    """The DiskStorage when host memory is the last tier."""
 
 
 class DiskBlocks:
-    """The blocks on disk: a pool, whose blocks are files, and the copies under way.
+    """The blocks on disk: a pool whose blocks are files, and the running copies.
 
     Args:
         storage: moves the bytes.
-        num_blocks: of the disk's pool, its null block included.
+        num_blocks: size of the disk's pool, including its null block.
         host: the pool of the tier above.
-        stats: counts what is moved.
-        rate: learns how long reads take.
-        prefixes: makes the keys for what the directory holds.
+        stats: counts the moved blocks.
+        rate: measures the read bandwidth.
+        prefixes: creates the keys for the content of the directory.
 
     Attributes:
         storage: as given.
-        copies: reads and writes under way.
+        copies: running reads and writes.
         readers: the sequences that wait for each read.
-        to_write: what has arrived in host memory and is still to be written to disk.
+        to_write: content in host memory that is still to be written to disk.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DiskBlocks:
         self._rate = rate
         self.copies: dict[Content, DiskCopy] = {}
         self.readers: dict[Content, list[Sequence]] = {}
-        # Why bounded: the host holds no more, so what came before these has left it again.
+        # Why bounded: the host holds no more blocks, so older content has been evicted from it.
         self.to_write: deque[Content] = deque(maxlen=host.num_usable)
         contents = [found for found in storage.scan(prefixes) if found.group < host.num_groups]
         surplus = max(0, len(contents) - self.pool.num_usable)
@@ -127,10 +127,10 @@ class DiskBlocks:
             self.pool.free([disk_id])
 
     def read_for(self, seq: Sequence, loads: Iterable[Load]) -> None:
-        """Starts to read a waiting sequence's blocks from disk into host memory.
+        """Starts reading a waiting sequence's blocks from disk into host memory.
 
-        Skips blocks that are in host memory already; ends at the first that the host has no room
-        for. `seq.num_pending_reads` counts those that are under way.
+        Skips blocks that are already in host memory; stops when no host block is free.
+        `seq.num_pending_reads` counts the running reads.
         """
         num_reads = 0
         for block_id in [load.block_id for load in loads if load.level is Level.DISK]:
@@ -155,7 +155,7 @@ class DiskBlocks:
             content = self.to_write.popleft()
             host_id = self._host.lookup(*content)
             if (
-                host_id is None  # evicted before its turn came
+                host_id is None  # evicted while it was queued
                 or content in self.copies
                 or self.pool.lookup(*content) is not None
                 or not self.pool.num_free
@@ -172,7 +172,7 @@ class DiskBlocks:
         self.storage.submit(copy)
 
     def collect(self, wait_s: float) -> None:
-        """Ends the copies that have finished; waits up to `wait_s` for one."""
+        """Handles the copies that have finished; waits up to `wait_s` for one."""
         for (kind, content, host_id, disk_id), ok, seconds in self.storage.collect(wait_s):
             if kind == "remove":
                 continue
@@ -196,14 +196,14 @@ class DiskBlocks:
                     seq.num_pending_reads -= 1
 
     def evict(self, content: Content) -> None:
-        """Drops content and removes its file; no copy of it may be under way."""
+        """Drops content and removes its file; no copy of it may be running."""
         disk_id = self.pool.lookup(*content)
         if disk_id is not None:
             self.pool.evict([disk_id])
             self.storage.submit(DiskCopy("remove", content))
 
     def drain(self, *, and_write: bool) -> None:
-        """Waits for all copies; `and_write` writes what is queued, else the queue is emptied."""
+        """Waits for all copies; `and_write` also writes the queue, else the queue is emptied."""
         if not and_write:
             self.to_write.clear()
         self.write()
@@ -212,12 +212,12 @@ class DiskBlocks:
             self.write()
 
     def reset(self) -> bool:
-        """Drops all content and removes its files; no copy may be under way."""
+        """Drops all content and removes its files; no copy may be running."""
         for block in self.pool.blocks:
             if block.prefix is not None:
                 self.storage.submit(DiskCopy("remove", content_of(block)))
         return self.pool.reset()
 
     def held_host_ids(self) -> list[int]:
-        """The host blocks that copies under way hold, one entry a reference."""
+        """The host blocks that running copies hold, one entry per reference."""
         return [copy.host_id for copy in self.copies.values()]

@@ -3,7 +3,7 @@
     group 0     device   7   3   0   0   0                   reach(DEVICE) = 2 blocks
                 below    -   -   host 4  host 9  disk 2      reach(HOST) = 4, reach(DISK) = 5
 
-Made by the TieredPrefixCache, which chooses from it what to load.
+Created by the TieredPrefixCache, which selects the blocks to load from it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class Level(IntEnum):
 
 
 class Content(NamedTuple):
-    """What a full block holds. In every tier it is found by this."""
+    """The content of a full block; the key of the block in every tier."""
 
     group: int
     prefix: Prefix
 
 
 def content_of(block: Block) -> Content:
-    """What an indexed block holds."""
+    """The content of an indexed block."""
     assert block.prefix is not None, block
     return Content(block.group, block.prefix)
 
 
 @dataclass(slots=True)
 class Found:
-    """For each KV group, where the full blocks of a prompt are.
+    """Per KV group, where the full blocks of a prompt are.
 
     Attributes:
         device: `device[g][i]` is the i-th block on the device, or the null block. A list ends where
-            no longer prefix can be had.
-        below: `below[g][i]` is the i-th block in a tier, if it is not on the device but there.
+            no longer prefix is possible.
+        below: `below[g][i]` is the i-th block in a tier, if it is there and not on the device.
     """
 
     layout: KVLayout
@@ -63,7 +63,7 @@ class Found:
         return longest_common_hit(self.layout.groups, found, self.layout.block_size)
 
     def loads(self, length: int) -> list[Load]:
-        """The blocks to load for a prefix of `length` blocks; none where a window sees nothing."""
+        """The blocks to load for a prefix of `length` blocks; none outside of a window."""
         size, loads = self.layout.block_size, []
         for group, below in zip(self.layout.groups, self.below, strict=True):
             dropped = num_dropped_blocks(group, length * size, size)

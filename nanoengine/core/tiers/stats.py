@@ -1,4 +1,4 @@
-"""TierStats: what is counted of one tier."""
+"""TierStats: counters of one tier."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class TierStats:
-    """One tier's blocks now, and those that were moved since the start.
+    """One tier's current block counts, and the blocks moved since the start.
 
     Attributes:
         name: "host" or "disk".
-        block_bytes: of one block; times a count of blocks, what was moved.
-        hit_blocks: found in this tier and asked for.
-        loaded_blocks: of these, how many have reached the tier above.
-        stored_blocks: arrived from the tier above.
-        failed_copies: lost to a disk error or a damaged file.
+        block_bytes: bytes per block.
+        hit_blocks: blocks found in this tier and requested.
+        loaded_blocks: requested blocks that have reached the tier above.
+        stored_blocks: blocks that arrived from the tier above.
+        failed_copies: blocks lost to a disk error or a damaged file.
     """
 
     name: str

@@ -4,22 +4,22 @@
                 ◄── load, before the forward of a plan ──           ◄── read ──
                     (the executor's TierStorage)            (DiskStorage, in the background)
 
-The device's pool evicts content when it needs the block for something else. Content that was stored
-in a tier before can then be loaded, which is often quicker than computing it again.
+The device's pool evicts content when it needs the block for other content. Content that was stored
+in a tier before can then be loaded, which is often faster than computing it again.
 
-- A tier is one more BlockPool with the same keys. There is no swapping: a preempted sequence frees
-  its blocks, and those of them that were stored come back as hits.
-- The device loads from host memory alone, which can't fail. A file is first read into a host block,
-  and its checksum is verified; a sequence waits for that once, and recomputes what did not arrive.
-- An index entry appears when its copy has finished. Until then the copy holds a reference to its
+- A tier is another BlockPool with the same keys. There is no swapping: a preempted sequence frees
+  its blocks, and the stored ones are found again as hits.
+- The device only loads from host memory, which can't fail. A file is first read into a host block,
+  and its checksum is verified. A sequence waits for reads once, and recomputes missing blocks.
+- An index entry is added when its copy has finished. Until then the copy holds a reference to its
   host block and its disk block. A device block needs none: plans run in order, so a step has read
   what it stores before a later step can write there.
-- No block is held on behalf of a sequence, so one that ends while it waits leaves nothing behind.
+- No block is held on behalf of a sequence, so a sequence that ends while it waits leaves nothing.
 - A step's transfers have finished when that step, or a later one, is committed.
 
-Made in `features/kv_tiers.py`; called as every PrefixCache is.
+Created in `features/kv_tiers.py`; has the interface of PrefixCache.
 Source: the connector and offloading of vLLM v1 (tiers as caches below the device pool); reading
-through host memory and the cost model are ours.
+through host memory and the cost model are new.
 """
 
 from __future__ import annotations
@@ -59,21 +59,22 @@ class StepCopy(NamedTuple):
 
 
 class TieredPrefixCache(GroupedPrefixCache):
-    """A prefix cache with a host tier, and a disk tier below it or none.
+    """A prefix cache with a host tier and an optional disk tier below it.
 
     Args:
-        layout: of the device's KV cache.
+        layout: the device's KV cache.
         num_host_blocks, num_disk_blocks: sizes of the tiers.
-        num_host_states: snapshots that host memory holds besides; a disk holds none.
+        num_host_states: number of snapshots in host memory; a disk holds none.
         cost: decides between loading and recomputing.
-        lazy: store blocks that are soon evicted; False stores them as soon as they are full.
+        lazy: store blocks shortly before they are evicted; False stores them as soon as they are
+            full.
         disk: moves blocks to files and back; None: there is no disk tier.
 
     Attributes:
         host: the pool of host memory.
         disk: the blocks on disk.
         cost, lazy: as given.
-        storage: moves blocks to files and back; a `NoDisk` where there is no disk tier.
+        storage: moves blocks to files and back; a `NoDisk` without a disk tier.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         self._start_tiers()
 
     def _start_tiers(self) -> None:
-        """Makes the tiers' pools: an empty one for the host, and the disk's from its files."""
+        """Creates the tiers' pools: an empty one for the host, and the disk's from its files."""
         self.host = StatePool(self._sizes[0], len(self.layout.groups), self._num_host_states)
         self.disk = DiskBlocks(
             self.storage,
@@ -117,7 +118,7 @@ class TieredPrefixCache(GroupedPrefixCache):
     # --- find ---------------------------------------------------------------------------------
 
     def find(self, seq: Sequence) -> CachedPrefix:
-        """The longest prefix on the device, or a longer one if it is worth its loads.
+        """The longest prefix on the device, or a longer one if loading the rest is worth it.
 
         If some of it is on disk, this starts the reads, and the prefix is not ready until they have
         ended.
@@ -125,7 +126,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         if seq.num_pending_reads:
             return _wait_for(seq)
         found = self._find_in_all_tiers(seq)
-        # Why: a sequence asks the disk once; what did not arrive is recomputed.
+        # Why: a sequence waits for the disk once; missing blocks are recomputed.
         last = self._last if seq.num_pending_reads is None else Level.HOST
         level, reason = self._cheapest(found, last)
         if level is Level.DISK:
@@ -137,7 +138,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         return self._prefix(found.device, length, found.loads(length), reason)
 
     def _find_in_all_tiers(self, seq: Sequence) -> Found:
-        """Where a sequence's full blocks are; full attention ends at the first that is nowhere."""
+        """Where a sequence's full blocks are; full attention ends at the first that is missing."""
         at_most = self._num_usable_blocks(seq)
         prefixes = self._prefixes_of(seq, at_most)[:at_most]
         found = Found(self.layout)
@@ -164,7 +165,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         return None
 
     def _cheapest(self, found: Found, last: Level) -> tuple[Level, str]:
-        """The tier down to which hits are worth their loads, and why."""
+        """The lowest tier whose hits are worth loading, and the reason."""
         best, reasons = Level.DEVICE, []
         before = found.reach(best)
         for level in (Level.HOST, Level.DISK)[:last]:
@@ -186,10 +187,10 @@ class TieredPrefixCache(GroupedPrefixCache):
         return best, "; ".join(reasons)
 
     def _read(self, seq: Sequence, found: Found) -> None:
-        """Starts to read those blocks of the longest prefix that are on disk."""
+        """Starts reading the blocks of the longest prefix that are on disk."""
         loads = found.loads(found.reach(Level.DISK))
         held = [load.block_id for load in loads if load.level is Level.HOST]
-        # Why: a read takes a host block, which must not be one that holds an earlier part.
+        # Why: a read allocates a host block, which must not hold an earlier part of the prefix.
         self.host.touch(held)
         self.disk.read_for(seq, loads)
         self.host.free(reversed(held))
@@ -203,7 +204,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         for group, position, _, host_id in prefix.loads:
             content = Content(group, seq.prefixes[position])
             [block_id] = self.pool.allocate(1, states=group >= self.num_kv_groups)
-            # Why at once: a step's loads come before its forward.
+            # Why at once: a step's loads come before its forward pass.
             self.pool.register([block_id], group, [content.prefix])
             self.host.touch([host_id])
             self._planned.append(StepCopy("load", content, block_id, host_id))
@@ -213,7 +214,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         return tables
 
     def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
-        """Indexes device blocks, and stores those that were not indexed before, unless lazy."""
+        """Indexes device blocks, and stores the newly indexed ones, unless lazy."""
         fresh = super()._index(block_ids, group, prefixes)
         if not self.lazy:
             for block in fresh:
@@ -221,19 +222,19 @@ class TieredPrefixCache(GroupedPrefixCache):
         return fresh
 
     def _store(self, block: Block) -> None:
-        """Adds a store to the step being planned, unless the host has the content already."""
+        """Adds a store to the step being planned, unless the host already has the content."""
         content = content_of(block)
         if content in self._storing or self.host.lookup(*content) is not None:
             return
         is_state = block.group >= self.num_kv_groups
         num_free = self.host.num_free_states if is_state else self.host.num_free
-        if num_free:  # Why: else all host blocks are being copied; this one is not kept.
+        if num_free:  # Why: else all host blocks are being copied; this one is not stored.
             [host_id] = self.host.allocate(1, states=is_state)
             self._storing.add(content)
             self._planned.append(StepCopy("store", content, block.block_id, host_id))
 
     def take_transfers(self, plan: StepPlan) -> list[Transfer]:
-        """The loads and stores of a step that has been planned, lazy stores included."""
+        """The loads and stores of a planned step, including lazy stores."""
         if self.lazy:
             for block_id in self.pool.next_evicted(LAZY_BLOCKS):
                 self._store(self.pool.blocks[block_id])
@@ -247,7 +248,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         return transfers
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """Called when a step has run: its copies, and those of earlier steps, have finished."""
+        """Called when a step has run: its copies and all earlier copies have finished."""
         self.cost.observe(plan, result, self.layout.block_bytes)
         for step in [step for step in self._under_way if step <= plan.step]:
             for kind, content, _, host_id in self._under_way.pop(step):
@@ -262,12 +263,12 @@ class TieredPrefixCache(GroupedPrefixCache):
         self._collect(0.0)
 
     def wait(self) -> None:
-        """Called when no step is under way and none can be planned: waits for a read to end."""
+        """Called when no step runs and none can be planned: waits for a read to end."""
         if self.disk.readers:
             self._collect(WAIT_S)
 
     def _collect(self, wait_s: float) -> None:
-        """Ends the disk's finished copies, and starts what waited for that."""
+        """Handles the disk's finished copies, and starts the next ones."""
         self.disk.collect(wait_s)
         self._drop_invalid()
         self.disk.write()
@@ -281,7 +282,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         super().invalidate(block_ids)
 
     def _drop_invalid(self) -> None:
-        """Drops invalid content from the tiers, except while a copy of it is under way."""
+        """Drops invalid content from the tiers, unless it is being copied."""
         waiting = []
         for content in self._invalid:
             host_id = self.host.lookup(*content)
@@ -295,21 +296,21 @@ class TieredPrefixCache(GroupedPrefixCache):
         self._invalid = waiting
 
     def reset(self) -> bool:
-        """Drops all content, files too; refuses (False) while blocks are used or copied."""
+        """Drops all content and files; returns False and keeps them while blocks are in use."""
         if self.pool.counts()["active"]:
             return False
         self.disk.drain(and_write=False)
         return self.host.reset() and self.disk.reset() and super().reset()
 
     def discard_all(self) -> None:
-        """Starts again from what is on disk, whose files are verified when they are read."""
+        """Starts again from the files on disk, which are verified when they are read."""
         super().discard_all()
         while self.storage.collect(math.inf):
-            pass  # Why: however they have ended, the disk's blocks are about to go.
+            pass  # Why: results do not matter, because the disk's pool is created again.
         self._start_tiers()
 
     def close(self) -> None:
-        """Writes what waits for the disk, and closes it."""
+        """Writes the queued blocks to disk, and closes it."""
         self.disk.drain(and_write=True)
         self._drop_invalid()
         self.storage.close()
@@ -317,14 +318,14 @@ class TieredPrefixCache(GroupedPrefixCache):
     # --- the rest -----------------------------------------------------------------------------
 
     def tier_stats(self) -> tuple[TierStats, ...]:
-        """The blocks of each tier, and what was moved."""
+        """The block counts of each tier, and the moved blocks."""
         for tier, pool in zip(self._stats, (self.host, self.disk.pool), strict=True):
             for state, count in pool.counts().items():
                 setattr(tier, f"{state}_blocks", count)
         return tuple(self._stats[: self._last])
 
     def check(self) -> None:
-        """Raises AssertionError if a reference is held that no copy under way explains."""
+        """Raises AssertionError if a held reference does not belong to a running copy."""
         from nanoengine.core.checks import check_pool
 
         copies, disk = [*chain(self._planned, *self._under_way.values())], self.disk
@@ -337,11 +338,11 @@ class TieredPrefixCache(GroupedPrefixCache):
 
 
 def _wait_for(seq: Sequence) -> CachedPrefix:
-    """A prefix that is not ready, because the disk reads blocks of it."""
+    """A prefix that is not ready, because the disk is reading blocks of it."""
     reason = f"{seq.num_pending_reads} blocks are read from disk for it"
     return CachedPrefix(is_ready=False, reason=reason)
 
 
 def _count(loads: list[Load]) -> Counter[int]:
-    """How many blocks are loaded from each tier."""
+    """Number of blocks to load per tier."""
     return Counter(load.level for load in loads)
