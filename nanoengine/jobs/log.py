@@ -190,8 +190,8 @@ class Log:
         """Flushes the appended records to the disk.
 
         Raises:
-            OutputLostError: it failed, or another program moved or changed the file, so that records
-                may be missing, or the file may have other content.
+            OutputLostError: it failed, or another program moved or changed the file, so records may
+                be missing, or the file may have other content.
         """
         self._synced = time.monotonic()
         if self._is_dirty:

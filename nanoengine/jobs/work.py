@@ -188,7 +188,7 @@ class Work:
                 try:
                     output = next(outputs, None)
                 except EngineDeadError as error:
-                    # Why two: a hang takes a replica's whole timeout, so the next must name the row.
+                    # Why two: a hang takes a replica's whole timeout; the next must name the row.
                     least = MOST_DEATHS - 1 if isinstance(error, EngineHungError) else 1
                     if not self.is_stopping:
                         self._suspect_all(running.values(), str(error), least)
