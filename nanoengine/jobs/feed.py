@@ -22,7 +22,7 @@ WAITING_BYTES = 16 << 20
 """The thread stops reading at this size; one more row may be in memory."""
 
 SOON_S = 0.001
-"""A row that arrives within this time [s] causes no pause: the thread is only being scheduled."""
+"""A row that arrives within this time [s] causes no pause: its thread was only not scheduled."""
 
 
 ITEM_BYTES = 56

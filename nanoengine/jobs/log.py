@@ -150,7 +150,7 @@ class Log:
 
     @contextlib.contextmanager
     def put_down(self) -> Iterator[None]:
-        """Closes the file, so that it may be moved or replaced; the lock stays held."""
+        """Closes the file during the context, so that it can be replaced; the lock stays held."""
         self._close_file()
         try:
             yield

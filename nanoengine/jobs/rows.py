@@ -77,7 +77,7 @@ BODY: dict[Kind, dict[str, None]] = {
 """Fields of a body, in the order in which error messages list them."""
 
 MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 256}
-"""Defaults of OpenAI's API, if row, job and model set none. None: up to the context length."""
+"""Default max_tokens, for chats and completions as in OpenAI's API; None: all of the context."""
 
 PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
 ELSEWHERE = {
@@ -88,12 +88,12 @@ ELSEWHERE = {
 """Names used by other programs or in bodies -> the name to use in a simple row."""
 
 LEAST_LIKENESS = 0.9
-"""Similarity from which a column is a misspelt option, as temprature; n_tokens has 0.89."""
+"""Similarity to an option from which a column is reported as misspelt; n_tokens has 0.89."""
 
 LEAST_NAME = 4
 KNOWN_PARAMS = 1024
 KNOWN_CHARS = 1 << 15
-"""Only parameters with shorter keys are cached, because those in a row may be of any size."""
+"""Longest cache key of parameters; longer ones are not cached, since rows may have any size."""
 
 SNIFFED_ROWS = 1000
 """How many rows are tried to find one that can be parsed."""
@@ -159,7 +159,7 @@ class RowOptions:
         reasoning_parser: Parse the model's reasoning: qwen3, deepseek_r1, mistral, granite,
             openai_gptoss, or auto, by the chat template.
         tool_call_parser: Parse tool calls: hermes, qwen3_coder, llama3_json, mistral, openai, or
-            auto, by the chat template, the default for OpenAI chats with tools.
+            auto, by the chat template, which is the default for OpenAI chats with tools.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 It reads the log twice, with one batch of rows in memory: first for the types of the columns, then
 for the rows. A column without a Parquet type is written as JSON, for example one with numbers and
-strings, `{}`, or integers of 65 bits. If only a value shows that, the second pass starts again.
+strings, `{}`, or integers of 65 bits. If a value shows this only in the second pass, that pass
+starts again.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ Result = RequestOutput | RowError
 
 
 MOST_DEATHS = 3
-"""A row with this many deaths is poison."""
+"""A row is poison if this many processes have died while it ran."""
 
 GROUPS = {2: 1, 1: 16}
-"""Deaths of a row -> how many such rows run at once, so that the third death identifies one row.
+"""Deaths per row -> how many such rows run at once, so that the third death identifies one row.
 Rows with the most deaths run first."""
 
 IDLE_S = 0.02
@@ -92,7 +92,7 @@ class Work:
         max_errors: how many rows may fail.
 
     Attributes:
-        is_stopping: any thread sets it to give out no more rows; running ones continue.
+        is_stopping: any thread may set it, to give out no more rows; running ones continue.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ ENDS = {
 
 @dataclass(slots=True)
 class Waiting:
-    """A sequence in the queue: the step and the time since when it waits, its own reasons for
+    """A sequence in the queue: the step and the time at which its wait began, its own reasons for
     waiting, and how many later sequences went first, in total and because of their priority."""
 
     since: int

@@ -1,4 +1,4 @@
-"""Residency: how long cached content exists, is idle, and takes until it is reused.
+"""Residency: how long cached content stays in the pool, is idle, and waits for its reuse.
 
 It shows whether the pool is too large or too small. If content is idle for long before it is
 removed, a smaller pool is enough. If reuse gaps are as long as lifetimes, content is often removed

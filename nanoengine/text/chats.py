@@ -221,7 +221,7 @@ def in_form(messages: Messages, form: ChatForm) -> list[dict[str, Any]]:
 
 
 def text_keys(message: Mapping[str, Any]) -> list[str]:
-    """The keys with a message's text: content and tool calls, or else its other keys."""
+    """The keys that hold a message's text: content and tool calls, or else its other keys."""
     said = [key for key in ("content", "tool_calls") if message.get(key)]
     if not said and "content" not in message:
         said = [k for k, v in message.items() if k not in OPTIONAL and v and isinstance(v, str)]

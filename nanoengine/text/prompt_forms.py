@@ -95,7 +95,7 @@ class Pause(enum.Enum):
 
     PAUSE = "PAUSE"
     COMPILING = "COMPILING"
-    """A grammar of the next prompt is being compiled; the stream does not end."""
+    """What the next prompt needs, such as a grammar, is being compiled; the stream does not end."""
 
 
 PAUSE = Pause.PAUSE
@@ -148,8 +148,8 @@ def conversation_list(messages: object) -> list[object]:
 
 
 def parse_prompt(prompt: object) -> dict[str, Any]:
-    """Parses one prompt to a dict of CONTENT_KEYS, "cache_salt" and TEMPLATE_KEYS. If it has
-    several of ids, messages and text, the first of them, in this order, is used.
+    """Parses one prompt to a dict of CONTENT_KEYS, "cache_salt" and TEMPLATE_KEYS. If it has token
+    ids and a text, the ids are used.
 
     `RequestChecker` checks that ids are integers within the vocabulary.
 

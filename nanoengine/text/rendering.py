@@ -81,7 +81,7 @@ class Renderer:
         Raises:
             TimeoutError: it takes longer than RENDER_S.
             MemoryError: it takes more than RENDER_BYTES.
-            ValueError: the template raised, or a function that it calls; has the same message.
+            ValueError: the template, or a function that it calls, raised; the message is the same.
         """
         sent = pickle.dumps((RENDER_S, request))
         with self._lock:
