@@ -10,8 +10,8 @@ Rows of the next batch start as soon as rows of this one finish, so the engine s
 of a batch. A batch is returned whole and in order, because Ray Data repeats the batches of a lost
 actor, and expects equal results.
 
-Ray repeats them without limit. So the rows that run are recorded in a file next to the actor: after
-three deaths a row is poison and gets an error (`Attempts`).
+Ray repeats them without limit. So the rows that run are recorded in a temporary file: after three
+deaths a row is poison and gets an error (`Attempts`).
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Attempts:
         self._write("begin", key)
 
     def end(self, key: str) -> None:
-        """Records that a row was answered, or never ran. Removes the file if it has no content."""
+        """Records that a row was answered, or never ran. Removes a file without rows or deaths."""
         self._write("end", key)
         if not self._running and not self.deaths:
             self._path.unlink(missing_ok=True)

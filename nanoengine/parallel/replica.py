@@ -75,7 +75,7 @@ def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
 def _receive(connection: Connection, feed: Feed[Row]) -> None:
     """Receives rows, and ends this process with its parent, even during a step.
 
-    Why a thread: the parent can always send, so both never block on a full pipe.
+    Why a thread: the parent can always send, so parent and replica never wait for each other.
     """
     try:
         while True:

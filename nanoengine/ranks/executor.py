@@ -104,8 +104,8 @@ def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str
 
 
 def require_sendable(name: str, value: object, error: type[Exception]) -> None:
-    """Raises `error` for objects that can't be sent to a rank. They are pickled by name, and a
-    rank does not run the caller's script."""
+    """Raises `error` for objects that can't be sent to a rank. A pickle only names functions and
+    classes, and a rank does not run the script that defines them."""
     try:
         way = pickled(value)
     except Exception as why:
