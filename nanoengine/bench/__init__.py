@@ -1,11 +1,11 @@
-"""What a user of the installed package measures: `nanoengine bench` and `nanoengine simulate`.
+"""Benchmarks for users of the installed package: `nanoengine bench` and `nanoengine simulate`.
 
-| to read, in this order | what |
+| in reading order | content |
 |---|---|
 | `workload.py` | requests: prompt ids and exact output lengths |
-| `throughput.py` | a workload through an `LLM`, against the clock; the table and the JSON |
-| `simulator.py` | the scheduler and the block manager over a workload, without a model |
+| `throughput.py` | measures a workload with an `LLM`; the table and the JSON |
+| `simulator.py` | runs the scheduler and the block manager on a workload, without a model |
 
-What measures nanoengine itself, beside the hardware and beside other engines, is no part of the
-package: it is in `benchmarks/suite/` of the repository, behind `python bench.py`.
+Benchmarks of nanoengine itself, compared with the hardware and with other engines, are not part of
+the package: they are in `benchmarks/suite/` of the repository, run by `python bench.py`.
 """

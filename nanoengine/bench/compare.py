@@ -1,12 +1,12 @@
-"""compare: how far a model's next-token distributions are from a reference's, on the same tokens.
+"""compare: how much a model's next-token distributions differ from a reference's.
 
     REFERENCE ── logits [T, V] ──┐
                                  ├── KL, same best token, perplexity, worst positions
     MODEL ────── logits [T, V] ──┘
 
-Two engines run side by side, one text at a time, so no logits of a whole run are kept. Logits are
-those of prompt log-probabilities: what the engine computes for a prompt, with its KV cache and its
-kernels. KL is sum(p log(p / q)) over the whole vocabulary [nats], p being the reference's.
+Two engines run on the same tokens, one text at a time, so the logits of a whole run are not kept.
+The logits are the ones of prompt log-probabilities: the engine computes them with its KV cache and
+its kernels. KL is sum(p log(p / q)) over the whole vocabulary [nats]; p is the reference's.
 
 Legend: T tokens of a text, V vocabulary.
 """
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from nanoengine.llm import LLM
 
 WORST = 5
-"""Positions with the largest KL that are shown."""
+"""Number of positions with the largest KL that are shown."""
 LOSSY = 0.01
-"""Mean KL [nats] from which on a form is called lossy."""
+"""A form with a larger mean KL [nats] is called lossy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareArgs:
-    """Compares the next-token distributions and greedy answers of models with a reference's.
+    """Compares the next-token distributions and greedy answers of models with a reference.
 
     Settings of the engine follow a path after `@`, as in `model@quantization=int4`. The reference
     computes in float32 with the weights as they are stored, unless its settings say otherwise.
@@ -49,11 +49,11 @@ class CompareArgs:
 
     Attributes:
         reference: A checkpoint or a GGUF file.
-        models: What is compared with it, one after the other; they must have its tokens.
-        texts: Files of texts, as in `nanoengine batch`: .txt, .jsonl, .csv, .parquet. Without
-            them, 20 texts that come with the package.
-        max_length: Tokens of each text that are compared.
-        answer_tokens: Greedy tokens that continue each text; an answer in which one differs counts
+        models: The models to compare, one after the other; they must have the same tokens.
+        texts: Files of texts, as in `nanoengine batch`: .txt, .jsonl, .csv, .parquet. By default,
+            20 texts that come with the package.
+        max_length: Number of tokens to compare per text.
+        answer_tokens: Greedy tokens that continue each text; an answer with any other token counts
             as changed. 0: none.
         json: Write all figures to this file.
     """
@@ -68,7 +68,7 @@ class CompareArgs:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Figures of one model against the reference, summed up text by text."""
+    """Figures of one model compared with the reference, summed over texts."""
 
     model: str
     kl: list[float] = field(default_factory=list)
@@ -83,13 +83,13 @@ class Comparison:
         """Adds the positions of a text.
 
         Args:
-            text: its number.
+            text: number of the text.
             ids: its T tokens.
             p, q: logits of the reference and of the model, [T - 1, V].
         """
         import torch
 
-        # Why the smaller vocabulary: some files pad it with entries that are no tokens.
+        # Why the smaller vocabulary: some files pad it with entries that are not tokens.
         size = min(p.shape[1], q.shape[1])
         p, q = (x[:, :size].double().log_softmax(1) for x in (p, q))
         kl, targets = (p.exp() * (p - q)).nan_to_num_(0).sum(1), torch.tensor(ids[1:])[:, None]
@@ -126,7 +126,7 @@ def main(args: CompareArgs) -> None:
     """Runs the command and prints a table.
 
     Raises:
-        ConfigError: there are no texts, models have other tokens, or an option can't be used.
+        ConfigError: there are no texts, models have other tokens, or an option is invalid.
     """
     from nanoengine.bench import throughput
 
@@ -166,7 +166,7 @@ def main(args: CompareArgs) -> None:
 
 @contextmanager
 def _open(name: str, args: CompareArgs, *, is_reference: bool = False) -> Iterator[LLM]:
-    """The model of a `PATH@key=value,...`; settings that are not given keep both engines small."""
+    """Loads the model of a `PATH@key=value,...`; the default settings keep both engines small."""
     from nanoengine.assets import demo_model_path
     from nanoengine.checkpoint.config import load_model_config
     from nanoengine.checkpoint.find import resolve_model
@@ -198,7 +198,7 @@ def _open(name: str, args: CompareArgs, *, is_reference: bool = False) -> Iterat
 
 
 def _prompts(files: Sequence[str]) -> Iterator[Any]:
-    """The prompts of files, or of the package's own, in the forms that `LLM.generate` takes.
+    """The prompts of files, or of the package's texts, in the forms of `LLM.generate`.
 
     Raises:
         ConfigError: a file can't be used.
@@ -218,7 +218,7 @@ def _prompts(files: Sequence[str]) -> Iterator[Any]:
 
 
 def _tokens(llm: LLM, prompt: Any, args: CompareArgs) -> list[int]:
-    """The first tokens of a prompt; a conversation is rendered by the model's chat template."""
+    """The first tokens of a prompt; the model's chat template renders a conversation."""
     from nanoengine.text.chats import Chats
     from nanoengine.text.prompt_forms import parse_prompt, template_options
 
@@ -233,7 +233,7 @@ def _tokens(llm: LLM, prompt: Any, args: CompareArgs) -> list[int]:
 
 
 def _logits(llm: LLM, ids: list[int]) -> torch.Tensor:
-    """The logits after each token but the last, [T - 1, V], as the engine scores a prompt."""
+    """The logits after each token except the last, [T - 1, V], as the engine scores a prompt."""
     import torch
 
     from nanoengine.observe.taps import Taps

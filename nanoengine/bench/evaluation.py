@@ -3,12 +3,12 @@
     task ── Instances ── NanoEngineLM ── LLM.generate ── scores, texts ── metrics
                          (this file)
 
-The harness asks two things. A *log-likelihood* request has a context and a continuation, and wants
-to know how likely the continuation is: both are one prompt here, scored from its first continuation
-token on, so that the choices of one question share the blocks of its context. A *generation*
-request wants text up to a stop string.
+The harness sends two kinds of requests. A *log-likelihood* request asks for the likelihood of a
+continuation after a context. Both are one prompt here, scored from the first continuation token on,
+so that the choices of one question share the blocks of its context. A *generation* request asks for
+text up to a stop string.
 
-The one file that imports lm_eval; `run` hands `nanoengine eval` over to its command line.
+Only this file imports lm_eval; `run` passes `nanoengine eval` to its command line.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-# Why: the harness's library of data sets would count at its makers' that it reads a local file.
+# Why: otherwise the harness's datasets library would report each use of a local file online.
 os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 try:
-    # Why the first line: a model that is registered before the harness's own makes them vanish.
+    # Why first: registering a model before the harness's own models would hide those.
     import lm_eval.models  # noqa: F401
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.instance import Instance
@@ -51,27 +51,27 @@ from nanoengine.settings.vllm_names import warn_idle
 __all__ = ["NanoEngineLM"]
 
 SHARED_BLOCK = 16
-"""Tokens of a KV block, where nobody says it: choices share those blocks alone that hold nothing
-but context. Perf: docs/evaluation.md has the times of this and of the CPU backend's own 64."""
+"""Default block size [tokens]: choices share only blocks that lie entirely in the context. Perf:
+docs/evaluation.md has the times of this size and of the CPU backend's default, 64."""
 
 MAX_GEN_TOKS = 256
-"""Longest answer [tokens] of a task that names no limit, as in the harness's `hf` model."""
+"""Longest answer [tokens] of a task without a limit, as in the harness's `hf` model."""
 
 
 @register_model("nanoengine")
 class NanoEngineLM(TemplateLM):
-    """An `LLM` that answers the harness.
+    """An `LLM` with the harness's interface.
 
     Args:
-        pretrained: directory of a checkpoint, or a hub id: the harness's word for it.
-        max_length: longest input [tokens]; what is longer loses its beginning. None: the model's
-            context less the token to predict and the one that a request must generate.
-        batch_size, max_batch_size: there for the harness's command line; the engine batches by
-            itself, up to `max_num_seqs`.
-        options: the fields of `EngineConfig`; `block_size` is SHARED_BLOCK.
+        pretrained: directory of a checkpoint, or a hub id; the name is the harness's.
+        max_length: longest input [tokens]; longer ones lose their beginning. None: the model's
+            context, minus the token to predict and the one that a request must generate.
+        batch_size, max_batch_size: accepted for the harness's command line; the engine batches up
+            to `max_num_seqs` requests by itself.
+        options: the fields of `EngineConfig`; `block_size` defaults to SHARED_BLOCK.
 
     Raises:
-        ConfigError: a value is of another type or out of range.
+        ConfigError: a value has another type or is out of range.
 
     Source: the interface of lm-evaluation-harness 0.4.13 (api/model.py).
     """
@@ -90,7 +90,7 @@ class NanoEngineLM(TemplateLM):
         for name, value in (("max_length", max_length), ("max_gen_toks", max_gen_toks)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {shown(value)}")
-        if options.get("attention_backend") != "flash_attn":  # It has blocks of 256.
+        if options.get("attention_backend") != "flash_attn":  # Its blocks have 256 tokens.
             options.setdefault("block_size", SHARED_BLOCK)
         if str(batch_size) != "1" and not str(batch_size).startswith("auto"):
             warn_idle(f"batch_size={batch_size} (max_num_seqs limits what runs together)")
@@ -109,19 +109,19 @@ class NanoEngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is: the tokenizer's beginning of a text, else its end."""
+        """The token of an empty context: the tokenizer's BOS, else its EOS."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in the harness's cache of requests."""
+        """The name of the tokenizer in the harness's cache of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; None leaves a first special token out where the text begins with it."""
+        """Token ids; None adds no BOS if the text begins with it."""
         if add_special_tokens is None:
             begin = self.tokenizer.bos_token
             add_special_tokens = not (begin and string.startswith(begin))
@@ -145,7 +145,7 @@ class NanoEngineLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy decoding gives it) of each continuation."""
+        """Per continuation: its log-likelihood, and whether greedy decoding generates it."""
         prompts = [(context + after)[-self.max_length - 1 :] for _, context, after in requests]
         params = [
             SamplingParams(
@@ -170,7 +170,7 @@ class NanoEngineLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of whole texts, in windows of `max_length` where they are longer."""
+        """Log-likelihood of whole texts, in windows of `max_length` if they are longer."""
         windows, counts = [], []
         for request in requests:
             pairs = get_rolling_token_windows(
@@ -199,7 +199,7 @@ class NanoEngineLM(TemplateLM):
         return answers
 
     def _sampling_params(self, options: dict[str, Any]) -> SamplingParams:
-        """A task's `generation_kwargs` in the engine's words; an unknown one is refused by name."""
+        """Converts a task's `generation_kwargs` to SamplingParams; unknown ones are errors."""
         given = dict(normalize_gen_kwargs(options, self.max_gen_toks))
         if not given.pop("do_sample", False):
             given["temperature"] = 0.0
@@ -217,7 +217,7 @@ class NanoEngineLM(TemplateLM):
     def _run(
         self, prompts: list[list[int]], params: list[SamplingParams], disable_tqdm: bool
     ) -> list[RequestOutput]:
-        """Runs prompts of token ids, those with a common beginning one after the other."""
+        """Runs prompts of token ids, sorted so that common prefixes are consecutive."""
         order = sorted(range(len(prompts)), key=prompts.__getitem__)
         outputs = self.llm.generate(
             [prompts[i] for i in order], [params[i] for i in order], use_tqdm=not disable_tqdm
@@ -234,11 +234,11 @@ def run(model: str, options: Sequence[str]) -> int:
     """Runs the harness's `run` command on this model; returns the exit status.
 
     Raises:
-        ConfigError: an option can't be, or the harness refuses one.
+        ConfigError: an option is invalid, or the harness refuses one.
     """
     _check(options)
     sys.argv = ["lm-eval", "run", "--model", "nanoengine", "--model_args", f"pretrained={model}"]
-    sys.argv += ["--device", "auto", *options]  # Why: the harness's own default is a GPU.
+    sys.argv += ["--device", "auto", *options]  # Why: the harness defaults to a GPU.
     try:
         cli_evaluate()
     except ValueError as error:
@@ -247,17 +247,17 @@ def run(model: str, options: Sequence[str]) -> int:
 
 
 def _check(args: Sequence[str]) -> None:
-    """Looks at what the harness would look at when a model has loaded, or all is computed.
+    """Checks in advance what the harness checks after loading a model, or at the end.
 
     Raises:
-        ConfigError: no question is asked, or the results can't be written.
+        ConfigError: --limit leaves no question, or the results can't be written.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--limit", "-L", type=float)
     parser.add_argument("--output_path", "-o", type=Path)
     try:
         given, _ = parser.parse_known_args(list(args))
-    except argparse.ArgumentError:  # The harness says what it can't read.
+    except argparse.ArgumentError:  # The harness reports it.
         return
     if given.limit is not None and not given.limit > 0:
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""Simulator: the real Scheduler and BlockManager over a workload, without a model.
+"""Simulator: runs the real Scheduler and BlockManager on a workload, without a model.
 
-    requests ──▶ Scheduler ──plan──▶ FilledExecutor (a token a row, nothing computed) ──▶ commit
-                     │                    └─ TimeModel: what the step would take, if one was fitted
+    requests ──▶ Scheduler ──plan──▶ FilledExecutor (one token per row, no computation) ──▶ commit
+                     │                    └─ TimeModel: estimated time of the step, if fitted
                      └─ counts ──▶ SimulationReport
 
-It answers in seconds what a pool size, a budget or an admission policy does to a workload: steps,
-preemptions, work done twice, blocks at the peak. Called by `nanoengine simulate`, by the figures of
-`python bench.py --plot` and by tests; it loads no weights and no torch.
+It shows in seconds how a pool size, a budget or an admission policy affects a workload: steps,
+preemptions, recomputed tokens, peak blocks. `nanoengine simulate`, the figures of
+`python bench.py --plot` and tests call it; it loads neither weights nor torch.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from nanoengine.observe.trace import Trace
 from nanoengine.settings.params import SamplingParams
 
 FILL, STOP = 1, 0
-"""The token that every step samples, and the one that ends a sequence of hidden length."""
+"""The token that every step samples, and the token that ends a sequence of hidden length."""
 SAMPLE_EVERY = 16
-"""Steps between two looks at the empty slots: they are counted over all running sequences."""
+"""Steps between two counts of empty slots; a count visits all running sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeModel:
     """Seconds of a step: `step_s + token_s * tokens + context_s * context tokens`.
 
-    Context tokens are those that the step's queries attend to, read once a sequence.
+    Context tokens are the tokens that the step's queries attend to, counted once per sequence.
     """
 
     step_s: float
@@ -56,9 +56,9 @@ class TimeModel:
     def fit(
         cls, tokens: SequenceOf[int], context: SequenceOf[int], seconds: SequenceOf[float]
     ) -> TimeModel:
-        """Least squares over measured steps, no term below zero.
+        """Least squares over measured steps, with all terms at least zero.
 
-        Of the terms that come out negative the lowest is left out, and the others are fitted anew.
+        While terms are negative, the lowest one is set to zero, and the others are fitted again.
 
         Raises:
             ValueError: fewer than three steps.
@@ -83,11 +83,11 @@ class TimeModel:
 
 @dataclass(slots=True, kw_only=True)
 class SimulationReport(SchedulerStats):
-    """What a workload did to a pool, beside what the scheduler counts.
+    """The effects of a workload on a pool, in addition to the scheduler's counters.
 
-    `failed` requests did not fit the pool. `peak_blocks` and `mean_blocks` are active ones, of
-    `usable_blocks`. `waste_slots` are allocated but hold no token (looked at every 16 steps).
-    `estimated_s` is None without a fitted time model; `wall_s` is what the simulation took.
+    `failed` requests did not fit the pool. `peak_blocks` and `mean_blocks` count active blocks, of
+    `usable_blocks`. `waste_slots` are allocated but hold no token (counted every 16 steps).
+    `estimated_s` is None without a fitted time model; `wall_s` is the time of the simulation.
     """
 
     requests: int = 0
@@ -105,10 +105,10 @@ class SimulationReport(SchedulerStats):
 
 
 class FilledExecutor:
-    """Answers every row that samples with FILL, or with STOP where its sequence's length is known.
+    """Samples FILL for every row, or STOP at the end of a sequence with a known length.
 
-    `lengths` maps a sequence to its tokens at the end, prompt included; a sequence that is not in
-    it goes on until its max_tokens.
+    `lengths` maps a sequence to its final number of tokens, including the prompt; any other
+    sequence continues until its max_tokens.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class FilledExecutor:
         self._length: dict[int, int] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """One token for each row with a logit."""
+        """One token per row with a logit."""
         for new in plan.admitted:
             self._length[new.row] = self.lengths.get(new.seq_id, sys.maxsize)
         tokens = []
@@ -139,14 +139,14 @@ def simulate(
     """Runs a workload through a scheduler until all of it is done.
 
     Args:
-        work: pulled lazily, up to `max_num_seqs` requests ahead of what runs; nothing is kept of
-            one that has finished, so memory does not grow with the workload.
-        scheduler: a fresh one; `make_scheduler` builds it.
-        length_cap: None: each request's max_tokens is its exact length, and the scheduler may know
-            it. Else every request asks for this many tokens and stops by itself earlier, as in a
-            real job with an end-of-sequence token.
+        work: pulled lazily, up to `max_num_seqs` requests ahead of the running ones. Finished
+            requests are not kept, so memory does not grow with the workload.
+        scheduler: a new one; `make_scheduler` builds it.
+        length_cap: None: each request's max_tokens is its exact length, which the scheduler may
+            use. Else each request has these max_tokens and stops earlier by itself, like a real
+            request that ends with EOS.
         time_model: estimates seconds.
-        trace: of the same scheduler; its steps have estimated times, if there is a time model.
+        trace: a trace of the same scheduler; with a time model, its steps have estimated times.
     """
     started, executor, queue = time.perf_counter(), FilledExecutor(), iter(work)
     pool = scheduler.block_manager.pool
@@ -192,7 +192,7 @@ def simulate(
 def _add(
     scheduler: Scheduler, executor: FilledExecutor, number: int, item: WorkItem, cap: int | None
 ) -> None:
-    """Queues one item; with a cap its length is known to the executor only."""
+    """Queues one item; with a cap, only the executor knows its length."""
     ids, length = list(item.prompt_token_ids), item.max_tokens
     asked, hidden = max(cap or 0, length), cap is not None
     if hidden:
@@ -215,10 +215,10 @@ def make_scheduler(
     chunked_prefill: bool = True,
     **options: Any,
 ) -> Scheduler:
-    """A scheduler over an imagined pool; the names are those of `EngineConfig`.
+    """A scheduler with a simulated pool; arguments have the names of `EngineConfig`.
 
     Args:
-        options: of the scheduler, as `policy`.
+        options: further arguments of the scheduler, such as `policy`.
     """
     groups = (KVGroup(layers=(0,)),)
     layout = KVLayout(num_blocks=num_blocks, block_size=block_size, block_bytes=1, groups=groups)
@@ -234,10 +234,10 @@ def make_scheduler(
 
 
 def load_time_model(path: Path) -> TimeModel:
-    """Fits the times of a step to the steps of a bench report.
+    """Fits a time model to the steps of a bench report.
 
     Raises:
-        ConfigError: no report, or one without step records.
+        ConfigError: it is not a report, or has no step records.
     """
     try:
         steps = json.loads(path.read_text(encoding="utf-8"))["step_records"]

@@ -1,9 +1,9 @@
-"""`nanoengine bench`: a workload through an `LLM`, against the clock.
+"""`nanoengine bench`: measures a workload with an `LLM`.
 
     items ─► warm-up ─► timed rounds, each with other ids ─► the median round ─► a table, JSON
 
-Load time and warm-up are left out of every throughput and reported apart. Knows only the public
-`LLM` and the engine's observers, info and counters.
+Load time and warm-up are not part of any throughput; they are reported separately. It uses only
+the public `LLM` and the engine's observers, info and counters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COUNTERS = (
     "prefill_tokens", "recomputed_tokens", "preemptions", "cache_queried_tokens",
     "cache_hit_tokens", "drafted_tokens", "accepted_tokens", "saved_steps",
 )  # fmt: skip
-"""Running totals of the engine that a round is charged for."""
+"""Counters of the engine whose increments are reported per round."""
 
 
 class Round(NamedTuple):
@@ -56,7 +56,7 @@ class Round(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The report as plain data, and what it was made of."""
+    """The report as plain data, and the data that it was computed from."""
 
     report: dict[str, Any]
     items: list[WorkItem]
@@ -69,11 +69,11 @@ def measure(
     options: WorkOptions,
     beside: Callable[[list[WorkItem]], object] | None = None,
 ) -> Measured:
-    """Warms up, runs the rounds, and adds up.
+    """Warms up, runs the rounds, and sums them up.
 
     Args:
-        name: of the model, for the report.
-        beside: runs the work of each round too, after the engine, so that both take turns.
+        name: name of the model, for the report.
+        beside: also runs the items of each round, after the engine, so that both alternate.
 
     Raises:
         ConfigError: the workload can't be read, or does not fit the model.
@@ -106,7 +106,7 @@ def measure(
 
 
 def drawn_items(options: WorkOptions, config: EngineConfig) -> list[WorkItem]:
-    """The requests that the options ask for; texts are encoded by the model's tokenizer."""
+    """The requests of the options; the model's tokenizer encodes texts."""
     tokenizer = functools.cache(lambda: Tokenizer.load(config.tokenizer or config.model))
     return list(options.items(config.seed, lambda text: tokenizer().encode(text)))
 
@@ -115,24 +115,24 @@ def drawn_items(options: WorkOptions, config: EngineConfig) -> list[WorkItem]:
 
 
 def warm_up(llm: LLM, items: SequenceOf[WorkItem], temperature: float) -> None:
-    """Runs a few short requests, so that no timed round compiles or allocates."""
+    """Runs a few short requests, so that compilation and allocation are not timed."""
     generate(llm, warm_up_items(items, llm.info.vocab_size), temperature)
 
 
 def warm_up_items(items: SequenceOf[WorkItem], vocab_size: int) -> list[WorkItem]:
-    """A few short requests with ids of their own, so that no timed prompt finds their prefixes."""
+    """A few short requests with other ids, so that timed prompts have no prefix cache hits."""
     return shifted([WorkItem(ids, min(length, 8)) for ids, length in items[:16]], -1, vocab_size)
 
 
 def params_of(item: WorkItem, temperature: float, seed: int | None = None) -> SamplingParams:
-    """Sampling parameters that give an item exactly its number of tokens."""
+    """Sampling parameters with which an item generates exactly its number of tokens."""
     shared = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
     return SamplingParams(max_tokens=item.max_tokens, seed=seed, **shared)
 
 
 def generate(llm: LLM, items: SequenceOf[WorkItem], temperature: float) -> SequenceOf[Any]:
-    """Runs the items; each must give exactly its number of tokens. The number of an item is its
-    seed, so that another engine draws the same tokens."""
+    """Runs the items, and checks that each generates exactly its number of tokens. The index of
+    an item is its seed, so that another engine can draw the same tokens."""
     outputs = llm.generate(
         [{"prompt_token_ids": list(item.prompt_token_ids)} for item in items],
         [params_of(item, temperature, seed) for seed, item in enumerate(items)],
@@ -172,12 +172,12 @@ def sizes(items: SequenceOf[WorkItem]) -> dict[str, int]:
 
 
 def median_of(rounds: SequenceOf[Round]) -> Round:
-    """The round of the median time; of two the slower."""
+    """The round with the median time; for an even number, the slower of the middle two."""
     return sorted(rounds, key=lambda r: r.seconds)[len(rounds) // 2]
 
 
 def summarize_rounds(rounds: SequenceOf[Round], items: SequenceOf[WorkItem]) -> dict[str, Any]:
-    """The numbers of the median round, and the seconds of all."""
+    """The numbers of the median round, and the seconds of all rounds."""
     median = median_of(rounds)
     seconds, count, summary = median.seconds, median.counters, summarize(median.records)
     size = sizes(items)
@@ -207,7 +207,7 @@ def summarize_rounds(rounds: SequenceOf[Round], items: SequenceOf[WorkItem]) -> 
 
 
 def step_records(records: SequenceOf[StepRecord]) -> dict[str, list[Any]]:
-    """Size and time of each step, in columns: what `nanoengine simulate --fit` reads."""
+    """Size and time of each step, as columns, which `nanoengine simulate --fit` reads."""
     return {
         "tokens": [sum(record.num_scheduled) for record in records],
         "context_tokens": [sum(r.starts) + sum(r.num_scheduled) for r in records],
@@ -220,11 +220,11 @@ def _phase(tokens: int, seconds: float) -> dict[str, float]:
 
 
 def ratio(part: float, whole: float) -> float:
-    """A share; 0 of nothing."""
+    """A share; 0 if the whole is 0."""
     return part / whole if whole else 0.0
 
 
-# --- where they come from -------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 
 def heading(device: str) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def heading(device: str) -> dict[str, Any]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What the run ran on: processor, cores, threads, memory, and the GPU if it is used."""
+    """The hardware: processor, cores, threads, memory, and the GPU if it is used."""
     info = Path("/proc/cpuinfo")
     told = info.read_text(encoding="utf-8") if info.exists() else ""
     name = re.search(r"^model name\s*: (.*)$", told, re.MULTILINE)
@@ -255,13 +255,13 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def require_directory(path: Path | None, option: str) -> None:
-    """Raises ConfigError where a report could not be written, before all is run."""
+    """Raises ConfigError before a run if its report can't be written."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"{option}={str(path)!r} lies in a directory that does not exist")
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """Writes a report as JSON; what that has no type for becomes a sorted list or its text."""
+    """Writes a report as JSON; sets become sorted lists, other unknown types strings."""
     plain: Callable[[Any], Any] = lambda v: sorted(v) if isinstance(v, (set, frozenset)) else str(v)  # noqa: E731
     path.write_text(json.dumps(report, indent=2, default=plain) + "\n", encoding="utf-8")
 
@@ -295,7 +295,7 @@ PHASE = "{tokens:>11,} tokens {seconds:>9.2f} s {tokens_per_s:>11,.1f} tok/s"
 
 
 def format_report(report: dict[str, Any], more: str = "") -> str:
-    """The report as aligned text, at most 100 columns wide; `more` has lines of its own."""
+    """The report as aligned text, at most 100 columns wide; `more` has additional lines."""
     machine, count = report["hardware"], report["counters"]
     times = report["step_times_s"] | {"other_s": max(report["outside_steps_s"], 0.0)}
     total = sum(times.values()) or 1.0

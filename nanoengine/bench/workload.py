@@ -1,8 +1,8 @@
-"""What a benchmark runs: requests of prompt ids and output lengths, drawn or read from a file.
+"""Benchmark workloads: requests of prompt ids and output lengths, random or read from a file.
 
-Called by `nanoengine bench`, by `nanoengine simulate` and by the benchmarks of the repository, also
-in the environments of other engines: it needs the standard library alone. Requests are made as they
-are pulled, so that a workload of any length takes little memory.
+`nanoengine bench`, `nanoengine simulate` and the repository's benchmarks use it, the latter also in
+environments of other engines: it only needs the standard library. Requests are generated lazily, so
+a workload of any length needs little memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import require_positive
 
 DRAWN_IDS = 10_001
-"""Random prompt ids are below this."""
+"""Upper bound of random prompt ids."""
 
 Encode = Callable[[str], SequenceOf[int]]
-"""Text to token ids."""
+"""Encodes text to token ids."""
 
 
 class WorkItem(NamedTuple):
@@ -35,7 +35,7 @@ class WorkItem(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How many requests, and the shortest and longest random prompt and output [tokens]."""
+    """The number of requests, and the shortest and longest random prompt and output [tokens]."""
 
     num_requests: int = 256
     input_len: tuple[int, int] = (100, 1024)
@@ -47,19 +47,19 @@ STANDARD, SMOKE = Scale(), Scale(32, (12, 128), (12, 128))
 
 @dataclass(frozen=True, kw_only=True)
 class WorkOptions:
-    """What a benchmark runs, and how often.
+    """The workload of a benchmark, and its number of rounds.
 
     Attributes:
         dataset: random, shared-prefix, or a file: .jsonl (prompts), .csv
             (ContextTokens,GeneratedTokens).
         smoke: A scale for small machines: 32 requests, lengths 12-128 (standard: 256, and
             100-1024).
-        num_requests: How many requests, or how many rows of the file; None: 256, or 32 with
+        num_requests: Number of requests, or of rows of the file; None: 256, or 32 with
             `--smoke`.
-        input_len: Shortest and longest random prompt [tokens]; after the common part with
-            shared-prefix.
+        input_len: Shortest and longest random prompt [tokens]; with shared-prefix, without the
+            common prefix.
         output_len: Shortest and longest output [tokens].
-        prefix_len: Common prompt tokens of shared-prefix.
+        prefix_len: Length of the common prefix of shared-prefix [tokens].
         temperature: 0 is greedy.
         rounds: Timed rounds, each with new ids; the median is reported.
 
@@ -84,7 +84,7 @@ class WorkOptions:
                 raise ConfigError(f"{name} must be a range of positive lengths, got {low} {high}")
 
     def items(self, seed: int, encode: Encode) -> Iterator[WorkItem]:
-        """The requests, not yet fitted to a model; options that are given win over the scale."""
+        """The requests, before `fit`; explicit options take precedence over the scale."""
         default = SMOKE if self.smoke else STANDARD
         scale = Scale(*(getattr(self, name) or getattr(default, name) for name in Scale._fields))
         return make_workload(self.dataset, scale, self.prefix_len, seed, encode)
@@ -93,7 +93,7 @@ class WorkOptions:
 def make_workload(
     name: str, scale: Scale, prefix_len: int, seed: int, encode: Encode
 ) -> Iterator[WorkItem]:
-    """The requests of a workload by its name, or of a file.
+    """The requests of a workload with this name, or of a file.
 
     Raises:
         ConfigError: there is no such workload and no such file.
@@ -112,11 +112,11 @@ def make_workload(
 
 
 def random_workload(scale: Scale = STANDARD, seed: int = 0) -> Iterator[WorkItem]:
-    """Independent random prompts. With the defaults, the field's standard workload.
+    """Independent random prompts. The defaults are a common standard workload.
 
-    The order of the draws is part of the workload: for each request its length and then its ids,
-    and all output lengths after the last prompt. Why twice: the outputs' lengths are known at once
-    and the prompts, which are large, are made one by one as they are pulled.
+    The order of the draws is part of the workload: per request its length and its ids, then all
+    output lengths after the last prompt. Why prompts are drawn twice: the output lengths are needed
+    at once, while the large prompts are generated lazily.
     Source: nano-vllm `bench.py`, whose published figures use it.
 
     >>> items = list(random_workload())
@@ -135,7 +135,7 @@ def random_workload(scale: Scale = STANDARD, seed: int = 0) -> Iterator[WorkItem
 
 
 def shared_prefix_workload(scale: Scale, prefix_len: int, seed: int = 0) -> Iterator[WorkItem]:
-    """Random prompts behind one common prefix; `input_len` counts each request's own tokens."""
+    """Random prompts after one common prefix; `input_len` counts each request's own tokens."""
     draw = random.Random(seed)
     prefix = tuple(draw.randrange(DRAWN_IDS) for _ in range(prefix_len))
     for ids, length in random_workload(scale, draw.randrange(2**32)):
@@ -143,11 +143,11 @@ def shared_prefix_workload(scale: Scale, prefix_len: int, seed: int = 0) -> Iter
 
 
 def file_workload(path: Path, scale: Scale, seed: int, encode: Encode) -> Iterator[WorkItem]:
-    """Requests of the first rows of a file.
+    """Requests from the first rows of a file.
 
-    A row of JSON has `prompt` or `prompt_token_ids`, and `max_tokens`, which is drawn where it is
-    missing. A row of CSV has lengths in the columns ContextTokens and GeneratedTokens, as the Azure
-    LLM inference traces do, and its ids are drawn.
+    A JSON row has `prompt` or `prompt_token_ids`, and `max_tokens`, which is drawn if missing. A
+    CSV row has lengths in the columns ContextTokens and GeneratedTokens, as in the Azure LLM
+    inference traces; its ids are drawn.
 
     Raises:
         ConfigError: a row has another form.
@@ -187,10 +187,10 @@ def file_workload(path: Path, scale: Scale, seed: int, encode: Encode) -> Iterat
 def fit(
     items: SequenceOf[WorkItem], vocab_size: int, max_model_len: int, *, cap: bool
 ) -> tuple[list[WorkItem], list[str]]:
-    """The items as this model can run them, and notes for the reader on everything that changed.
+    """The items adapted to this model, and notes on all changes.
 
-    Ids are taken modulo the vocabulary. Lengths beyond the context are cut where `cap` allows it
-    (lengths of a real trace), the prompt's first, keeping at least one token of either.
+    Ids are taken modulo the vocabulary. Lengths beyond the context are cut if `cap` allows it
+    (lengths of a real trace): first the prompt, with at least one token left of prompt and output.
 
     Raises:
         ConfigError: an item is longer than the context and may not be cut, or is empty.
@@ -217,7 +217,7 @@ def fit(
 
 
 def shifted(items: SequenceOf[WorkItem], by: int, vocab_size: int) -> list[WorkItem]:
-    """The same work with other ids, so that no round finds the prefixes of the round before.
+    """The same workload with other ids, so that a round has no prefix cache hits from earlier ones.
 
     >>> shifted([WorkItem((0, 9), 1)], 1, 10)
     [WorkItem(prompt_token_ids=(1, 0), max_tokens=1)]

@@ -1,7 +1,7 @@
 """`nanoengine batch`: a file of rows in, a file of records out, resumable at any moment.
 
-Options, signals and exit codes; what a job is, is in `nanoengine/jobs/`, and docs/batch.md is the
-manual.
+This module has the options, signals and exit codes. Jobs are implemented in `nanoengine/jobs/`, and
+docs/batch.md is the manual.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from nanoengine.parallel.replicas import Replicas
 
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS, SOME_DIFFER = 0, 1, 2, 3, 4
-"""Exit codes; a signal's is 128 + its number."""
+"""Exit codes; after a signal it is 128 + its number."""
 
 MOST_GRACE_S = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchArgs(JobOptions, EngineArgs):
-    """Answers files of rows: what is finished is never lost, and the same command resumes.
+    """Answers files of rows: finished records are never lost, and the same command resumes.
 
     examples:
       nanoengine batch demo requests.jsonl --output answers.jsonl
@@ -50,16 +50,16 @@ class BatchArgs(JobOptions, EngineArgs):
 
     Attributes:
         grace: Time that running rows get after the first Ctrl-C or SIGTERM [s].
-        replicas: Run this many engines, a process each: on a GPU each, or on a share of the cores
-            each.
-        threads: Cores of each replica on a CPU; all cores are shared evenly by default.
-        replica_timeout: Kill a replica that says nothing for so long while it has rows; others run
-            them [s].
+        replicas: Run this many engines, each in its own process, on its own GPU or its own share of
+            the cores.
+        threads: Cores per replica on a CPU; by default all cores are shared evenly.
+        replica_timeout: Kill a replica with rows that is silent for this time; the others run its
+            rows [s].
         watch: Draw the KV pool and the running sequences on the terminal while they change.
-        verify: When the job is complete, run so many answered rows again, each alone in a fresh
+        verify: When the job is complete, run this many answered rows again, each alone in a new
             engine, and compare: exit code 4 if a record differs.
-        dry_run: Read and check all rows, say which would fail and how many tokens there are, and
-            write nothing.
+        dry_run: Read and check all rows, report which ones would fail and the number of tokens, and
+            write no file.
     """
 
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
@@ -87,7 +87,7 @@ class BatchArgs(JobOptions, EngineArgs):
             raise ConfigError("--dry-run answers no row, so --verify has none: give one of them")
         if self.watch and self.replicas is not None:
             raise ConfigError("--watch draws one engine: leave it out, or --replicas")
-        # Why not super(): a dataclass with slots is another class than the one written here.
+        # Why not super(): a dataclass with slots replaces the class that super() refers to.
         EngineArgs.__post_init__(self)
 
 
@@ -108,13 +108,13 @@ def main(args: BatchArgs) -> int:
             if args.verify is not None:
                 from nanoengine.jobs.verify import readable_log
 
-                readable_log(job)  # Why first: all rows would have run before it is told.
+                readable_log(job)  # Why first: otherwise it would fail after all rows.
             with _engines(args, options) as llm:
                 code = run(job, llm, args, signals)
             if args.verify is not None and job.is_complete:
                 code = _verified(job, args, options) or code
             return code
-    except Stopped as stopped:  # while a model loaded; `run` says more of rows
+    except Stopped as stopped:  # during loading or verifying; `run` handles rows
         what = "before answers were verified" if job.is_complete else "before any row ran"
         print(f"interrupted {what}", file=sys.stderr)
         return stopped.code
@@ -124,7 +124,7 @@ def main(args: BatchArgs) -> int:
 
 
 def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
-    """Compares answers with those of a fresh engine; returns 0 if they are the same."""
+    """Compares answers with answers of a new engine; returns 0 if they are equal."""
     from nanoengine.jobs.verify import verify
     from nanoengine.llm import LLM
 
@@ -144,8 +144,8 @@ def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
 
 
 def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
-    """What answers rows."""
-    # Why also with ranks: where one dies, a replica starts all of them again.
+    """The engine, or the engines, that answer rows."""
+    # Why also with ranks: if one dies, a replica restarts all of them.
     if args.replicas is not None or args.tensor_parallel_size > 1:
         from nanoengine.parallel.replicas import local_replicas
 
@@ -159,7 +159,7 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
 
 
 def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
-    """Answers the rows that are left; returns the exit code."""
+    """Answers the remaining rows; returns the exit code."""
     used = sampling_line(llm.config, llm.info, job.options.sampling)
     print(f"sampling: {used}; what a row sets comes first", file=sys.stderr)
     work = job.work(*of_model(llm, args))
@@ -209,11 +209,11 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
 
 
 def of_model(llm: LLM | Replicas, args: EngineArgs) -> Any:
-    """What a `RowReader` takes of a model."""
+    """The arguments of a `RowReader` after its options, for a model."""
     return read_by(args.model, llm.config, llm.info, lambda: llm.tokenizer)
 
 
 def require_terminal() -> None:
-    """Raises ConfigError where --watch has no terminal to draw on."""
+    """Raises ConfigError if --watch has no terminal to draw on."""
     if not sys.stderr.isatty():
         raise ConfigError("--watch draws on a terminal, and stderr is none: leave it out")

@@ -1,4 +1,4 @@
-"""`nanoengine bench`: how fast a model runs here, on one workload."""
+"""`nanoengine bench`: measures the speed of a model on this machine with one workload."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from nanoengine.cli.options import DEMO, EngineArgs, engine_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchArgs(EngineArgs, WorkOptions):
-    """Options of the benchmark, and every option of the engine; `seed` seeds both. What measures
-    nanoengine itself (rates, ablations, sweeps) is `python bench.py --help` in its repository.
+    """Options of the benchmark, and every option of the engine; `seed` seeds both. Benchmarks of
+    nanoengine itself (rates, ablations, sweeps) are run by `python bench.py` in its repository.
 
     examples:
       nanoengine bench --smoke

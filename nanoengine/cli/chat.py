@@ -1,8 +1,8 @@
-"""`nanoengine chat`: a conversation in the terminal, streamed, with the prefix cache kept warm.
+"""`nanoengine chat`: a conversation in the terminal, streamed, with prefix cache hits.
 
-/system TEXT   begin anew with this system message
-/reset         begin anew
-Ctrl-C stops an answer and keeps what there is of it; Ctrl-D, or /quit, ends.
+/system TEXT   start over with this system message
+/reset         start over
+Ctrl-C stops an answer and keeps the text so far; Ctrl-D, or /quit, exits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMANDS = ("/system", "/reset", "/quit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatArgs(EngineArgs):
-    """A conversation with a model; /system, /reset and /quit are typed into it.
+    """A conversation with a model; /system, /reset and /quit are commands in it.
 
     examples:
       nanoengine chat demo
@@ -42,12 +42,12 @@ class ChatArgs(EngineArgs):
 
 
 def main(args: ChatArgs) -> None:
-    """Talks until the end of the input."""
+    """Runs a conversation until the end of the input."""
     given = sampling_fields(args.sampling)
     if given.get("n", 1) != 1:
         raise ConfigError(f"--n must be 1: a conversation has one answer, got {given['n']}")
     with suppress(ImportError):
-        import readline  # noqa: F401  # lines can be edited, and earlier ones come back
+        import readline  # noqa: F401  # adds line editing and history
 
     from nanoengine.llm import LLM
 
@@ -68,7 +68,7 @@ class Chat:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The system message, if there is one, and the turns so far."""
+        """The system message, if there is one, and the messages so far."""
         system = {"role": "system", "content": self.system}
         return self.turns if self.system is None else [system, *self.turns]
 

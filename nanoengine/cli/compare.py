@@ -1,4 +1,4 @@
-"""`nanoengine compare`: what quantization, a cache dtype or another file changes in a model."""
+"""`nanoengine compare`: how quantization, a cache dtype or another file changes a model."""
 
 from nanoengine.bench.compare import CompareArgs, main
 

@@ -1,4 +1,4 @@
-"""What a class of options says of each, under `Attributes:` of its docstring."""
+"""Reads the descriptions of options from the `Attributes:` of docstrings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 def field_docs(options_class: type) -> dict[str, str]:
-    """What is said of each field, by the class and those that it extends."""
+    """The description of each field of a class and its base classes."""
     told: dict[str, str] = {}
     for cls in reversed(options_class.__mro__[:-1]):
         told |= re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", inspect.getdoc(cls) or "", re.MULTILINE)

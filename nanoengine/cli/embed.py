@@ -1,7 +1,7 @@
-"""`nanoengine embed`: a file of texts in, a matrix of vectors out.
+"""`nanoengine embed`: a file of texts in, a matrix of embeddings out.
 
-Vectors are held in memory until the last one is there. A job that resumes, or that answers with
-records, is `nanoengine batch` with rows of /v1/embeddings.
+All vectors are in memory until the file is written. For a job that can resume, or that writes
+records, use `nanoengine batch` with rows of /v1/embeddings.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ MAX_ROW_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedArgs(EngineArgs):
-    """Writes a vector for each text of a file.
+    """Writes one embedding vector per text of a file.
 
     examples:
       nanoengine embed Qwen/Qwen3-Embedding-0.6B texts.txt --output vectors.npy
       nanoengine embed demo 'data/*.csv' --prompt-column text --output vectors.parquet
 
     Attributes:
-        inputs: Files, globs, or - for stdin: .txt, .jsonl, .json, .csv, .tsv, packed or not,
+        inputs: Files, globs, or - for stdin: .txt, .jsonl, .json, .csv, .tsv, compressed or not,
             .parquet.
-        output: A matrix of NumPy's, .npy, with a row a text; or a table, .parquet, with columns
+        output: A NumPy matrix, .npy, with one row per text; or a table, .parquet, with columns
             row, embedding and error.
         prompt_column: The column that is the text.
-        template: Jinja over the columns that makes the text.
-        dimensions: Keep so many of each vector's first numbers.
-        pooling: Which hidden states count: the last token's, the mean of all, or the first
-            token's; by default as the checkpoint says.
-        truncate: Cut texts that are longer than the model takes, in place of an error.
+        template: Jinja template over the columns that makes the text.
+        dimensions: Keep only this many leading elements of each vector.
+        pooling: Which hidden states are pooled: the last token's, the mean of all, or the first
+            token's; the default is from the checkpoint.
+        truncate: Truncate texts that are too long for the model, instead of reporting an error.
     """
 
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
@@ -61,7 +61,7 @@ def main(args: EmbedArgs) -> int:
     """Runs the command; returns 1 if a text has no vector, else 0.
 
     Raises:
-        ConfigError: an input, the output or an option can't be used; before the model loads.
+        ConfigError: an input, the output or an option is invalid; before the model loads.
     """
     if args.output.suffix not in (".npy", ".parquet"):
         raise ConfigError(f"--output must end in .npy or .parquet, got {str(args.output)!r}")
@@ -109,7 +109,7 @@ def main(args: EmbedArgs) -> int:
 
 
 def write(path: Path, matrix: np.ndarray, errors: dict[int, str]) -> None:
-    """Writes the file, whole or not at all; a row without a vector is NaN, or null in a table.
+    """Writes the file atomically; a missing vector is NaN, or null in a table.
 
     Raises:
         OutputLostError: it can't be written.

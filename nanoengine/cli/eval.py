@@ -19,7 +19,7 @@ from nanoengine.errors import ConfigError
 
 
 def main(args: Sequence[str]) -> int:
-    """Hands over to the harness; returns the exit status."""
+    """Runs the harness; returns the exit status."""
     model, *rest = args
     if model.startswith("-"):
         raise ConfigError(f"nanoengine eval MODEL ...: the model comes first, got {model!r}")

@@ -1,4 +1,4 @@
-"""`nanoengine explain`: what a trace says of a run, a request or a step, in sentences."""
+"""`nanoengine explain`: describes a traced run, a request or a step in sentences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoengine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainArgs:
-    """Explains a trace: the five things worth knowing, a request's story, or one step.
+    """Explains a trace: the five main facts, the history of a request, or one step.
 
     examples:
       nanoengine explain run.trace.gz
@@ -19,8 +19,8 @@ class ExplainArgs:
 
     Attributes:
         recording: File of --trace.
-        request: Tell the story of this request, from its arrival to its end.
-        step: Tell what this step did, and why.
+        request: Describe this request, from its arrival to its end.
+        step: Describe what this step did, and why.
     """
 
     recording: TraceFile
@@ -33,10 +33,10 @@ class ExplainArgs:
 
 
 def main(args: ExplainArgs) -> None:
-    """Prints a sentence a line.
+    """Prints one sentence per line.
 
     Raises:
-        TraceError: the file is no trace, or tells of no such request or step.
+        TraceError: the file is not a trace, or has no such request or step.
     """
     from nanoengine.observe.explain import explained
     from nanoengine.observe.trace_reader import read_trace

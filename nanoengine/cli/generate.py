@@ -1,7 +1,7 @@
 """`nanoengine generate`: prompts from the command line, a file or stdin; text or JSON lines out.
 
-Prompts of the command line are answered here: one to a terminal is shown as it grows. A file, or
-stdin, is a job of `nanoengine batch` (cli/batch.py) without most of its options.
+This module answers prompts of the command line; a single one is streamed to a terminal. A file, or
+stdin, is run as a job of `nanoengine batch` (cli/batch.py), without most of its options.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPTS = Input(name="--prompt", form="txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateArgs(EngineArgs):
-    """Completes prompts: of the command line, of a file, or of stdin, a line each.
+    """Completes prompts from the command line, from a file, or from stdin, one per line.
 
     examples:
       nanoengine generate demo --prompt "Once upon a time"
@@ -38,15 +38,15 @@ class GenerateArgs(EngineArgs):
       nanoengine generate Qwen/Qwen3-0.6B --file prompts.txt --output answers.jsonl
 
     Attributes:
-        prompt: A prompt; may be given several times. Without any, and without a file, stdin has
-            them.
-        file: Prompts from a file, in any form that `nanoengine batch` takes.
-        output: Write the records of a file to this one, in its order; the same command again
+        prompt: A prompt; may be given several times. Without any, and without a file, prompts are
+            read from stdin.
+        file: Prompts from a file, in any form that `nanoengine batch` supports.
+        output: Write the records of a file to this file, in the same order; the same command
             resumes.
-        chat: Take each prompt as a user's message and apply the model's chat template.
+        chat: Treat each prompt as a user's message and apply the model's chat template.
         system: System message before each chat.
-        reasoning_parser: Take apart what the model thinks, by vLLM's names or auto.
-        tool_call_parser: Take apart the calls in answers, by vLLM's names or auto.
+        reasoning_parser: Parse the model's reasoning: a name from vLLM, or auto.
+        tool_call_parser: Parse tool calls in answers: a name from vLLM, or auto.
         watch: Draw the KV pool and the running sequences on the terminal while they change.
     """
 
@@ -65,7 +65,7 @@ def main(args: GenerateArgs) -> int:
     """Runs the command; returns 1 if any prompt failed, else 0.
 
     Raises:
-        ConfigError: no prompts, a file or a value that can't be used; before the model loads.
+        ConfigError: there are no prompts, a file or a value is invalid; before the model loads.
     """
     asked = shared(RowOptions, args) | {"sampling": sampling_fields(args.sampling)}
     rows = RowOptions(**asked)
@@ -109,12 +109,12 @@ def main(args: GenerateArgs) -> int:
 
 
 def to_a_terminal() -> bool:
-    """Whether a person reads standard output, and not a program."""
+    """Whether standard output is a terminal, so that a person reads it."""
     return sys.stdout.isatty()
 
 
 def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
-    """The job that a file, or stdin, is."""
+    """The batch job for a file or stdin."""
     if args.file is None and sys.stdin.isatty():
         raise ConfigError("no prompts: give --prompt TEXT or --file PATH, or lines on stdin")
     if args.file is None and args.output is not None:

@@ -1,11 +1,10 @@
-"""Options in groups, so that the help of a command of seventy options can be read.
+"""Groups of options, so that the help of a command with seventy options is readable.
 
-A command's options are one flat class. tyro makes a box of the help of each nested class, so here
-the flat class is taken apart into one class a group, and put together again from what was parsed.
+The options of a command are one flat class. tyro shows a box in the help per nested class. So this
+module splits the flat class into one class per group, and rebuilds the flat one after parsing.
 
-GROUPS has a box of the help each: what it says, and the options in it, in their order. The last box
-that names one has it; an option that none of them names is the command's own, and stands beside
---help.
+GROUPS defines the boxes: a title, and the options in order. If several boxes name an option, the
+last one gets it. An option without a group is specific to the command, and shown with --help.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ BOXES = {name: box for box, (_, names) in GROUPS.items() for name in names.split
 
 @functools.cache
 def grouped(options_class: type) -> type:
-    """A class of the same options as tyro takes it: positional ones and those of no group at its
-    root, a nested class for each group. A field that is a class of options is a group already."""
+    """A class with the same options for tyro: positional options and options without a group are
+    fields, and each group is a nested class. A field that is a class of options stays as it is."""
     told, hints = field_docs(options_class), get_type_hints(options_class, include_extras=True)
     boxes: dict[str, list[Any]] = {"": [], **{box: [] for box in GROUPS}, "last": []}
     for one in dataclasses.fields(options_class):
@@ -69,7 +68,7 @@ def grouped(options_class: type) -> type:
 
 
 def flat(options_class: type, parsed: Any) -> Any:
-    """The options, of an object of the class that `grouped` has made.
+    """Converts an object of a class from `grouped` to the flat options.
 
     Raises:
         ConfigError: they contradict each other, or one is out of range.

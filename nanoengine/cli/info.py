@@ -1,4 +1,4 @@
-"""`nanoengine info`: what there is to run on, what runs on it, and what a model needs."""
+"""`nanoengine info`: shows the hardware, the backends that run on it, and a model's needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class InfoArgs(EngineArgs):
     """Shows versions, device, attention backends, and a model without loading its weights.
 
     Attributes:
-        load: Load the model too, and show the memory plan that it runs with.
+        load: Load the model as well, and show its memory plan.
     """
 
     model: ModelName = DEMO
@@ -87,7 +87,7 @@ def main(args: InfoArgs) -> None:
 
 
 def engine_lines(config: EngineConfig) -> Iterable[str]:
-    """What the model takes, and the memory plan that it runs with."""
+    """The size and load time of the model, and its memory plan."""
     from nanoengine.build import build_engine
 
     with closing(build_engine(config)) as engine:
@@ -99,7 +99,7 @@ def engine_lines(config: EngineConfig) -> Iterable[str]:
 
 
 def device_lines(device: torch.device) -> Iterator[str]:
-    """The device that `--device` means, with its memory."""
+    """The device that `--device` selects, with its memory."""
     import torch
 
     from nanoengine.kernels.isa import CURRENT, available, cpu_features
@@ -121,7 +121,7 @@ def device_lines(device: torch.device) -> Iterator[str]:
 
 
 def backend_lines(needs: dict[str, Any]) -> Iterable[str]:
-    """Each attention backend: chosen by auto, available, or why not; `needs` of `make_backend`."""
+    """Per attention backend: chosen by auto, available, or why not; `make_backend` gets `needs`."""
     from nanoengine.attention import BACKENDS, backend_class, make_backend, resolve_backend
 
     chosen = resolve_backend("auto", needs["device"], needs["dtype"])
@@ -138,7 +138,7 @@ def backend_lines(needs: dict[str, Any]) -> Iterable[str]:
 def model_lines(
     model: ModelConfig, directory: Path, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> Iterable[str]:
-    """The model's shape, and what its KV cache costs."""
+    """The model's shape, and the memory per token of its KV cache."""
     from nanoengine.runner.kv_cache import block_bytes, state_bytes
 
     m, states, moe, varied = model, model.states, model.moe, model.plan.gemma4
@@ -168,7 +168,7 @@ def model_lines(
 
 
 def ends_line(model: ModelConfig, tokenizer: Tokenizer | None) -> str:
-    """The tokens that end an answer, and what names each: files, keys, the chat template."""
+    """The tokens that end an answer, and where each is named: files, keys, the chat template."""
     found = []
     for token_id in model.eos_token_ids:
         text = f" {tokenizer.token_text(token_id)!r}" if tokenizer else ""
@@ -180,7 +180,7 @@ def ends_line(model: ModelConfig, tokenizer: Tokenizer | None) -> str:
 def arithmetic_lines(
     quantization: Quantization | None, dtype: str, kv_cache_dtype: str
 ) -> Iterator[str]:
-    """How linear layers multiply, and what each form that rounds has cost on real models."""
+    """How linear layers multiply, and the measured errors of lossy forms on real models."""
     from nanoengine.bench.compare import LOSSY
 
     forms, multiplied = [], f"{dtype} weights and activations"
@@ -190,7 +190,7 @@ def arithmetic_lines(
         if stored is None:
             forms = [f"int{quantization.bits}{'' if is_int8 else '_weight_only'}"]
         elif is_int8 and stored.format == "gguf":
-            forms = ["stored"]  # Why no other: it has been measured on GGUF files alone.
+            forms = ["stored"]  # Why only this: other formats have not been measured.
         if is_int8:
             rotated = forms == ["int8"] or (stored and stored.format == "int-quantized")
             multiplied += f", one scale per token and {'64 rotated' if rotated else '32'} inputs"
@@ -202,7 +202,7 @@ def arithmetic_lines(
 
 
 def gguf_lines(path: Path) -> Iterable[str]:
-    """What is stored in a GGUF file, part by part: how many numbers, in which types."""
+    """The content of a GGUF file per part of the model: number of elements, and types."""
     from nanoengine.checkpoint.gguf import read_gguf
 
     file = read_gguf(path)
@@ -221,14 +221,14 @@ def gguf_lines(path: Path) -> Iterable[str]:
 
 
 def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[str]:
-    """The CPU kernel of each quantized type of a GGUF file, asked of the layer that chooses it."""
+    """The CPU kernel per quantized type of a GGUF file, as the layer chooses it."""
     import torch
 
     from nanoengine.checkpoint.gguf import read_gguf
     from nanoengine.layers.cpu_quantized import kernel_of
     from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
 
-    # Why the length of rows: blocks must be whole.
+    # Why the length of rows: a row must consist of whole blocks.
     tensors, found = read_gguf(path).tensors.values(), dict[str, list[str]]()
     for type, size in sorted({(t.type, t.row_bytes) for t in tensors if t.type in LAYOUTS}):
         row = read_blocks(type, torch.zeros(1, size, dtype=torch.uint8))
@@ -247,13 +247,13 @@ MEASURED_KL = {
     "stored": (0.0008, 0.0036),
     "KV cache in int8": (0.0002, 0.0007),
 }
-"""Form -> the least and the largest mean KL of three trained models: docs/quantization.md."""
+"""Form -> smallest and largest mean KL of three trained models: docs/quantization.md."""
 
 GGUF_PARTS = {
     "embedding": "token_embd", "head": "^output\\.", "attention": "attn_|shortconv|ssm_",
     "experts": "_exps", "MLP": "ffn_",
 }  # fmt: skip
-"""Part of a model -> what the names of its tensors have in them."""
+"""Part of a model -> regular expression for the names of its tensors."""
 
 
 def _name(dtype: torch.dtype) -> str:

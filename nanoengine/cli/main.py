@@ -1,9 +1,9 @@
-"""`nanoengine COMMAND ...`: finds the command, parses its options, turns errors into one line.
+"""`nanoengine COMMAND ...`: finds the command, parses its options, prints errors in one line.
 
-A command is a module, `nanoengine.cli.COMMAND`: a dataclass of options, `CommandArgs`, of which
-tyro derives its command line and help, and a `main` that takes it. One without such a class reads
-its command line itself, and its help is its module's docstring. Only the module of the chosen
-command is imported, so help comes up without torch.
+A command is a module, `nanoengine.cli.COMMAND`: a dataclass of options, `CommandArgs`, from which
+tyro derives its command line and help, and a `main` that takes it. A module without such a class
+parses its command line itself, and its help is its docstring. Only the module of the chosen command
+is imported, so help is shown without importing torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMANDS = {
 HELP = ("-h", "--help")
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
-"""Exit statuses as shells have them: after Ctrl-C, and when nobody reads the output any more."""
+"""Exit statuses as in shells: after Ctrl-C, and when the reader of the output has exited."""
 
 
 def usage() -> str:
@@ -65,11 +65,11 @@ def find_command(name: str) -> tuple[Any, type | None]:
 
 
 def parse(options_class: type, prog: str, args: Sequence[str]) -> Any:
-    """The options on a command line.
+    """Parses a command line.
 
     Raises:
-        ConfigError: they contradict each other, or one is out of range.
-        SystemExit: one is unknown or can't be read, which was printed; or help was.
+        ConfigError: options contradict each other, or one is out of range.
+        SystemExit: an option is unknown or invalid, or help was requested; a text was printed.
     """
     parsed = tyro.cli(
         groups.grouped(options_class),
@@ -82,9 +82,9 @@ def parse(options_class: type, prog: str, args: Sequence[str]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 2 for an error that has an explanation."""
+    """Runs one command; returns the exit status: 2 for an error with an explanation."""
     _open_standard_streams()
-    if argv is None:  # Why: Python's end walks all that has been loaded, 0.6 of 3.1 s (Zen 3).
+    if argv is None:  # Why: garbage collection at exit takes 0.6 of 3.1 s (Zen 3).
         atexit.register(_end_without_a_walk)
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in (*HELP, "help"):
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(module.__doc__.rstrip())
             return 0
         with warnings.catch_warnings():
-            # Why: a warning is for the user of a command, who needs no place in the code.
+            # Why: the user of a command doesn't need the location in the code.
             warnings.showwarning = lambda told, *_, **__: print("warning:", told, file=sys.stderr)
             status = int(module.main(options) or 0)
         sys.stdout.flush()
@@ -124,16 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_without_a_walk() -> None:
-    if "triton" not in sys.modules:  # which would tell what it has left as leaks
+    if "triton" not in sys.modules:  # which would report its remaining objects as leaks
         gc.freeze()
 
 
 def _open_standard_streams() -> None:
-    """A process may be started without some, as by `2>&-`: the file that is opened next would take
-    the place, and the messages. What is written is UTF-8 as in files, whatever the terminal has."""
+    """Opens missing standard streams (as after `2>&-`), because the next opened file would get
+    their descriptor, and the messages. Output is UTF-8, whatever the terminal's encoding is."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            if name == "stdout":  # Why not writable: who must write to it finds that it can't.
+            if name == "stdout":  # Why not writable: commands check this.
                 os.open(os.devnull, os.O_RDONLY)
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # It gets the lowest number.
     for stream in (sys.stdout, sys.stderr):
@@ -142,7 +142,7 @@ def _open_standard_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Sends what is left of the output nowhere: Python would complain of it once more at exit."""
+    """Discards the remaining output, because Python would report the error again at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

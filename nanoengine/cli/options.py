@@ -1,4 +1,4 @@
-"""What commands share: EngineConfig and SamplingParams as options, and the model named `demo`."""
+"""Shared options: EngineConfig and SamplingParams as options, and the model named `demo`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 DEMO = "demo"
 OBJECTS = ("structured_outputs", "logits_processors", "extra_args", "kv_tiers")
-"""Settings that are no options: objects are for rows and programs."""
-# Why not the class's own words: there None has a meaning, and here it means that none is given.
+"""Settings without an option: objects are for rows and programs."""
+# Why not the class's own text: None means unlimited there, and "not given" here.
 MAX_TOKENS = (
     "most tokens to generate. Without it: what the row says, else the model's own default, else"
     " 256; in OpenAI's form 16 in a completion, all of the context in a chat, as in `chat`."
@@ -27,20 +27,20 @@ MAX_TOKENS = (
 
 ModelName = Annotated[Positional[str], arg(metavar="MODEL")]
 TraceFile = Annotated[Positional[Path], arg(metavar="TRACE")]
-"""What a command is about, without an option's name."""
+"""Positional arguments: the subject of a command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs(EngineConfig):
-    """The settings of the engine as options; `kv_tiers`, a list of objects, is made of three.
+    """The settings of the engine as options; three options replace the list `kv_tiers`.
 
     Attributes:
         model: Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model.
-        kv_host_gib: Keep full KV blocks in this much host memory [GiB] too, for when the device has
-            no room.
-        kv_disk: Keep them in this directory as well, where they outlive the process; needs both
+        kv_host_gib: Also keep full KV blocks in this much host memory [GiB], for when the device
+            memory is full.
+        kv_disk: Also keep them in this directory, where they outlive the process; needs both
             sizes.
-        kv_disk_gib: Most that the directory holds for this model [GiB].
+        kv_disk_gib: Maximum size of the directory for this model [GiB].
     """
 
     model: ModelName
@@ -56,12 +56,12 @@ class EngineArgs(EngineConfig):
         if self.kv_disk is not None and self.kv_disk_gib is not None:
             tiers.append(DiskTier(self.kv_disk, gib=self.kv_disk_gib))
         object.__setattr__(self, "kv_tiers", tuple(tiers))
-        # Why not super(): a dataclass with slots is another class than the one written here.
+        # Why not super(): a dataclass with slots replaces the class that super() refers to.
         EngineConfig.__post_init__(self)
 
 
 def shared(cls: type, args: object) -> dict[str, Any]:
-    """What a command's options say of the fields of a class."""
+    """The values of a command's options that are also fields of a class."""
     return {one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)}
 
 
@@ -74,14 +74,14 @@ def engine_options(args: EngineConfig) -> dict[str, Any]:
 
 
 def model_path(name: str) -> str:
-    """Where the model `demo` is; any other name as it is."""
+    """The path of the model `demo`; any other name unchanged."""
     from nanoengine.assets import demo_model_path
 
     return str(demo_model_path()) if name == DEMO else name
 
 
 def sampling_fields(args: object) -> dict[str, Any]:
-    """The fields of SamplingParams that a command line sets.
+    """The fields of SamplingParams that are set on the command line.
 
     Raises:
         RequestError: a value is out of range.
@@ -96,9 +96,9 @@ def sampling_fields(args: object) -> dict[str, Any]:
 
 
 def _sampling_options() -> list[tuple[str, Any, Any]]:
-    """Name, type and default of each field of SamplingParams; one that is not given has None.
+    """Name, type and default per field of SamplingParams; None means not given.
 
-    Why no seed: --seed is the engine's, of which each row draws another one.
+    Why no seed: --seed is the engine's, from which each row's own seed is derived.
     """
     told = field_docs(SamplingParams) | {"max_tokens": MAX_TOKENS}
     hints = typing.get_type_hints(SamplingParams)

@@ -1,6 +1,6 @@
-"""`nanoengine simulate`: what a pool and a policy do to a workload, without a model.
+"""`nanoengine simulate`: how a pool and a policy affect a workload, without a model.
 
-With `--fit`, the steps recorded by `nanoengine bench --json` say how long each step would take.
+With `--fit`, step times are estimated from the steps that `nanoengine bench --json` recorded.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ SIZES = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateArgs:
-    """Options of the simulator; those of the scheduler have the names of EngineConfig.
+    """Options of the simulator; options of the scheduler have the names of EngineConfig.
 
     Attributes:
-        num_blocks: Blocks of the imagined pool, the null block included.
-        block_size: Tokens a KV block.
+        num_blocks: Blocks of the simulated pool, including the null block.
+        block_size: Tokens per KV block.
         workload: standard, shared-prefix, or a file: .csv (ContextTokens,GeneratedTokens), .jsonl
             (ids).
-        num_requests: How many requests, or rows of the file; None: 256, or all rows.
-        prefix_len: Common prompt tokens of shared-prefix.
-        seed: Draws lengths and ids.
+        num_requests: Number of requests, or of rows of the file; None: 256, or all rows.
+        prefix_len: Length of the common prefix of shared-prefix [tokens].
+        seed: Seed of lengths and ids.
         length_cap: The scheduler sees this max_tokens and each request stops earlier by itself;
             None: it sees the exact lengths, as in a benchmark that ignores EOS.
-        max_num_seqs: Most sequences that run at once.
-        max_num_batched_tokens: Token budget of a step.
-        admission: The policy that holds sequences back.
-        fit: Report of `nanoengine bench --json`: its steps give the times.
+        max_num_seqs: Maximum number of sequences that run at once.
+        max_num_batched_tokens: Token budget per step.
+        admission: The admission policy.
+        fit: Report of `nanoengine bench --json`, whose steps give the times.
         json: Print JSON.
-        trace: Write what comes into the run to this file; see docs/trace.md.
-        trace_steps: End the trace before step B and show it from step A: A:B, either of which may
-            be left out.
+        trace: Write the inputs of the scheduler to this file; see docs/trace.md.
+        trace_steps: End the trace before step B and show it from step A, as A:B; either may be
+            left out.
     """
 
     num_blocks: int
@@ -69,7 +69,7 @@ class SimulateArgs:
         self.steps()
 
     def steps(self) -> tuple[int, int | None]:
-        """Those to trace. Why a config: the same names have the same bounds and errors there."""
+        """The steps to trace. Why EngineConfig: it checks them, with the same errors."""
         same = shared(EngineConfig, self)
         return EngineConfig(model="-", num_kv_blocks=self.num_blocks, **same).steps_traced()
 

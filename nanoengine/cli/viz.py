@@ -1,6 +1,6 @@
-"""`nanoengine viz TRACE`: the trace as one HTML page, to step through a run and look at it.
+"""`nanoengine viz TRACE`: writes a trace as one HTML page, to step through a run.
 
-The page holds all that it needs and opens from a disk, in any browser of 2023 or later.
+The page contains all that it needs, and opens from disk in any browser of 2023 or later.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class VizArgs:
 
     Attributes:
         recording: File of --trace.
-        output: The page; None: beside the trace, as .html.
-        trace_steps: Show steps A up to and without B, as A:B; either may be left out.
-        tokenizer: A model's directory, whose tokenizer puts tokens into words; None: that of the
-            run, if it lies here.
+        output: The page; None: next to the trace, as .html.
+        trace_steps: Show the steps from A to before B, as A:B; either may be left out.
+        tokenizer: Directory of a model, whose tokenizer decodes the tokens; None: the tokenizer of
+            the run, if it is on this machine.
     """
 
     recording: TraceFile
@@ -37,10 +37,10 @@ class VizArgs:
 
 
 def main(args: VizArgs) -> None:
-    """Writes the page and prints where it is.
+    """Writes the page and prints its path.
 
     Raises:
-        TraceError: the file is no trace, or has none of the steps.
+        TraceError: the file is not a trace, or has none of the steps.
         ConfigError: the tokenizer can't be read.
     """
     steps = EngineConfig(model="none", trace="-", trace_steps=args.trace_steps).steps_traced()

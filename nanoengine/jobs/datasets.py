@@ -1,11 +1,11 @@
-"""`LLM.generate_dataset`: tables of any kind in, the same kind out with the answers as columns.
+"""`LLM.generate_dataset`: takes any kind of table, and returns the same kind with answer columns.
 
-    a path            answered as `nanoengine batch` would; gives the path of the output
-    an iterable       of rows, dicts or prompts: a list gives a list, anything lazy an iterator
-    a datasets.Dataset or IterableDataset, a pandas or polars frame, an Arrow table
+    a path            runs as `nanoengine batch` does; returns the path of the output
+    an iterable       of rows, dicts or prompts: a list gives a list, a lazy one an iterator
+    a datasets.Dataset or IterableDataset, a pandas or polars data frame, an Arrow table
 
-Which library a source is of is told by the module of its class: none is imported that the caller
-does not use.
+The library of a source is recognized by the module of its class, so that no library is imported
+that the caller does not use.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def generate_dataset(
     reader = RowReader(options, config.model, defaults)
 
     def run_job(path: str, output: str) -> None:
-        """Runs a job from file to file, resuming what is there."""
+        """Runs a job from file to file, or resumes it."""
         job = Job(
             JobOptions(inputs=(path,), output=output, **vars(options)),
             lambda: describe_engine(config, config.model),
@@ -81,11 +81,11 @@ def generate_dataset(
 def answers(
     rows: Iterable[Any], stream: Stream, reader: RowReader, recorder: Recorder
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows with their new columns, as they finish."""
+    """Rows with their new columns, in the order in which they finish."""
     done: list[tuple[int, dict[str, Any]]] = []
 
     def finish(task: Task, result: Result) -> None:
-        columns, task.columns = task.columns, {}  # Why: they need not be anything that JSON has.
+        columns, task.columns = task.columns, {}  # Why: the values may not be serializable.
         record = json.loads(recorder.record(task, result))
         new = {name: record.get(name) for name in NEW_COLUMNS}
         done.append((task.row, {**columns, **new}))
@@ -107,7 +107,7 @@ def _as_dict(row: Any) -> Any:
 
 
 def _in_order(found: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Rows in the order of the source; those that finish before an earlier one wait."""
+    """Rows in the order of the source; a row is held back until all earlier ones are finished."""
     early: dict[int, dict[str, Any]] = {}
     following = 0
     for row, answer in found:
@@ -120,10 +120,10 @@ def _in_order(found: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[dict[str,
 def _resumable(
     rows: Iterable[Any], output: Path, run_job: Callable[[str, str], None]
 ) -> Iterator[dict[str, Any]]:
-    """The same by way of a file: the rows beside the output are the input of a job."""
+    """Answers the rows as a job that can resume: a file next to the output is its input."""
     source = output.with_name(output.name + ".rows.jsonl")
-    kept = list(map(_as_dict, rows))  # Why first: what reading them raises is no fault of the file.
-    # Why a log: while a job reads its rows, no other process may put others there.
+    kept = list(map(_as_dict, rows))  # Why first: the source may raise, before a file exists.
+    # Why a log: its lock keeps other processes from replacing the rows while a job reads them.
     with contextlib.closing(Log(source)) as locked:
         with locked.put_down(), replacing(source) as file:
             file.writelines(map(json_line, kept))
@@ -142,14 +142,14 @@ def _resumable(
 # --- kinds of tables ------------------------------------------------------------------------------
 
 Answer = Callable[[], Iterator[dict[str, Any]]]
-"""Answers the rows: each with its new columns, in their order."""
+"""Answers the rows: returns each with its new columns, in the original order."""
 
 Rebuild = Callable[[Answer], Any]
 
 
 class _Again:
-    """Rows for a library that names what it is given by pickling it, which no closure allows. Who
-    reads them a second time has them answered a second time, as with all that is lazy there."""
+    """Rows for a library that fingerprints its input by pickling it, which a closure doesn't
+    support. Each iteration answers the rows again, as with any lazy dataset of that library."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -162,9 +162,9 @@ class _Again:
 
 
 def _taken_apart(source: Any) -> tuple[Iterable[Any], Rebuild]:
-    """The rows of a source, and what makes its kind with more columns.
+    """The rows of a source, and a function that rebuilds its kind of table with the new columns.
 
-    A table keeps its own columns as they are, with their types: new ones are put beside them.
+    A table keeps its own columns and their types.
     """
     kinds = [f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(source).__mro__]
     if "datasets.IterableDataset" in kinds:
@@ -177,7 +177,7 @@ def _taken_apart(source: Any) -> tuple[Iterable[Any], Rebuild]:
         if twice:
             raise RequestError(f"column {twice[0]!r} stands twice in the {type(source).__name__}")
         return rows(source), lambda answer: join(source, columns, _columns(answer()))
-    # Why columns: the tables of other packages give the names of their columns, one after another.
+    # Why columns: iterating over other tables yields names of columns or values, not rows.
     is_table = hasattr(source, "columns") or hasattr(source, "column_names")
     if is_table or isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
         raise RequestError(
@@ -208,10 +208,10 @@ def _join_polars(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> 
 
 
 def join_arrow(source: Any, columns: list[Any], new: Mapping[str, Any], **types: Any) -> Any:
-    """An Arrow table of these columns with new ones, in the place of those of their names.
+    """An Arrow table with new columns, which replace existing ones with the same name.
 
     Args:
-        types: of new columns; one of none has that of its values.
+        types: types of new columns; by default they are inferred from the values.
     """
     import pyarrow  # type: ignore[import-untyped]
 
@@ -225,7 +225,7 @@ _TABLES: dict[str, tuple[Callable[[Any], list[Any]], Callable[[Any], Iterable[An
     "datasets.Dataset": (lambda table: table.column_names, lambda table: table, _join_dataset),
     "pandas.DataFrame": (
         lambda table: list(table.columns),
-        # Why None: a column with gaps has NaN in them, and integers as floats.
+        # Why None: pandas stores gaps as NaN, and makes integers with gaps floats.
         lambda table: table.astype(object).where(table.notna(), None).to_dict("records"),
         lambda table, columns, new: table.assign(**new),
     ),
@@ -240,4 +240,4 @@ _TABLES: dict[str, tuple[Callable[[Any], list[Any]], Callable[[Any], Iterable[An
         join_arrow,
     ),
 }
-"""Class -> names of its columns, its rows, and it with new columns."""
+"""Class -> functions: names of the columns, rows, and the table with new columns."""

@@ -1,10 +1,10 @@
-"""`nanoengine batch --dry-run`: all rows read and checked, their tokens counted; nothing written.
+"""`nanoengine batch --dry-run`: reads and checks all rows, counts tokens, and writes no file.
 
-    rows ── RowReader ── chat template, tokenizer, limits, grammars ── a line for each that fails
+    rows ── RowReader ── chat template, tokenizer, limits, grammars ── one line per failing row
                                                                     └─ tokens of the others
 
-What a job would refuse, in seconds and without weights. What only a run can tell is left: whether
-the KV cache has room for a prompt, and what fails while it runs. Called by `cli/batch.py`.
+It finds the rows that a job would refuse, in seconds and without weights. It can't find prompts
+that don't fit into the KV cache, or failures while rows run. `cli/batch.py` calls it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from nanoengine.text.tokenizer import Tokenizer
 
 
 def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
-    """Prints what would fail, and what there is to do; returns 1 if a row would fail, else 0.
+    """Prints the rows that would fail, and the totals; returns 1 if a row would fail, else 0.
 
     Raises:
-        ConfigError: as a job that is refused.
+        ConfigError: a job would be refused for the same reason.
     """
     is_own = Paths(options.output, options.errors, options.summary_json).is_own
     inputs = find_inputs(options.inputs, options.input_format, is_own)

@@ -1,10 +1,9 @@
-"""Rows that another thread brings, for a stream that pulls them: PAUSE while none is there.
+"""Rows that another thread supplies to a stream that pulls them; PAUSE if there is none yet.
 
-    stdin ─ thread ─ Ahead: rows, WAITING_BYTES at most ─▶ window ─▶ engine
-    rows of a parent, or of Ray ─ Feed ────────────────────────────▶ engine
+    stdin ─ thread ─ Ahead: at most WAITING_BYTES of rows ─▶ window ─▶ engine
+    rows from a parent or from Ray ─ Feed ──────────────────────────▶ engine
 
-A stream steps only between two pulls, so one that waited for a row would keep those that run
-waiting too.
+A stream steps only between two pulls, so waiting for a row would block the rows that run.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from nanoengine.text.prompt_forms import PAUSE, Pause
 T = TypeVar("T")
 
 WAITING_BYTES = 16 << 20
-"""The thread stops reading at so much; then one row more is in memory."""
+"""The thread stops reading at this size; one more row may be in memory."""
 
 SOON_S = 0.001
-"""A row that comes within this time is no pause: the thread only needs its turn."""
+"""A row that arrives within this time [s] causes no pause: its thread was only not scheduled."""
 
 
 ITEM_BYTES = 56
-"""What a value of JSON takes in memory beside its text: 50,000 strings of 8 letters take 3 MB."""
+"""Memory per JSON value in addition to its text: 50,000 strings of 8 letters take 3 MB."""
 
 
 class Ahead:
-    """The lines of an iterator that may block, read by a thread. What it raises is raised here."""
+    """The lines of an iterator that may block, read by a thread. Its exceptions are raised here."""
 
     def __init__(self, lines: Iterator[Line]) -> None:
         self._lines = lines
@@ -40,7 +39,7 @@ class Ahead:
         self._changed = threading.Condition()
 
     def __iter__(self) -> Iterator[Line | Pause]:
-        # Why a daemon: nobody can end a read of a pipe on which nothing comes.
+        # Why a daemon: a read of a pipe without data can't be interrupted.
         threading.Thread(target=self._read, daemon=True).start()
         while True:
             try:
@@ -71,9 +70,9 @@ class Ahead:
 
 
 class Feed(Generic[T]):
-    """A queue as an iterator for `LLM.stream`: it waits for a row only while none runs.
+    """A queue as an iterator for `LLM.stream`: it blocks for a row only while none runs.
 
-    None ends one stream; the next one goes on behind it.
+    None ends a stream; a new iteration continues with the rows after it.
     """
 
     def __init__(self) -> None:
@@ -82,20 +81,20 @@ class Feed(Generic[T]):
         self._has_ended = False
 
     def put(self, row: T | None) -> None:
-        """Adds a row, from any thread; None ends the stream that pulls, behind those before it."""
+        """Adds a row, from any thread; None ends the current stream after the rows before it."""
         self._queue.put(row)
 
     def finished(self) -> None:
-        """The stream has answered a row."""
+        """Must be called when the stream has answered a row."""
         self._num_running -= 1
 
     def drop(self) -> None:
-        """Takes what is left of a stream that has failed, up to its end."""
+        """Discards the remaining rows of a failed stream, up to its end."""
         while not self._has_ended:
             self._has_ended = self._queue.get() is None
 
     def __iter__(self) -> Iterator[T | Pause]:
-        """Begins a stream."""
+        """Starts a stream."""
         self._num_running, self._has_ended = 0, False
         return self
 
@@ -112,9 +111,9 @@ class Feed(Generic[T]):
 
 
 def size_of(content: object) -> int:
-    """Of all that a row holds once it is read, near enough [bytes]."""
+    """The approximate size of a row's content in memory [bytes]."""
     try:
         text: Any = content if isinstance(content, bytes) else str(content)
         return len(text) + ITEM_BYTES * text.count(b"," if text is content else ",")
-    except Exception:  # Why: a caller's row in memory may be too deep, or code that raises.
+    except Exception:  # Why all: a caller's row may be too deep, or run code that raises.
         return 0

@@ -1,8 +1,8 @@
-"""A job before and after its model: what is to be read, where it goes, and what is done already.
+"""A job before and after the model runs: its inputs, its output files, and which rows are done.
 
-Job(options, facts)    inputs found, output locked, manifest compared: before a model loads
-job.work(reader)       the rows that have no record yet
-job.complete()         --in-order, Parquet
+Job(options, facts)       finds inputs, locks the output, compares manifests, before a model loads
+job.work(model, *facts)   the rows that have no record yet
+job.complete()            --in-order, Parquet and CSV
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from nanoengine.version import __version__
 MIB = 1 << 20
 MOST_ROW_MIB = 1024
 ROW_OPTIONS = {one.name for one in fields(RowOptions)} - {"any_model", "trust_row_templates"}
-"""Options of rows on which answers depend."""
+"""Options of rows that answers depend on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(RowOptions):
-    """What a job is asked to do; docs/batch.md is the manual.
+    """Options of a job; docs/batch.md is the manual.
 
     Attributes:
-        inputs: Files, globs, or - for stdin: .jsonl, .json, .txt, .csv, .tsv, packed or not,
+        inputs: Files, globs, or - for stdin: .jsonl, .json, .txt, .csv, .tsv, compressed or not,
             .parquet.
         output: Where records go: .jsonl, .csv, .tsv, .parquet, or - for stdout.
-        input_format: What the inputs are, whatever they are called.
+        input_format: Format of the inputs, whatever their suffixes.
         errors: Write error records to this file, apart from answers.
-        in_order: Put the finished file into the order of the inputs.
-        strict: Refuse to start if a custom_id, or an id, stands twice.
-        restart: Begin anew; an earlier output is moved aside, as OUTPUT.1.
-        retry_errors: In a resumed job, run those rows again that have failed.
+        in_order: Sort the finished file into the order of the inputs.
+        strict: Refuse to start if a custom_id, or an id, occurs twice.
+        restart: Start over; an earlier output is moved aside, as OUTPUT.1.
+        retry_errors: In a resumed job, run failed rows again.
         keep_input_order: Run rows in the order of the inputs; it changes no result, only the speed.
         max_errors: Stop, with exit code 3, if more rows than this fail.
-        max_row_mib: A row above this is an error record [MiB].
-        summary_json: Write the summary to this file, too.
+        max_row_mib: A larger row becomes an error record [MiB].
+        summary_json: Also write the summary to this file.
     """
 
     inputs: tuple[str, ...]
@@ -89,26 +89,26 @@ class JobOptions(RowOptions):
 
 
 class InputChangedError(NanoEngineError):
-    """The inputs at the end of a job are not those at its beginning."""
+    """The inputs changed while the job ran."""
 
 
 class Job:
     """A job whose output this process owns.
 
     Args:
-        options: what is asked for.
-        facts: gives what results depend on of model and engine, for the manifest. Why not the facts
-            themselves: a job that is refused reads no weights.
+        options: the options of the job.
+        facts: returns what results depend on in model and engine, for the manifest. Why a function:
+            a job that is refused must not read weights.
 
     Attributes:
-        num_rows: of all inputs, as far as they can be counted; None with stdin.
-        num_done, num_failed: rows that had a record, and those among them that failed.
-        done: a byte per row of files: 1 where it has a record. Rows of stdin have none.
+        num_rows: rows of all inputs, as far as they can be counted; None with stdin.
+        num_done, num_failed: rows that had a record at the start, and the failed ones among them.
+        done: one byte per row of the files, 1 if it has a record. Rows of stdin have none.
         log: the records.
         is_complete: no row is left.
 
     Raises:
-        ConfigError: an input, an output or an earlier job doesn't allow it; nothing was changed.
+        ConfigError: an input, an output or an earlier job doesn't allow it; no file was changed.
     """
 
     def __init__(self, options: JobOptions, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -166,14 +166,14 @@ class Job:
     # --- the output -----------------------------------------------------------------------------
 
     def _open_logs(self, stack: contextlib.ExitStack) -> None:
-        """Opens the output, and the file of errors if that is another one, as long as a stack."""
+        """Opens the output, and the file of errors if there is one; the stack closes them."""
         self.log = self._error_log = self._open_log(self.options.output, stack)
         name, path = self.options.errors, self._paths.errors_manifest
         if name is None or path is None:
             return
         self._error_log = self._open_log(name, stack)
         owner = manifests.load(path, errors_of=str) if isinstance(self._error_log, Log) else None
-        # Why: of two jobs that shared one, each took the other's rows for its own.
+        # Why: two jobs with one file would each count the other's rows as its own.
         if owner is not None and owner["errors_of"] != self._paths.errors_of:
             raise ConfigError(f"--errors {name!r} is of another job, see {path}: name another file")
 
@@ -195,12 +195,12 @@ class Job:
         return log
 
     def _files(self) -> list[Log]:
-        """The logs that can be read again."""
+        """The logs that can be read back."""
         both = dict.fromkeys((self.log, self._error_log))
         return [log for log in both if isinstance(log, Log)]
 
     def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> Journal:
-        """Compares with the earlier job, if there is one, and reads back what it has done."""
+        """Compares with the earlier job, if there is one, and reads back which rows it has done."""
         paths, options = self._paths, self.options
         now = {
             "format": manifests.FORMAT,
@@ -236,7 +236,7 @@ class Job:
             manifests.require_same(before, now, self.inputs)
             self._read_back()
         elif before is not None and {**before, "created": 0} != {**now, "created": 0}:
-            before = None  # another job, which has answered nothing
+            before = None  # another job, without any answer
         if before is None or options.retry_errors:
             paths.runs.unlink(missing_ok=True)
         if before is not None:
@@ -249,7 +249,7 @@ class Job:
         return Journal(paths.runs, self.done.count(1), self.is_done)
 
     def _read_back(self) -> None:
-        """Rows with a record are done; with `retry_errors` those that failed are not."""
+        """Marks rows with a record as done; with `retry_errors`, only rows that did not fail."""
         for log in self._files():
             kept, num_bad, num_dropped = array("q"), 0, 0
             for record in log.records(self.num_rows):
@@ -278,7 +278,7 @@ class Job:
     # --- the rows -------------------------------------------------------------------------------
 
     def work(self, model: str, *facts: Any) -> Work:
-        """What is left to do, by a model: its name and `facts` as `RowReader` takes them."""
+        """The remaining work, for a model; `facts` are the further arguments of `RowReader`."""
         options, journal = self.options, self.journal
         reader, recorder = self.reader(model, *facts)
         counts = {} if journal is None else journal.counts
@@ -304,21 +304,21 @@ class Job:
         return row < len(self.done) and self.done[row] == 1
 
     def reader(self, model: str, *facts: Any) -> tuple[RowReader, Recorder]:
-        """What makes tasks of lines, and records of answers; `work` says of what."""
+        """Makes the reader of tasks and the writer of records; the arguments are as for `work`."""
         return RowReader(self.options, model, *facts), Recorder(model, self.created)
 
     def tasks(self, reader: RowReader, wanted: Callable[[int], bool]) -> Iterator[Task | Pause]:
-        """The tasks of those rows that are wanted."""
+        """The tasks of the wanted rows."""
         return tasks_of(self.inputs, self.options, reader, wanted)
 
     # --- the end --------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """What is made of a log that has all rows.
+        """Finishes the output once all rows have a record: sorts it, or writes the table.
 
         Raises:
-            OutputLostError: it has not what was written.
-            InputChangedError: it has not all rows, or they were other ones.
+            OutputLostError: the file has lost records that were written.
+            InputChangedError: rows have no record, or the inputs have changed.
         """
         self.log.sync()
         self._error_log.sync()
@@ -342,7 +342,7 @@ class Job:
                 f"{told} while the job ran, so some answers may be to other rows: --restart begins"
                 " anew"
             )
-        # Why not with tables: one that is damaged has fewer rows than it says, and an error record.
+        # Why not Parquet: a damaged file yields fewer rows than it declares, and an error record.
         is_counted = self.num_rows is not None and all(one.form != "parquet" for one in self.inputs)
         num_done = self.done.count(1)
         if is_counted and num_done < self.num_rows:
@@ -352,15 +352,15 @@ class Job:
             )
 
     def close(self) -> None:
-        """Gives the output free for other processes."""
+        """Releases the output for other processes."""
         self._closing.close()
 
 
 def count_rows(inputs: list[Input], options: JobOptions) -> int | None:
-    """The rows of the inputs, as far as they can be counted; None with stdin.
+    """Counts the rows of the inputs, as far as possible; None with stdin.
 
     Raises:
-        ConfigError: --strict, and an id stands twice; or see `require_columns`.
+        ConfigError: --strict, and an id occurs twice; or see `require_columns`.
     """
     require_columns(inputs, options, options.max_row_bytes)
     if any(one.name == STDIN for one in inputs):
@@ -381,7 +381,7 @@ def tasks_of(
     reader: RowReader,
     wanted: Callable[[int], bool] = lambda row: True,
 ) -> Iterator[Task | Pause]:
-    """The tasks of those rows of the inputs that are wanted."""
+    """The tasks of the wanted rows of the inputs."""
     kinds: dict[Input, Kind] = {}
     lines: Iterable[Line | Pause] = read_lines(inputs, options.max_row_bytes)
     for line in Ahead(lines) if any(one.name == STDIN for one in inputs) else lines:
@@ -394,7 +394,7 @@ def tasks_of(
 
 
 def _kind_of(first: Line, options: JobOptions) -> Kind:
-    """The form of an input: that of the first row that can be read."""
+    """The form of an input, from its first row that can be parsed."""
     one = first.input
     if one.form not in ("jsonl", "json") or options.columns_alone:
         return "simple"
@@ -404,14 +404,14 @@ def _kind_of(first: Line, options: JobOptions) -> Kind:
 
 def _is_writable(fd: int) -> bool:
     try:
-        os.write(fd, b"")  # Windows tells of a closed one alone.
+        os.write(fd, b"")  # Windows reports only a closed one.
     except OSError:
         return False
     return True
 
 
 def _in_order(log: Log) -> array[int]:
-    """Where a log's records begin, by their rows: 8 bytes a row are in memory."""
+    """The offsets of a log's records, in the order of their rows; needs 8 bytes per row."""
     offsets = array("q")
     for record in log.records():
         if record is not None:

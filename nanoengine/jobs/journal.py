@@ -1,28 +1,28 @@
 """The journal of a job: which rows went to the engine, so that crashes are counted per row.
 
-What a job keeps, and where:
+The files of a job:
 
     OUT             the records. A row is done if, and only if, it has a record here.
     OUT.job.json    the settings (`manifest.py`): one object, replaced as a whole
     OUT.job.runs    the journal: appended to, removed when the job is complete
 
-        run 4711 1500     process 4711 began, and 1,500 rows were done
+        run 4711 1500     process 4711 started, and 1,500 rows were done
         12                row 12 goes to the engine
         ...
         Fatal Python error: Segmentation fault      written by faulthandler in a crash
 
-What holds whenever the process is killed:
+Invariants, whenever the process is killed:
 
 - The settings are on the disk before the first record is written.
-- The line of a row is written before the row goes to the engine. It is not synced: a power cut is
-  no crash of a row.
-- Only whole lines count: `run` is written with a line break of its own before it, which does not
-  make a whole line of a torn one.
-- A process that ends by itself cuts its rows off again, which needs no space on the disk.
+- The line of a row is written before the row goes to the engine. It is not synced: a power cut
+  does not count as a crash of a row.
+- Only complete lines count. `run` is preceded by a line break of its own, which does not make a
+  torn line complete.
+- A process that exits normally truncates its lines again, which needs no space on the disk.
 
-A process that crashed did so under one of the rows that it had not finished, so each of them is
-counted. One that was killed counts only if it had finished none: kills come from outside as well,
-and must not make a row *poison*. `work.py` runs rows that were counted apart from others.
+A crashed process was running one of the rows that it had not finished, so a crash is counted for
+each of them. A killed process counts only if it had finished no row: the kill may have had another
+cause, and must not make a row *poison*. `work.py` runs rows with crashes apart from others.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ CRASH = re.compile(rb"^Fatal Python error", re.MULTILINE)
 
 
 class Journal:
-    """The journal of this process and of those before it.
+    """The journal of this process and the earlier ones.
 
     Args:
         num_done, is_done: the rows that have a record.
 
     Attributes:
-        counts: by row without a record: crashes under it.
+        counts: row without a record -> crashes while it ran.
 
     Raises:
-        OutputLostError: the file can't be written; by `note` as well.
+        OutputLostError: the file can't be written; also raised by `note`.
     """
 
     def __init__(self, path: Path, num_done: int, is_done: Callable[[int], bool]) -> None:
@@ -71,12 +71,12 @@ class Journal:
         faulthandler.enable(self._fd)
 
     def note(self, row: int) -> None:
-        """A row is about to run."""
+        """Records that a row is about to run."""
         with writing(self.path):
             os.write(self._fd, b"%d\n" % row)
 
     def close(self, *, is_complete: bool) -> None:
-        """The process ends by itself; nothing is left of a job that is complete."""
+        """Records a normal exit; removes the journal of a complete job."""
         faulthandler.disable()
         if self._was_enabled and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)
@@ -89,7 +89,7 @@ class Journal:
 
 
 def last_process(path: Path) -> str:
-    """The process that began last, for a message; empty if there is no such line."""
+    """Describes the process that started last, for a message; empty if there is none."""
     try:
         runs = RUN.findall(path.read_bytes())
     except OSError:
@@ -98,12 +98,12 @@ def last_process(path: Path) -> str:
 
 
 def _crashes(text: bytes, num_done: int, is_done: Callable[[int], bool]) -> Counter[int]:
-    """Crashes by row, of the processes in a journal; the one after the last begins now."""
-    _, *runs = RUN.split(text)  # per process: its pid, the rows that were done, what follows
+    """Crashes per row, from the processes in a journal; the current process is about to start."""
+    _, *runs = RUN.split(text)  # per process: pid, number of rows done, further lines
     done = [*map(int, runs[1::3]), num_done]
     counts: Counter[int] = Counter()
     for before, after, lines in zip(done, done[1:], runs[2::3], strict=False):
         if after <= before or CRASH.search(lines):
-            begun = {*map(int, ROW.findall(lines))}  # once, also a row of several turns
+            begun = {*map(int, ROW.findall(lines))}  # a set: a conversation is noted per turn
             counts.update(row for row in begun if not is_done(row))
     return counts

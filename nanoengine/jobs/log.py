@@ -1,13 +1,13 @@
-"""The output file: appended record by record, never rewritten while a job runs, read back after a
-death.
+"""The output file: records are appended, never rewritten while a job runs, and read back after a
+crash.
 
-    append      one os.write of a whole line, O_APPEND: what is finished survives SIGKILL
-    sync        fdatasync at most every 5 s: a power cut costs at most that
-    records     which rows are there: each line is parsed
-    rewrite     the lines in another order or without some, beside the file, then in its place
+    append      one os.write per line with O_APPEND: written records survive SIGKILL
+    sync        fdatasync at most every 5 s: a power cut loses at most that much
+    records     finds the rows that have a record; parses each line
+    rewrite     writes lines in another order, or fewer, to a temporary file that replaces the log
 
-A record is a JSON object on a line of its own, with the fields of docs/batch.md and the number of a
-row of the job. How it is spaced, and in which order its fields stand, is left to who wrote it.
+A record is a JSON object on one line, with the fields of docs/batch.md and the number of a row.
+Other programs may have written it, with other spacing or another order of fields.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ OPENAI_FIELDS = {"id", "custom_id", "response", "error"}
 OPENAI_ID = re.compile(r"batch_req_([0-9]{1,18})")
 JSON = json.JSONDecoder()
 O_BINARY = getattr(os, "O_BINARY", 0)
-"""For `os.open`: Windows writes \\n as it is."""
+"""For `os.open`: with it Windows writes \\n unchanged."""
 
 
 class OutputLostError(OSError):
-    """A file of the job can't be written, or another program has; the job can be resumed."""
+    """A file of the job can't be written, or was changed by another program; the job can resume."""
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises OutputLostError, which names the file, where it can't be written."""
+    """Converts an OSError to an OutputLostError that names the file."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Record(NamedTuple):
-    """Where a record begins in a log [bytes]."""
+    """A record in a log and the offset of its line [bytes]."""
 
     row: int
     failed: bool
@@ -66,12 +66,12 @@ class Record(NamedTuple):
 
 
 def lock_path(path: Path) -> Path:
-    """The file that is locked by who writes `path`."""
+    """The lock file of `path`; the writer of `path` holds it."""
     return path.with_name(f"{path.name}.lock")
 
 
 def _value(line: bytes) -> Any:
-    """What a line of JSON holds; None if it is none."""
+    """The parsed line; None if it is not JSON."""
     try:
         return JSON.decode(line.decode())
     except (ValueError, RecursionError):
@@ -79,10 +79,10 @@ def _value(line: bytes) -> Any:
 
 
 def record_of(line: bytes, offset: int, num_rows: int) -> Record | None:
-    """The record that a line is, if its row is one of so many; else None.
+    """The record in a line; None if it has none, or its row is not below `num_rows`.
 
-    Perf: 4 us, of which JSON takes 3. Why all of it: a page of zeros, or half of a record that
-    another one follows, shows at neither end of a line.
+    Perf: 4 us, 3 of them for JSON. Why parse the whole line: a page of zeros, or half a record
+    followed by another one, can't be seen at either end of a line.
     """
     found, row = _value(line), None
     if isinstance(found, dict) and found.keys() >= SIMPLE_FIELDS:
@@ -96,9 +96,9 @@ def record_of(line: bytes, offset: int, num_rows: int) -> Record | None:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether a last line is what a process that died has left of a record.
+    """Whether a last line is the rest of a record that a crashed process was writing.
 
-    Why JSON that is no record is not, nor what begins otherwise: other programs wrote it.
+    Complete JSON, or a line that starts differently, was written by another program.
     """
     return not line.endswith(b"\n") and line[:1] in (b"{", b"\0") and _value(line) is None
 
@@ -106,11 +106,11 @@ def _is_torn(line: bytes) -> bool:
 class Log:
     """A file of records that belongs to one process at a time.
 
-    Who has locked the file beside it, `.lock`, has it. Why not the file itself: Windows reads no
-    locked one, and replaces no open one. The lock ends with the process.
+    The process that has locked the `.lock` file next to it owns it. Why not lock the file itself:
+    Windows can't read a locked file or replace an open one. The lock ends with the process.
 
     Args:
-        whose: says which process that is, if it is not this one.
+        whose: describes the process that holds the lock, for the error message.
 
     Raises:
         ConfigError: it can't be written, or another process writes it.
@@ -120,11 +120,11 @@ class Log:
         self.path = path
         self._synced = time.monotonic()
         self._is_dirty = False
-        # Why not by thread: who closes the log may be another one.
+        # Why not thread-local: another thread may close the log.
         self._lock = FileLock(lock_path(path), thread_local=False)
         self._fd = -1
         try:
-            path.parent.stat()  # Why: some versions of filelock make a directory that is missing.
+            path.parent.stat()  # Why: some versions of filelock create a missing directory.
             self._lock.acquire(blocking=False)
             self._open()
         except Timeout as error:
@@ -143,14 +143,14 @@ class Log:
     def _unlock(self) -> None:
         if self._lock.is_locked:
             try:
-                with contextlib.suppress(OSError):  # Windows removes no open file.
+                with contextlib.suppress(OSError):  # Windows can't remove an open file.
                     lock_path(self.path).unlink()
             finally:
                 self._lock.release()
 
     @contextlib.contextmanager
     def put_down(self) -> Iterator[None]:
-        """Meanwhile the file may be moved or replaced; no other process writes the next one."""
+        """Closes the file during the context, so that it can be replaced; the lock stays held."""
         self._close_file()
         try:
             yield
@@ -162,22 +162,22 @@ class Log:
         os.close(fd)
 
     def append(self, line: bytes) -> None:
-        """Adds a record.
+        """Appends a record.
 
         Raises:
-            OutputLostError: no room; the log ends with the record before. Or see `sync`.
+            OutputLostError: the disk is full; the log ends with the previous record. Or see `sync`.
         """
         whole = self._end + len(line)
         self._is_dirty = True
         try:
             with writing(self.path):
                 written = os.write(self._fd, line)
-                if written < len(line):  # A disk that is almost full takes a part; this says why.
+                if written < len(line):  # A full disk takes only a part; the second write fails.
                     written += os.write(self._fd, line[written:])
                 if written < len(line):
                     raise OSError("it took a part of a record")
             self._end = whole
-        except BaseException:  # Why all: what a signal raises may come after the write.
+        except BaseException:  # Why all: a signal may raise after the write.
             if self._end < self.num_bytes < whole:
                 os.ftruncate(self._fd, self._end)
             elif self.num_bytes >= whole:
@@ -187,11 +187,11 @@ class Log:
             self.sync()
 
     def sync(self) -> None:
-        """Has the disk hold what was appended.
+        """Flushes the appended records to the disk.
 
         Raises:
-            OutputLostError: it can't; or the file has another name or size by now, so that what
-                was appended may be in no file, or not be all that is in it.
+            OutputLostError: it failed, or another program moved or changed the file, so records may
+                be missing, or the file may have other content.
         """
         self._synced = time.monotonic()
         if self._is_dirty:
@@ -216,11 +216,11 @@ class Log:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the file."""
+        """Size of the file [bytes]."""
         return os.fstat(self._fd).st_size
 
     def mend_end(self) -> None:
-        """Cuts a torn last line, which `records` has found, and ends a whole one."""
+        """Removes a torn last line that `records` found; adds a missing final line break."""
         os.ftruncate(self._fd, self._end)
         with open(self.path, "rb") as file:
             file.seek(max(self._end - 1, 0))
@@ -228,11 +228,11 @@ class Log:
                 self._end += os.write(self._fd, b"\n")
 
     def records(self, num_rows: int | None = None) -> Iterator[Record | None]:
-        """All records in the order of the file; None for a line that is none. A torn end is left
-        out, and `mend_end` cuts it.
+        """All records in the order of the file; None for a line that is not a record. A torn last
+        line is left out; `mend_end` removes it.
 
         Args:
-            num_rows: of the job; None: any number.
+            num_rows: rows of the job; None: any number.
         """
         offset, most = 0, sys.maxsize if num_rows is None else num_rows
         with open(self.path, "rb", buffering=BUFFER_BYTES) as file:
@@ -245,19 +245,19 @@ class Log:
                 offset += len(line)
 
     def rewrite(self, offsets: Iterable[int]) -> None:
-        """Puts the lines at these offsets in the place of all."""
+        """Replaces the file by its lines at these offsets."""
         with self.put_down(), replacing(self.path) as file:
             file.writelines(self.lines(offsets))
 
     def lines(self, offsets: Iterable[int]) -> Iterator[bytes]:
-        """The lines that begin there."""
+        """The lines at these offsets."""
         with open(self.path, "rb") as file:
             for offset in offsets:
                 file.seek(offset)
                 yield file.readline()
 
     def close(self, *, drop_empty: bool = False) -> None:
-        """Syncs, and gives the file free for others; one that was made for nothing is removed."""
+        """Syncs and releases the file; with `drop_empty`, removes it if it is new and empty."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._unlock)
             if self._fd < 0:
@@ -270,25 +270,25 @@ class Log:
 
 
 class PipeLog:
-    """Records for who reads them at once: standard output, a pipe; none is ever read back."""
+    """Writes records to standard output or a pipe; they are never read back."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def append(self, line: bytes) -> None:
-        """Writes a record whole."""
+        """Writes a complete record."""
         left = memoryview(line)
         while left:
             try:
                 left = left[os.write(self._fd, left) :]
-            except BlockingIOError:  # a pipe that another program has made so
+            except BlockingIOError:  # a pipe that another program made non-blocking
                 select.select([], [self._fd], [])
 
     def sync(self) -> None:
-        """A pipe holds nothing back."""
+        """Does nothing: writes to a pipe are not buffered."""
 
     def close(self, *, drop_empty: bool = False) -> None:
-        """Tells who reads that this was all; standard output stays the process's."""
+        """Closes the pipe, so that the reader sees its end; standard output stays open."""
         if self._fd > 2:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -296,7 +296,7 @@ class PipeLog:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its place when it is whole and on the disk, else is removed.
+    """A temporary file that replaces `path` once it is complete and synced; removed on an error.
 
     Raises:
         OutputLostError: it can't be written.
@@ -305,7 +305,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     with writing(path):
         beside.unlink(missing_ok=True)
         try:
-            # Why x: a link that lies there is not followed.
+            # Why x: an existing link is not followed.
             with open(beside, "xb", BUFFER_BYTES) as file:
                 yield file
                 file.flush()
@@ -315,9 +315,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):
                 beside.unlink(missing_ok=True)
             raise
-        if os.name != "nt":  # Windows opens no directory.
+        if os.name != "nt":  # Windows can't open a directory.
             directory = os.open(path.parent, os.O_RDONLY)
             try:
-                os.fsync(directory)  # the names in it
+                os.fsync(directory)  # its directory entries
             finally:
                 os.close(directory)

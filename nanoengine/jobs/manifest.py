@@ -1,4 +1,4 @@
-"""What a job is, beside its output: so that the same command resumes it and another is refused."""
+"""The manifest next to an output: the same command resumes the job, and another one is refused."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ NOT_COMPARED = ("created", "inputs", "sampling_defaults")
 ASIDE = (
     "name another output, or move this one aside, as `nanoengine batch` does with --restart"
 )  # fmt: skip
-"""What to do. Why the command's name: other commands, and Python, have no such option."""
+"""A hint for errors. It names the command, since other commands and Python lack the option."""
 
 RESULT_SETTINGS = (
     "tokenizer", "chat_template", "skip_tokenizer_init", "revision", "load_format", "dtype",
     "quantization", "device", "tensor_parallel_size", "seed", "max_model_len", "kv_cache_dtype",
     "deterministic", "attention_backend",
 )  # fmt: skip
-"""Settings of the engine that results depend on: a job is resumed with the same ones."""
+"""Settings of the engine that results depend on; a job must be resumed with the same ones."""
 
 TEXT_FILES = (".json", ".jinja", ".model", ".py", ".txt")
-"""Files of a checkpoint beside its weights: configs, the tokenizer, its template and its code."""
+"""Files of a checkpoint other than weights: configs, the tokenizer, its template and its code."""
 
 
 def describe_inputs(inputs: list[Input]) -> list[dict[str, Any]]:
-    """Names, sizes and digests of the files; stdin has none."""
+    """Names, sizes and digests of the input files; stdin has none."""
     return [
         {
             "name": one.name.replace(os.sep, "/"),
@@ -52,7 +52,7 @@ def describe_inputs(inputs: list[Input]) -> list[dict[str, Any]]:
 
 
 def changed_inputs(before: list[dict[str, Any]]) -> Iterator[str]:
-    """Those of `describe_inputs` that have not the content any more that they had."""
+    """Messages on the inputs, as `describe_inputs` returned them, whose content has changed."""
     for one in before:
         with contextlib.suppress(OSError):
             if digest(one["name"], one["bytes"]) == one["xxh3"]:
@@ -61,7 +61,7 @@ def changed_inputs(before: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
-    """All of model and engine that results depend on: settings, and a digest of each file.
+    """What results depend on in model and engine: settings, and a digest per file.
 
     Raises:
         ConfigError: there is no such model.
@@ -84,14 +84,14 @@ def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
 
 
 SHOWN = {*GENERATION_DEFAULTS} - {"max_tokens"}
-"""Sampling parameters that are reported: those that a checkpoint may set for the drawing."""
+"""Sampling parameters that are reported: the ones that a checkpoint may set."""
 
 
 def sampling_line(config: EngineConfig, info: Any, given: Mapping[str, Any] | None = None) -> str:
-    """The sampling parameters of prompts that set none, and where each value comes from.
+    """The sampling parameters of prompts that set none, and the source of each value.
 
     Args:
-        info: has the model's `generation_defaults`.
+        info: an object with the model's `generation_defaults`.
         given: options of the command line.
     """
     from nanoengine.checkpoint.find import resolve_model
@@ -110,7 +110,7 @@ def sampling_line(config: EngineConfig, info: Any, given: Mapping[str, Any] | No
 
 
 def _digests(directory: Path, weights: Iterable[Path] = ()) -> dict[str, str]:
-    if directory.is_file():  # Why: a GGUF file has all of it; with its parts, if there are any.
+    if directory.is_file():  # Why: a GGUF file, or its parts, contains everything.
         return {path.name: file_digest(path).hex() for path in weights or [directory]}
     texts = (path for path in directory.iterdir() if path.suffix in TEXT_FILES and path.is_file())
     files = sorted({*texts, *weights})
@@ -118,7 +118,7 @@ def _digests(directory: Path, weights: Iterable[Path] = ()) -> dict[str, str]:
 
 
 def save(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes it whole or not at all.
+    """Writes the manifest atomically.
 
     Raises:
         OutputLostError: it can't be written.
@@ -132,10 +132,10 @@ def load(path: Path, **types: type) -> dict[str, Any] | None:
     """The manifest of an earlier run; None if there was none.
 
     Args:
-        types: what it must have, beside inputs that are as `describe_inputs` makes them.
+        types: required fields and their types; inputs must be as `describe_inputs` returns them.
 
     Raises:
-        ConfigError: it can't be read, or was not written here.
+        ConfigError: it can't be read, or has another format.
     """
     try:
         manifest = json.loads(path.read_bytes())
@@ -154,9 +154,9 @@ def load(path: Path, **types: type) -> dict[str, Any] | None:
 
 
 def require_same(before: dict[str, Any], now: dict[str, Any], inputs: list[Input]) -> None:
-    """Raises ConfigError unless `now` goes on with the job `before`.
+    """Raises ConfigError unless `now` continues the job `before`.
 
-    Inputs may have grown: the last one by lines, and further ones behind it.
+    Inputs may have grown: the last one by lines, and by further inputs after it.
     """
     old, new = (
         dict(_flat({name: part for name, part in manifest.items() if name not in NOT_COMPARED}))
@@ -196,7 +196,7 @@ def _differing_inputs(
 
 
 def _has_grown(old: dict[str, Any], new: dict[str, Any], one: Input) -> bool:
-    """Whether lines were added behind the old ones, which are all there."""
+    """Whether lines were appended to the old content, which is unchanged."""
     size = int(old["bytes"])
     may_grow = one.packing is None and one.form not in ("parquet", "json")
     if not may_grow or new["bytes"] <= size or digest(one.name, size) != old["xxh3"]:

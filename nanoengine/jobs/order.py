@@ -1,7 +1,7 @@
-"""Which task is next: by windows, so that the order costs bounded memory.
+"""The order of tasks, within windows, so that sorting needs bounded memory.
 
-Results don't depend on it. Rows of a common prefix that follow each other find it in the prefix
-cache before it is evicted; at the end of a job long rows go first, so that none runs on alone.
+Results don't depend on it. Consecutive rows with a common prefix hit the prefix cache before it is
+evicted. At the end of a job long rows go first, so that none is left running alone.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from nanoengine.text.prompt_forms import PAUSE, Pause
 WINDOW_ROWS = 4096
 WINDOW_BYTES = 64 << 20
 MOST_WAIT_S = 0.2
-"""Longest time that a row waits for more of its window while nothing else is there to read."""
+"""Longest wait for further rows of a window while no others can be read [s]."""
 
 MIN_PREFIX = 64
-"""Characters that rows of one group have in common; a few blocks."""
+"""Characters of the common prefix that rows of one group share; a few blocks."""
 
 CHARS_PER_TOKEN = 4
 
 
 def windows(tasks: Iterable[Task | Pause]) -> Iterator[tuple[list[Task], bool] | Pause]:
-    """Tasks by windows; True with the last one. Where no more come for now, a window ends early."""
+    """Groups tasks into windows; True marks the last one. A window ends early if no more come."""
     window: list[Task] = []
     size, began = 0, 0.0
     for task in tasks:
@@ -50,7 +50,7 @@ def windows(tasks: Iterable[Task | Pause]) -> Iterator[tuple[list[Task], bool] |
 
 
 def text_of(prompt: Any) -> str:
-    """What a prompt begins with and how long it is, near enough, without a template."""
+    """Approximate text of a prompt, for its beginning and its length, without a chat template."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, dict):
@@ -61,7 +61,7 @@ def text_of(prompt: Any) -> str:
 
 
 def ordered(tasks: Iterable[Task | Pause]) -> Iterator[Task | Pause]:
-    """The tasks, window by window in the order for speed."""
+    """The tasks, window by window, in the fastest order."""
     for found in windows(tasks):
         if found is PAUSE:
             yield PAUSE
@@ -71,7 +71,7 @@ def ordered(tasks: Iterable[Task | Pause]) -> Iterator[Task | Pause]:
         if not is_last:
             yield from (task for _, _, task in rows)
             continue
-        # Neighbours that begin alike stay together.
+        # Rows with the same beginning stay together.
         neighbours = itertools.groupby(rows, key=lambda row: row[0][:MIN_PREFIX])
         groups = [sorted(group, key=_work, reverse=True) for _, group in neighbours]
         for group in sorted(groups, key=lambda group: _work(group[0]), reverse=True):
@@ -79,7 +79,7 @@ def ordered(tasks: Iterable[Task | Pause]) -> Iterator[Task | Pause]:
 
 
 def _work(row: tuple[str, int, Task]) -> float:
-    """Tokens that a row may take."""
+    """Approximate number of tokens that a row may need."""
     text, _, task = row
     most = task.params.max_tokens
     # Why //: a row may ask for more tokens than a float can hold.

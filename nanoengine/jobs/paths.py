@@ -1,4 +1,4 @@
-"""The files of a job: which it writes, which of them a glob may find, and how they move aside."""
+"""The files of a job: which ones it writes, which ones globs skip, and how they move aside."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nanoengine.jobs.source import STDIN, Input
 STDOUT = "-"
 LINES = ("", ".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet")
-"""Suffixes of outputs: those of JSON lines, which pipes have too, and those of tables."""
+"""Suffixes of outputs: JSON lines, which pipes get too, and tables."""
 
 
 def real_path(name: str | os.PathLike[str]) -> Path:
-    """The file that a name means, a link followed: a rewrite would put a file in its place.
+    """The path of a file with links resolved, because a rewrite would replace the link.
 
     Raises:
-        ConfigError: it is a directory, or no name.
+        ConfigError: it is a directory, or not a valid name.
     """
     if "\0" in str(name):
         raise ConfigError(f"output {str(name)!r} can't be written: a name of a file has no NUL")
@@ -33,8 +33,8 @@ def real_path(name: str | os.PathLike[str]) -> Path:
 
 
 def relative(path: str, start: str, of: ModuleType = os.path) -> str:
-    """How to get from a directory to a file, with / between names on all systems; the file as it is
-    where it lies on another drive."""
+    """The path relative to a directory, with / on all systems; unchanged if it is on another
+    drive."""
     try:
         path = of.relpath(path, start)
     except ValueError:  # Windows
@@ -46,16 +46,16 @@ class Paths:
     """The files of a job.
 
     Args:
-        output, errors, summary_json: as in `JobOptions`.
+        output, errors, summary_json: see `JobOptions`.
 
     Attributes:
-        output: where the records, or the table, are in the end.
+        output: the final file, records or a table.
         table: the suffix of a table; empty for JSON lines.
-        table_log: the records of which a table is made.
-        manifest: says what job the output is of.
-        runs: says which rows run.
-        errors_manifest: says of which output the file of errors is, namely `errors_of`; None: there
-            is no such file.
+        table_log: the records that a table is made from.
+        manifest: identifies the job of the output.
+        runs: the journal, see `journal.py`.
+        errors_manifest: records which output the file of errors belongs to; None: no such file.
+        errors_of: the path of that output, relative to the file of errors.
 
     Raises:
         ConfigError: one of them is a directory, or has the suffix of another format; the summary
@@ -79,7 +79,7 @@ class Paths:
         self.errors_manifest: Path | None = None
         if self._errors is not None:
             self.errors_manifest = self._errors.with_name(f"{self._errors.name}.job.json")
-            # Why from there: both files may be moved together.
+            # Why relative: both files may be moved together.
             self.errors_of = relative(
                 os.path.realpath(self.output), os.path.realpath(self._errors.parent)
             )
@@ -96,7 +96,7 @@ class Paths:
             raise ConfigError(f"--summary-json {str(summary)!r} {told}")
 
     def check(self, inputs: Iterable[Input]) -> None:
-        """Raises ConfigError if a file is written that is read, or written for something else."""
+        """Raises ConfigError if an output is also an input, or two outputs are the same file."""
         files = [one.name for one in inputs if one.name != STDIN]
         own = (self.table_log, self.manifest, self.runs, self.errors_manifest)
         taken = {os.path.realpath(path) for path in own if path is not None}
@@ -113,7 +113,7 @@ class Paths:
             raise ConfigError(f"--errors {str(self._errors)!r} has JSON lines: name it .jsonl")
 
     def is_own(self, name: str) -> bool:
-        """Whether a file that a glob has found is of this job, or of one that was moved aside."""
+        """Whether a glob's match belongs to this job, or to an earlier one that was moved aside."""
         files = [*self._files(), *self._named.values()]
         if self.errors_manifest is not None:
             files.append(self.errors_manifest)
@@ -125,12 +125,12 @@ class Paths:
         return os.path.realpath(name) in map(os.path.realpath, own)
 
     def _files(self) -> list[Path]:
-        """The manifest first: without it no process takes the others for its own."""
+        """The manifest first: without it no process treats the other files as its own."""
         files = (self.manifest, self.output, self._errors, self.runs, self.table_log)
         return [path for path in files if path is not None]
 
     def move_aside(self) -> None:
-        """Gives the files of an earlier job a number that none has."""
+        """Renames the files of an earlier job with an unused number."""
         old = [path for path in self._files() if path.exists() and path.stat().st_size]
         numbers = map(str, itertools.count(1))
         number = next(n for n in numbers if not any(self._numbered(p, n).exists() for p in old))
@@ -138,7 +138,7 @@ class Paths:
             os.replace(path, self._numbered(path, number))
 
     def _numbered(self, path: Path, number: str) -> Path:
-        """out.jsonl.job.json as out.1.jsonl.job.json: the old job goes on under that name."""
+        """out.jsonl.job.json -> out.1.jsonl.job.json; the old job can be resumed with that name."""
         base = self.output if path.name.startswith(self.output.name) else path
         rest = path.name.removeprefix(base.name)
         return path.with_name(f"{base.stem}.{number}{base.suffix}{rest}")

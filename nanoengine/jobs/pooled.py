@@ -1,12 +1,12 @@
-"""Rows that ask for vectors or scores: the bodies of /v1/embeddings, /score and /rerank.
+"""Rows that ask for embeddings or scores: the bodies of /v1/embeddings, /score and /rerank.
 
     {"input": one or many, "dimensions": ..., "encoding_format": "float" | "base64"}
     {"text_1": one or many, "text_2": one or many}
     {"query": text, "documents": [...], "top_n": ...}
 
-One row may hold many prompts, the parts of a `Task`, which run side by side. Loaded at the first
-such row.
-Source: OpenAI's API for embeddings, vLLM's for scores, and the forms of their answers.
+One row may hold many prompts, the parts of a `Task`, which run concurrently. This module is
+imported when the first such row is read.
+Source: OpenAI's API for embeddings, vLLM's API for scores, and the responses of both.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TEXTS = {
     **dict.fromkeys(("queries", "data_1"), "text_1"),
     **dict.fromkeys(("documents", "items", "data_2"), "text_2"),
 }
-"""Other names of what a score is of. Source: vLLM's score requests."""
+"""Other names for the texts of a score. Source: vLLM's score requests."""
 
 BODY = {
     "embedding": ("model", "input", "encoding_format", *_PARAMS),
     "score": ("model", "text_1", "text_2", *TEXTS, *_PAIR, *_PARAMS),
     "rerank": ("model", "query", "documents", "top_n", *_PAIR, *_PARAMS),
 }
-"""Fields of a body, in the order in which a message names them."""
+"""Fields of a body, in the order in which error messages list them."""
 
 ENCODINGS = ("float", "base64")
 
@@ -53,10 +53,10 @@ ENCODINGS = ("float", "base64")
 def read(
     kind: str, body: Mapping[str, Any], pools: Pools
 ) -> tuple[list[Any], PooledParams, Callable[[list[RequestOutput]], dict[str, Any]]]:
-    """The prompts of a row, how they are run, and what makes the body of its response.
+    """The prompts of a row, their parameters, and a function that makes the body of its response.
 
     Raises:
-        RequestError: a field is missing or wrong.
+        RequestError: a field is missing or invalid.
     """
     names = {"embedding": ("input",), "score": ("text_1", "text_2")}
     if kind == "score":
@@ -98,7 +98,7 @@ def _asked(kind: str, body: Mapping[str, Any], pools: Pools) -> Asked:
 
 
 def _text(document: object) -> object:
-    """A document, which may be an object with its text."""
+    """The text of a document, which may be an object with a text."""
     return document.get("text") if isinstance(document, dict) else document
 
 
@@ -124,7 +124,7 @@ def _scores(body: Mapping[str, Any], found: list[PoolingRequestOutput]) -> dict[
 
 
 def _ranks(body: Mapping[str, Any], found: list[PoolingRequestOutput]) -> dict[str, Any]:
-    """The documents, best first; equal ones as they came."""
+    """The documents, best first; equal scores keep their order."""
     ranked = sorted(enumerate(found), key=lambda one: -one[1].outputs.score)
     results = [
         {

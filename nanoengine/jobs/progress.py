@@ -1,6 +1,6 @@
-"""How far a job is: a live line on a terminal, lines of a log elsewhere, a table at the end.
+"""Progress of a job: a live line on a terminal, log lines elsewhere, and a final table.
 
-An `Observer` of the engine. All of it goes to stderr.
+It is an `Observer` of the engine, and writes to stderr.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from nanoengine.jobs.job import Job
 from nanoengine.jobs.work import Counts
 
 LACK_BLOCKS = {"blocks", "policy"}
-"""Words of a plan's `waits`: no blocks now, or none soon."""
+"""Reasons in a plan's `waits`: no blocks now, or none soon."""
 MORE_BLOCKS = "--kv-cache-gib, or --memory-fraction, gives it more memory"
 LIVE_S, LOGGED_S = 0.25, 30.0
 
 
 class Progress:
-    """The state of a job in one line; a terminal has its line rewritten.
+    """Shows the state of a job in one line, which is rewritten on a terminal.
 
     Args:
-        counts: those of this process, read as they change.
-        stats: the engine's.
+        counts: the counters of this process; read while they change.
+        stats: returns the engine's statistics.
     """
 
     def __init__(self, job: Job, counts: Counts, stats: Callable[[], EngineStats]) -> None:
@@ -37,7 +37,7 @@ class Progress:
         self._width = self._num_steps = self._num_short = 0
 
     def on_step(self, plan: StepPlan | None, result: object, scheduler: object) -> None:
-        """Shows the new numbers, now and then. No plan: the step of a replica."""
+        """Shows the new numbers at intervals. Without a plan, it is the step of a replica."""
         if plan is not None:
             self._num_steps += 1
             waits = any(lacks in LACK_BLOCKS for _, lacks in plan.waits)
@@ -66,7 +66,7 @@ class Progress:
         return ", ".join(words)
 
     def advice(self) -> Iterator[str]:
-        """Lines on why rows failed, and on what other options would have changed."""
+        """Lines on why rows failed, and on options that could help."""
         counts = self._counts
         for code, (count, first) in sorted(counts.reasons.items(), key=lambda one: -one[1][0]):
             yield f"{count:,} failed with {code}, the first at {first}"
@@ -80,7 +80,7 @@ class Progress:
             yield f"rows waited for blocks of the KV cache in {waited}: {MORE_BLOCKS}"
 
     def _left_s(self, num_running_tokens: int, speed: float) -> float | None:
-        """Time for the tokens that are to come, if rows have as many as those that have ended."""
+        """Time left, if remaining rows have as many output tokens on average as finished ones."""
         job, counts = self._job, self._counts
         if job.num_rows is None or not counts.answered or not speed:
             return None
@@ -96,7 +96,7 @@ class Progress:
         print(line, end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Takes the live line away."""
+        """Erases the live line."""
         if self._width:
             print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
 
@@ -108,7 +108,7 @@ def _clock_time(seconds: float) -> str:
 
 
 def summary(job: Job, counts: Counts, elapsed_s: float, ended: str) -> dict[str, Any]:
-    """What a job came to; `--summary-json` writes it."""
+    """The results of a job; `--summary-json` writes them."""
     prompt = counts.prompt_tokens
     return {
         "ended": ended,
@@ -129,7 +129,7 @@ def summary(job: Job, counts: Counts, elapsed_s: float, ended: str) -> dict[str,
 
 
 def table(facts: dict[str, Any]) -> str:
-    """The summary for people."""
+    """The summary as readable text."""
     lines = []
     for name, value in facts.items():
         if value is not None:

@@ -1,9 +1,9 @@
-"""Outputs and errors to records: a line of JSON each, which tells its row and whether it failed.
+"""Converts outputs and errors to records: one line of JSON each, with the row and its error.
 
     OpenAI   {"id": "batch_req_ROW", "custom_id": ..., "response": {...}, "error": null}
     simple   {"_row": ROW, the row's columns, "outputs": [...], "usage": {...}, "error": null}
 
-`log.py` reads a record's row and its error back.
+`log.py` reads a record's row and error back.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from nanoengine.features.answers import AnswerForm
 
 LEAST_LOGPROB = -9999.0
-"""JSON has no infinity; the number is OpenAI's."""
+"""Replaces -inf, which JSON lacks; OpenAI uses the same number."""
 
 
 class Recorder:
     """Makes records.
 
     Args:
-        model: its name, for responses.
-        created: time of the job [s since 1970]: the same after a resume.
+        model: name of the model, for responses.
+        created: time of the job [s since 1970]; a resumed job keeps it.
     """
 
     def __init__(self, model: str, created: int | None = None) -> None:
@@ -42,13 +42,13 @@ class Recorder:
         self._created = int(time.time()) if created is None else created
 
     def record(self, task: Task, result: RequestOutput | RowError) -> bytes:
-        """The record of a row, of its last output or of its error."""
+        """The record of a row, from its last output or its error."""
         if isinstance(result, RowError):
             return self._failure(task, result)
         return self._answer(task, result)
 
     def _answer(self, task: Task, output: RequestOutput) -> bytes:
-        """The record of a row that ran; `task.outputs` are those of its earlier turns."""
+        """The record of an answered row; `task.outputs` are the outputs of its earlier turns."""
         outputs = [*task.outputs, output]
         if task.form is not None:
             keys = (f"{task.key}/{turn}" for turn in range(len(outputs)))
@@ -82,20 +82,20 @@ class Recorder:
         return json_line(_openai_record(task, body, None))
 
     def _failure(self, task: Task, error: RowError) -> bytes:
-        """The record of a row that has no answer."""
+        """The record of a failed row."""
         told = {"code": error.code, "message": str(error)}
         told |= {"line": task.number, "file": task.input.name}
         if task.kind != "simple":
             return json_line(_openai_record(task, None, told))
         try:
             return json_line(_simple_record(task, [], None, told))
-        except RecursionError:  # Why here: what could be read may be too deep to be written.
+        except RecursionError:  # Why: a value that can be parsed may be too deep to serialize.
             task.columns = {}
             return json_line(_simple_record(task, [], None, told))
 
 
 def _simple_record(task: Task, outputs: object, usage: object, error: object) -> dict[str, Any]:
-    """The row's columns with what the job adds, which replaces columns of these names."""
+    """The record of a simple row; the job's fields replace columns with the same name."""
     columns = {name: value for name, value in task.columns.items() if name not in SIMPLE_FIELDS}
     return {"_row": task.row, **columns, "outputs": outputs, "usage": usage, "error": error}
 
@@ -108,14 +108,14 @@ def _openai_record(task: Task, body: object, error: object) -> dict[str, Any]:
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
-"""Characters that end a line for Python's `splitlines` and for others, and for JSON don't."""
+"""Characters that Python's `splitlines` and other programs treat as line ends, unlike JSON."""
 
 
 def json_line(record: dict[str, Any]) -> bytes:
-    """A line of JSON; a lone surrogate stands as JSON's escape, which `backslashreplace` writes."""
+    """A line of JSON; `backslashreplace` writes a lone surrogate as a JSON escape."""
     try:
         text = ENCODER.encode(record)
-    except (ValueError, TypeError):  # columns of a Parquet file, or numbers beyond a float's
+    except (ValueError, TypeError):  # Parquet values, or floats that are not finite
         text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, default=str)
     if not text.isascii():
         text = text.translate(LINE_ENDS)
@@ -123,7 +123,7 @@ def json_line(record: dict[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """The value with keys that are strings; numbers that JSON has not are null."""
+    """The value with keys converted to strings; floats that JSON can't hold become null."""
     value = plain(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
@@ -142,7 +142,7 @@ def _usage(outputs: list[RequestOutput]) -> dict[str, int]:
 def _completion(
     output: RequestOutput, completion: CompletionOutput, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """`record` with a completion of a simple row; ids stand where there is no text."""
+    """Adds a completion of a simple row to `record`; without text, adds its token ids."""
     record["text"] = completion.text
     if not completion.text:
         record["token_ids"] = completion.token_ids
@@ -159,7 +159,7 @@ def _ending(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def parts(completion: CompletionOutput) -> dict[str, Any]:
-    """What an answer has beside its text, where it was taken apart."""
+    """The fields of a parsed answer other than its text."""
     names = ("reasoning_content", "tool_calls", "parse_error")
     return {name: part for name in names if (part := getattr(completion, name)) is not None}
 
@@ -176,7 +176,7 @@ def _chat_choice(
         logprobs = {"content": content, "refusal": None}
     choice = {"index": completion.index, "message": message, "logprobs": logprobs}
     choice |= _ending(completion)
-    # Why not for a named one: OpenAI's API has "stop" there.
+    # Why not for a named tool: OpenAI's API returns "stop" then.
     is_named = form is not None and form.choice == "named"
     if completion.tool_calls and completion.finish_reason == "stop" and not is_named:
         choice["finish_reason"] = "tool_calls"
@@ -184,10 +184,11 @@ def _chat_choice(
 
 
 def _position(entry: dict[int, Logprob], num_top: int | None) -> dict[str, Any]:
-    """One generated token, and the likeliest ones; the entry begins with the one that was sampled.
+    """The logprobs of one generated token, with the most likely candidates.
 
     Args:
-        num_top: how many; -1: all.
+        entry: the candidates; the sampled token comes first.
+        num_top: number of candidates; -1: all.
     """
     ranked = sorted(entry.items(), key=lambda one: one[1].rank)
     top = ranked if num_top == -1 else ranked[: num_top or 0]

@@ -1,12 +1,12 @@
-"""A line to a task: prompt, sampling parameters, and what the record repeats of the row.
+"""Converts a line to a task: prompt, sampling parameters, and what the record repeats of the row.
 
     OpenAI     {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
     simple     {"prompt" | "prompt_token_ids" | "messages" | "turns": ..., any field of
                SamplingParams, other columns}; a string; a list of token ids; a line of text
     columns    any dict, with a prompt column or a template over the columns
 
-A field is obeyed or refused by name. What a name may hold is said once: by `SamplingParams`, by
-`vllm_names`, and by the tables here.
+A field is either supported or refused with an error that names it. The valid values are defined in
+one place each: `SamplingParams`, `vllm_names`, and the tables in this module.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KINDS: dict[str, Kind] = {CHAT_URL: "chat", COMPLETION_URL: "completion"}
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 OPENAI = NAMES["OpenAI bodies"]
-"""Fields of OpenAI's bodies and of vLLM's servers whose meaning is not simply a field here."""
+"""Fields of OpenAI bodies and of vLLM's server that do not map directly to a field here."""
 
 NO_FORM = (
     "rows have tools, and the chat template shows no form of calls that is known: answers stay"
@@ -62,7 +62,7 @@ OTHERS_ARE_DATA = "with --prompt-column other columns are data"
 CHAT_MARK = re.compile(r"<[^<>\s{}]+>|\[INST\]")
 
 NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Fields of a body that ask nothing of an answer."""
+"""Fields of a body that are accepted and have no effect."""
 
 _PARAMS = dict.fromkeys((*SAMPLING, *SAMPLING_PARAMS, *OPENAI))
 _COMMON = (*SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS)
@@ -74,10 +74,10 @@ BODY: dict[Kind, dict[str, None]] = {
     "chat": dict.fromkeys((*_CHAT, *_COMMON)),
     "completion": dict.fromkeys(("model", "prompt", "cache_salt", *_COMMON)),
 }
-"""Fields of a body, in the order in which a message names them."""
+"""Fields of a body, in the order in which error messages list them."""
 
 MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 256}
-"""Where neither row, job nor model say it: what OpenAI's API has, None being all of the context."""
+"""Default max_tokens, for chats and completions as in OpenAI's API; None: all of the context."""
 
 PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
 ELSEWHERE = {
@@ -85,18 +85,18 @@ ELSEWHERE = {
     "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "stop_sequences": "stop",
     "top_logprobs": "logprobs", "reasoning_effort": "chat_template_kwargs", "tool_choice": "a body",
 }  # fmt: skip
-"""What other programs, and bodies, have -> what to give in a simple row."""
+"""Names used by other programs or in bodies -> the name to use in a simple row."""
 
 LEAST_LIKENESS = 0.9
-"""Of a column to an option for which it is taken: temprature; n_tokens is 0.89 of min_tokens."""
+"""Similarity to an option from which a column is reported as misspelt; n_tokens has 0.89."""
 
 LEAST_NAME = 4
 KNOWN_PARAMS = 1024
 KNOWN_CHARS = 1 << 15
-"""Parameters that are made of more are not remembered: a row's may be of any size."""
+"""Longest cache key of parameters; longer ones are not cached, since rows may have any size."""
 
 SNIFFED_ROWS = 1000
-"""Rows that are looked at for one that can be read."""
+"""How many rows are tried to find one that can be parsed."""
 
 MOST_DEPTH = 100
 DEFAULT = SamplingParams()
@@ -106,21 +106,21 @@ TEMPLATES = Renderer("row")
 
 @dataclass(slots=True, kw_only=True)
 class Task:
-    """One row on its way.
+    """One row that is being processed.
 
     Attributes:
-        row, input, number: as in `Line`.
-        custom_id: of an OpenAI row, as it was given.
-        columns: what a simple record repeats.
-        prompt: as `LLM.stream` takes it.
-        key: names the row's random numbers.
-        size: of all that the row holds, near enough [bytes].
-        turns: what the user says next, once there is an answer.
+        row, input, number: see `Line`.
+        custom_id: the id of an OpenAI row, as given.
+        columns: the columns that a simple record repeats.
+        prompt: a prompt as `LLM.stream` takes it.
+        key: the key that seeds the row's random numbers.
+        size: approximate size of the row's content [bytes].
+        turns: the user's next messages, sent one by one after each answer.
         outputs: answers to earlier turns, or to some of the parts.
-        form: how its answers are taken apart; None: they stay whole.
-        parts: the prompts of a row that has several, which run side by side.
-        answer: makes the body of its response of the outputs, in the order of the parts.
-        error: why it can't run.
+        form: how the answers are parsed; None: they are not parsed.
+        parts: the prompts of a row that has several; they run concurrently.
+        answer: makes the body of the response from the outputs, in the order of the parts.
+        error: why the row can't run.
     """
 
     row: int
@@ -143,23 +143,23 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """How rows are understood; the same for all of a job, and part of its manifest.
+    """How rows are read; the same for all rows of a job, and part of its manifest.
 
     Attributes:
         sampling: Fields of `SamplingParams` for rows that don't set them.
         prompt_column: The column that is the prompt; other columns are data, and go into the
             record.
-        template: Jinja over the columns that makes the prompt.
-        chat: A prompt is a user's message, and the model's chat template is applied.
-        system: System message before each; needs --chat.
-        any_model: Say nothing of rows that ask for another model.
-        ignore_unknown: Drop unknown fields of OpenAI bodies, in place of refusing the row.
-        trust_row_templates: Run chat templates that come with rows: they are programs, which
-            sandbox, time and memory bound.
-        reasoning_parser: Take apart what the model thinks: qwen3, deepseek_r1, mistral, granite,
+        template: Jinja template over the columns that makes the prompt.
+        chat: Treat a prompt as a user's message, and apply the model's chat template.
+        system: System message before each prompt; needs --chat.
+        any_model: Don't warn about rows that ask for another model.
+        ignore_unknown: Drop unknown fields of OpenAI bodies instead of refusing the row.
+        trust_row_templates: Run chat templates that come with rows: they are programs, run in a
+            sandbox with limits on time and memory.
+        reasoning_parser: Parse the model's reasoning: qwen3, deepseek_r1, mistral, granite,
             openai_gptoss, or auto, by the chat template.
-        tool_call_parser: Take apart the calls of functions: hermes, qwen3_coder, llama3_json,
-            mistral, openai, or auto, as in OpenAI chats with tools if nothing is given.
+        tool_call_parser: Parse tool calls: hermes, qwen3_coder, llama3_json, mistral, openai, or
+            auto, by the chat template, which is the default for OpenAI chats with tools.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -187,23 +187,23 @@ class RowOptions:
 
     @property
     def takes_apart(self) -> bool:
-        """Whether each answer is taken apart."""
+        """Whether each answer is parsed into reasoning, text and tool calls."""
         return self.reasoning_parser is not None or self.tool_call_parser is not None
 
     @property
     def columns_alone(self) -> bool:
-        """Whether a row's columns are data and no parameters."""
+        """Whether a row's columns are only data, never parameters."""
         return self.prompt_column is not None or self.template is not None
 
 
 def read_by(
     model: str, config: EngineConfig, info: Any, tokenizer: Callable[[], Tokenizer]
 ) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], Pools]]:
-    """What a `RowReader` takes of a model, behind its options.
+    """The arguments of a `RowReader` after its options, for a model.
 
     Args:
-        info: what the engine has found, or a part of it.
-        tokenizer: gives the model's, once a row needs it.
+        info: what the engine knows about the model, or a part of it.
+        tokenizer: returns the model's tokenizer; called when the first row needs it.
     """
 
     @functools.cache
@@ -219,17 +219,17 @@ def read_by(
 
 
 class RowReader:
-    """Makes tasks of lines.
+    """Makes tasks from lines.
 
     Args:
-        model: name of the loaded one.
-        defaults: sampling parameters of the model's own.
-        chat_template: gives the model's, which shows the form of its answers.
-        pools: makes what knows the model's vectors and scores; None: rows can't ask for any.
+        model: name of the loaded model.
+        defaults: the model's own sampling parameters.
+        chat_template: returns the model's chat template, which determines the output parsers.
+        pools: makes the reader of pooling requests; None: rows can't ask for embeddings or scores.
 
     Raises:
-        ConfigError: the template is none.
-        RequestError: an option of sampling is out of range.
+        ConfigError: the template is invalid.
+        RequestError: a sampling option is out of range.
     """
 
     def __init__(
@@ -250,10 +250,10 @@ class RowReader:
         self._make_params({}, "simple")
 
     def task(self, line: Line, kind: Kind = "simple") -> Task:
-        """The task of a line; one that can't run holds its error.
+        """Makes the task of a line; a task that can't run holds its error.
 
         Args:
-            kind: the form of its input; "chat" stands for both of OpenAI's.
+            kind: the form of the input; "chat" means either form of OpenAI rows.
         """
         task = Task(row=line.row, input=line.input, number=line.number, kind=kind)
         task.key, task.size = str(line.row), size_of(line.content)
@@ -262,7 +262,7 @@ class RowReader:
         except RequestError as error:
             is_told = isinstance(error, RowError)
             task.error = error if is_told else RowError("invalid_row", str(error))
-        except Exception as error:  # Why: what a row holds is its own fault.
+        except Exception as error:  # Why all: the content of a row is arbitrary.
             task.error = RowError("invalid_row", f"{type(error).__name__}: {error}")
         return task
 
@@ -285,7 +285,7 @@ class RowReader:
             self._fill_simple(task, row)
 
     def lacks_prompt(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has not the columns of which its prompt is made."""
+        """Whether a row lacks the columns that its prompt is made from."""
         if not self._options.columns_alone:
             return row.keys().isdisjoint((*CONTENT_KEYS, "turns"))
         with contextlib.suppress(RequestError):
@@ -301,7 +301,7 @@ class RowReader:
             columns = {name: row[name] for name in self._names if name in row}
             try:
                 return TEMPLATES.render(template, columns)
-            except Exception as error:  # Why: templates are programs, and raise anything.
+            except Exception as error:  # Why all: templates are programs, and raise anything.
                 raise RequestError(f"the template refused the row: {error}") from error
         name = self._options.prompt_column or ""
         if name not in row:
@@ -321,7 +321,7 @@ class RowReader:
         return prompt
 
     def _conversation(self, text: str) -> dict[str, Any]:
-        """A user's first message, behind the system message."""
+        """The first messages of a conversation: the system message, then the user's."""
         said = [("system", self._options.system), ("user", text)]
         messages = [{"role": role, "content": one} for role, one in said if one is not None]
         return {"messages": messages}
@@ -399,7 +399,7 @@ class RowReader:
             del body[name]
 
     def _check_model(self, model: object) -> None:
-        """A row of another model is answered by this one, which is said once."""
+        """Warns once per name if a row asks for another model; the loaded one answers it."""
         if model is None or self._options.any_model:
             return
         if not isinstance(model, str):
@@ -412,7 +412,7 @@ class RowReader:
             )
 
     def _warn(self, key: str, message: str) -> None:
-        """Warns, if there was no warning of this key yet."""
+        """Warns once per key."""
         if key not in self._warned and len(self._warned) < KNOWN_PARAMS:
             self._warned.add(key)
             warnings.warn(message, stacklevel=1)
@@ -434,7 +434,7 @@ class RowReader:
             prompt.pop("tools", None)
         if "reasoning_effort" in body:
             variables = prompt.get("chat_template_kwargs", {})
-            if isinstance(variables, dict):  # else the call says what it must be
+            if isinstance(variables, dict):  # else `LLM.stream` reports the type
                 effort = {"reasoning_effort": body["reasoning_effort"]}
                 prompt["chat_template_kwargs"] = {**effort, **variables}
         task.prompt = prompt
@@ -453,7 +453,7 @@ class RowReader:
     def _with_form(
         self, task: Task, own: dict[str, Any], tools: Any = None, choice: Any = None
     ) -> dict[str, Any]:
-        """A row's parameters, with those that the form of its answers needs."""
+        """A row's parameters, with the ones that its output parser needs."""
         options, is_chat = self._options, task.kind == "chat"
         if not options.takes_apart and not (is_chat and (tools or choice)):
             return own
@@ -465,7 +465,7 @@ class RowReader:
                 reader = reader_of("tool_call_parser", "auto", self._chat_template)
             except RequestError:
                 warnings.warn(NO_FORM, stacklevel=1)
-        tools = tools if isinstance(tools, list) else None  # else the call says what it must be
+        tools = tools if isinstance(tools, list) else None  # else `LLM.stream` reports the type
         asked = (options.reasoning_parser, reader, tools, choice)
         task.form = form = answer_form(*asked, self._chat_template)
         if form is None:
@@ -474,12 +474,12 @@ class RowReader:
             is_text = own.pop("response_format", None) in (None, {"type": "text"})
             if not is_text or "structured_outputs" in own:
                 raise RequestError(BOUND_TWICE)
-        return form.needs() | own  # Why so: the row may say more, or otherwise.
+        return form.needs() | own  # Why last: the row's own values take precedence.
 
     # --- sampling parameters --------------------------------------------------------------------
 
     def _params_for(self, given: Mapping[str, Any], kind: Kind) -> SamplingParams:
-        """The job's parameters with a row's; equal ones are one object."""
+        """The job's parameters with the row's own; equal parameters share one object."""
         own = {name: value for name, value in given.items() if name in _PARAMS}
         key = f"{kind}{own!r}"
         params = self._params.get(key)
@@ -505,18 +505,18 @@ class RowReader:
 
 @functools.lru_cache
 def _chat_marks(template: str) -> list[str]:
-    """What a chat template puts around messages: a prompt that has any of it is rendered."""
+    """Markers that a chat template puts around messages; a prompt with one is already rendered."""
     return CHAT_MARK.findall(template)
 
 
 def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """What a row holds by these names; null is nothing."""
+    """The row's values with these names; null counts as missing."""
     return {name: plain(row[name]) for name in names if row.get(name) is not None}
 
 
 @functools.lru_cache(KNOWN_PARAMS)
 def _meant(column: str) -> str:
-    """What a column of a simple row that sets nothing was meant to be; empty for data."""
+    """A hint for a column of a simple row that has no effect; empty if it is data."""
     refused = OPENAI.get(column, {}).get("refused")
     if refused is not None or column in ELSEWHERE:
         return refused or f"give {ELSEWHERE[column]}"
@@ -527,7 +527,7 @@ def _meant(column: str) -> str:
 
 
 def _neutral(column: str) -> tuple[Any, ...]:
-    """Values of a refused column that ask for nothing."""
+    """Values of a refused column that are accepted, because they ask for nothing."""
     entry = OPENAI.get(column, {"unless": ()})
     return tuple(entry.get("unless", (None, False)))
 
@@ -541,11 +541,11 @@ OPTIONS = {
     for name in (*TEMPLATE_KEYS, "cache_salt", *_PARAMS)
     if "refused" not in OPENAI.get(name, {}) and name not in ("tools", "priority")
 }
-"""What a column may be a typo of; other words are too near to names of data."""
+"""Options that a column may be a typo of; the excluded names are too similar to data columns."""
 
 
 def _structured(response_format: object) -> dict[str, Any] | None:
-    """What OpenAI's response_format asks for, as fields of `StructuredOutputs`."""
+    """OpenAI's response_format as fields of `StructuredOutputs`."""
     match response_format:
         case {"type": "text"}:
             return None
@@ -572,7 +572,7 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
 
 
 def kind_of(lines: Iterable[Line]) -> Kind:
-    """The form of an input, by the first of its rows that can be read."""
+    """The form of an input, from its first row that can be parsed."""
     row = next(_readable(lines), "")
     if not isinstance(row, dict) or any(row.get(n) is not None for n in (*CONTENT_KEYS, "turns")):
         return "simple"
@@ -580,17 +580,17 @@ def kind_of(lines: Iterable[Line]) -> Kind:
 
 
 def _readable(lines: Iterable[Line]) -> Iterator[Any]:
-    """The rows that can be read among the first lines of an input."""
+    """The rows that can be parsed among the first lines of an input."""
     for line in itertools.islice(lines, SNIFFED_ROWS):
         with contextlib.suppress(RowError):
             yield value(line)
 
 
 def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes: int) -> None:
-    """Checks that the rows of each file have the columns of which prompts are made.
+    """Checks that the rows of each file have the columns that prompts are made from.
 
     Raises:
-        ConfigError: none of the first rows has them; or a CSV has no header that can be read.
+        ConfigError: none of the first rows has them, or the header of a CSV can't be parsed.
     """
     reader = RowReader(options)
     for one in inputs:
@@ -616,10 +616,10 @@ def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes:
 
 
 def value(line: Line) -> Any:
-    """What a line holds: a JSON value, a text, columns.
+    """The content of a line: a JSON value, text, or columns.
 
     Raises:
-        RowError: it can't be read.
+        RowError: it can't be parsed.
     """
     content = line.content
     if isinstance(content, RowError):
@@ -643,7 +643,7 @@ def value(line: Line) -> Any:
 
 
 def _check_depth(value: Any) -> None:
-    """Raises RecursionError if lists and objects lie deeper than is sure to be written again."""
+    """Raises RecursionError if the value is nested too deeply to be serialized again."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         inner = [one.values() if isinstance(one, dict) else one for one in level]
@@ -668,10 +668,10 @@ JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def _names_in(template: str) -> list[str]:
-    """The columns that a template asks for.
+    """The columns that a template uses.
 
     Raises:
-        ConfigError: it is no Jinja.
+        ConfigError: it is not valid Jinja.
     """
     try:
         return TEMPLATES.render(template, None).split()

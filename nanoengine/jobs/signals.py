@@ -1,4 +1,4 @@
-"""Signals: what Ctrl-C and SIGTERM do while a job runs."""
+"""Signals: the effect of Ctrl-C and SIGTERM while a job runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from nanoengine.jobs.work import Work
 
 ALARM = getattr(signal, "SIGALRM", None)
-"""Ends the grace. Windows has none: a thread interrupts this one, as one more Ctrl-C does."""
+"""Ends the grace period. On Windows, a thread interrupts the main thread instead, as Ctrl-C."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -25,13 +25,13 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass
 class Signals:
-    """Ctrl-C and SIGTERM while a job runs.
+    """Handles Ctrl-C and SIGTERM while a job runs.
 
-    The first one has `work` give out no more rows; those that run get `grace` seconds. The second
-    one, or the end of the grace, raises `Stopped`, as does the first one while nothing runs.
+    After the first signal, `work` gives out no more rows, and running rows get `grace_s` seconds.
+    A second signal, or the end of that time, raises `Stopped`. If nothing runs, the first does.
 
     Attributes:
-        work: what is to be stopped; None: nothing runs.
+        work: the work to stop; None: nothing runs.
         caught: number of the first signal.
     """
 
@@ -66,7 +66,7 @@ class Signals:
         )
 
     def _end_grace_after(self, seconds: float) -> None:
-        """Raises Stopped after a time; 0: not any more."""
+        """Raises Stopped after this time; 0 cancels it."""
         if ALARM is not None:
             signal.setitimer(signal.ITIMER_REAL, seconds)
         elif seconds:

@@ -1,7 +1,7 @@
-"""Files to lines: what is read of a job's inputs, as a stream.
+"""Reads the inputs of a job as a stream of lines.
 
-A line is not understood here, only found: that is cheap, so that a resumed job passes over a
-million finished rows in a second. What can't be read is a `RowError` in its line's place.
+A line is found here, not parsed. This is cheap: a resumed job skips a million finished rows in a
+second. A line that can't be read becomes a `RowError`.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ Form = Literal["jsonl", "json", "txt", "csv", "parquet"]
 SUFFIXES: dict[str, Form] = {f".{form}": form for form in get_args(Form)}
 SUFFIXES |= {".ndjson": "jsonl", ".json": "jsonl", ".tsv": "csv"}
 PACKINGS = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd"}
-"""Suffix -> the module of the standard library that unpacks it; zstd is pyarrow's."""
+"""Suffix -> the standard library module that decompresses it; zstd is done by pyarrow."""
 
 TABLE_ROWS = 64
-"""Rows of a Parquet file that are Python objects at once."""
+"""Rows of a Parquet file that are converted to Python objects at a time."""
 
 BUFFER_BYTES = 1 << 18
 MOST_WHOLE_BYTES = 1 << 28
-"""Of a file that is read as a whole: JSON over several lines, and UTF-16."""
+"""Maximum size of a file that is read as a whole: JSON over several lines, and UTF-16."""
 
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 BETWEEN_ROWS = re.compile(r"[\s,\ufeff]*")
 AS_UTF8 = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8"
 ID_SIGNS = (b'"custom_id"', b'"id"', b"\\u00")
-"""A line that has none of them has no id; an escape may stand for any letter of a name."""
+"""A line without any of these has no id. Any letter of a name may be written as an escape."""
 
 PLAIN_ID = re.compile(rb'\s*\{\s*"((?:custom_)?id)"\s*:\s*"([^"\\]+)"\s*[,}]')
 
 
 class RowError(RequestError):
-    """Why a row has no answer; `code` is one of docs/batch.md."""
+    """Why a row has no answer; the values of `code` are listed in docs/batch.md."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -65,8 +65,8 @@ class Input:
     """One input of a job.
 
     Attributes:
-        num_bytes: of the file as the job begins: what is written behind them meanwhile is for the
-            next run, which finds it to have grown. None: stdin.
+        num_bytes: size of the file when the job starts; None: stdin. Bytes that are appended later
+            are left to the next run, which sees that the file has grown.
     """
 
     name: str
@@ -76,11 +76,11 @@ class Input:
 
 
 class Line(NamedTuple):
-    """A row before it is understood.
+    """A row before it is parsed.
 
     Attributes:
-        row: its number in the job, from 0: over all inputs, blank lines left out.
-        number: its line in the input, from 1; the row of a Parquet file.
+        row: its number in the job, from 0, over all inputs; blank lines don't count.
+        number: its line in the input, from 1; for Parquet, the number of the row in the file.
         content: bytes of JSON or text, or a dict of columns.
     """
 
@@ -95,14 +95,14 @@ def find_inputs(
     form: Form | None = None,
     is_own: Callable[[str], bool] = lambda name: False,
 ) -> list[Input]:
-    """The inputs that `names` mean: files, globs, and - for stdin.
+    """Finds the inputs that `names` mean: files, globs, and - for stdin.
 
     Args:
-        is_own: which files a glob passes over.
+        is_own: whether a glob skips a file, because the job writes it.
 
     Raises:
-        ConfigError: no name is given, nothing is there, a suffix is unknown, stdin twice.
-        MissingDependencyError: a form needs pyarrow.
+        ConfigError: no name is given, a file is missing, a suffix is unknown, stdin is given twice.
+        MissingDependencyError: a format needs pyarrow.
     """
     found: list[Input] = []
     if not names:
@@ -150,16 +150,16 @@ def _input(name: str, form: Form | None) -> Input:
 
 
 def head(one: Input) -> bytes:
-    """The first bytes of a file, unpacked and as UTF-8; none if they can't be read."""
+    """The first bytes of a file, decompressed, as UTF-8; empty if they can't be read."""
     with contextlib.suppress(OSError, ValueError), open_input(one) as file:
         return file.read(BUFFER_BYTES)
     return b""
 
 
 def _spans_lines(one: Input) -> bool:
-    """Whether a file is an array of rows, or JSON with line breaks in it, by its beginning."""
+    """Whether a file begins with an array of rows, or with JSON that contains line breaks."""
     found = head(one).removeprefix(codecs.BOM_UTF8).strip()
-    start = re.match(rb'(\{)|\[\s*[\[{"]', found)  # a row, or an array whose first entry is one
+    start = re.match(rb'(\{)|\[\s*[\[{"]', found)  # a row, or an array that starts with one
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(found.partition(b"\n")[0])
         return start is not None and start[1] is None
@@ -185,7 +185,7 @@ def require_pyarrow(what: str) -> Any:
 
 
 def read_lines(inputs: Iterable[Input], max_row_bytes: int) -> Iterator[Line]:
-    """All rows of the inputs, numbered through."""
+    """All rows of the inputs, numbered consecutively."""
     row = 0
     for one in inputs:
         for number, content in _read(one, max_row_bytes):
@@ -215,13 +215,13 @@ def _read(one: Input, max_row_bytes: int) -> Iterator[tuple[int, Any]]:
 
 @contextlib.contextmanager
 def open_input(one: Input) -> Iterator[BinaryIO]:
-    """The bytes of an input, unpacked."""
+    """Opens an input for reading its decompressed bytes."""
     if one.name == STDIN:
-        # Why another descriptor: at its end Python would wait for the lock of `sys.stdin`, which a
-        # thread that reads it has.
+        # Why another descriptor: at exit, Python would wait for the lock of `sys.stdin`, which the
+        # reading thread holds.
         try:
             raw: Any = io.FileIO(os.dup(sys.stdin.fileno()))
-        except (AttributeError, io.UnsupportedOperation):  # a stream of the caller's, without one
+        except (AttributeError, io.UnsupportedOperation):  # a caller's stream without a descriptor
             yield sys.stdin.buffer
             return
     else:
@@ -238,10 +238,10 @@ def open_input(one: Input) -> Iterator[BinaryIO]:
 
 
 def _whole(file: BinaryIO) -> bytes:
-    """All that a file has.
+    """Reads the whole file.
 
     Raises:
-        ValueError: it is larger than what is read as a whole.
+        ValueError: it is larger than `MOST_WHOLE_BYTES`.
     """
     found = file.read(MOST_WHOLE_BYTES + 1)
     if len(found) > MOST_WHOLE_BYTES:
@@ -251,7 +251,7 @@ def _whole(file: BinaryIO) -> bytes:
 
 
 class _Head(io.FileIO):
-    """The first bytes of a file, one a read from `slow_from` on."""
+    """The first bytes of a file; from `slow_from` on, one byte per read."""
 
     def __init__(self, path: str, num_bytes: int | None, slow_from: int = sys.maxsize) -> None:
         super().__init__(path)
@@ -259,7 +259,7 @@ class _Head(io.FileIO):
         self.slow_from = slow_from
         self.latest = 0  # where the latest read began
 
-    read = io.RawIOBase.read  # by `readinto`
+    read = io.RawIOBase.read  # implemented by `readinto`
 
     def readinto(self, buffer: Any) -> int:
         at = self.latest = self.tell()
@@ -268,9 +268,10 @@ class _Head(io.FileIO):
 
 
 class _Unpacked(io.RawIOBase):
-    """A packed file: every byte before its damage, which is an OSError then.
+    """A compressed file: yields every byte before a damaged part, then raises OSError.
 
-    Why again, and byte by byte at last: a call that meets the damage loses what it has unpacked.
+    Why it reads a second time, in the end byte by byte: a call that reaches the damage loses the
+    bytes that it has already decompressed.
     """
 
     def __init__(self, one: Input) -> None:
@@ -292,9 +293,9 @@ class _Unpacked(io.RawIOBase):
         is_slow = self._head.slow_from < sys.maxsize
         try:
             found = self._file.read1(1 if is_slow else len(buffer))
-            if not found and self._head.latest < self._head.tell():  # bz2 and lzma pass over it
+            if not found and self._head.latest < self._head.tell():  # bz2 and lzma skip it
                 raise OSError("what stands behind its last member is no member")
-        except Exception as error:  # Why: each library has its own.
+        except Exception as error:  # Why all: each library raises its own.
             if is_slow:
                 raise OSError(str(error)) from error
             self._head.close()
@@ -313,8 +314,8 @@ class _Unpacked(io.RawIOBase):
 
 
 def _bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | RowError]]:
-    """The lines with their numbers; one that is too long is an error, and was never whole in
-    memory."""
+    """The lines with their numbers. A line that is too long becomes an error, and is never
+    entirely in memory."""
     for number in itertools.count(1):
         line = file.readline(max_bytes + 1)
         if not line:
@@ -328,10 +329,10 @@ def _bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes 
 
 
 def _json_rows(content: bytes, max_bytes: int) -> Iterator[tuple[int, bytes | RowError]]:
-    """The entries of an array, or values one after another, each with its first line.
+    """The entries of an array, or of consecutive values, each with the number of its first line.
 
     Raises:
-        ValueError: it is no JSON from here on.
+        ValueError: the rest is not JSON.
     """
     text, raw_decode = content.decode(errors="surrogateescape"), json.JSONDecoder().raw_decode
     end, line, closing = 0, 1, None
@@ -355,22 +356,22 @@ def _json_rows(content: bytes, max_bytes: int) -> Iterator[tuple[int, bytes | Ro
 
 
 def too_large(max_bytes: int) -> RowError:
-    """The error of a row that is longer than what may be in memory."""
+    """The error of a row that is larger than the limit."""
     return RowError("row_too_large", f"more than --max-row-mib {max_bytes / 2**20:g} MiB")
 
 
 def _delimiters(one: Input) -> str:
-    """What may stand between the cells of a CSV."""
+    """The possible delimiters of a CSV."""
     return "\t" if ".tsv" in Path(one.name).suffixes[-2:] else ",;\t|"
 
 
 def _delimiter(first: str, delimiters: str) -> str:
-    """The delimiter that makes the most cells of the first row; of equal ones the first."""
+    """The delimiter that splits the first row into the most cells; on a tie, the first one."""
     return max(delimiters, key=lambda one: len(next(csv.reader([first], delimiter=one), ())))
 
 
 def csv_dialect(inputs: Iterable[Input]) -> tuple[str, str]:
-    """Delimiter and encoding of the first CSV among files: as programs that wrote it read it."""
+    """Delimiter and encoding of the first CSV input, so that its program can read the output."""
     for one in inputs:
         if one.form == "csv" and one.name != STDIN:
             first, _, _ = head(one).partition(b"\n")
@@ -383,7 +384,7 @@ def csv_dialect(inputs: Iterable[Input]) -> tuple[str, str]:
 def _csv_rows(
     lines: Iterable[tuple[int, bytes | RowError]], max_row_bytes: int, delimiters: str
 ) -> Iterator[tuple[int, dict[str, str] | RowError]]:
-    """Each row by the names of the first one; all values are strings."""
+    """The rows as dicts, with names from the first row; all values are strings."""
     number = 0
 
     def text(found: tuple[int, bytes | RowError]) -> str:
@@ -391,9 +392,9 @@ def _csv_rows(
         number, line = found
         if isinstance(line, RowError):
             raise line
-        return line.decode(errors="surrogateescape")  # Why: bad bytes are found by cell.
+        return line.decode(errors="surrogateescape")  # Why: a later check names the invalid cell.
 
-    csv.field_size_limit(max_row_bytes)  # Why: a quote that is not closed would take all.
+    csv.field_size_limit(max_row_bytes)  # Why: an unclosed quote would read the whole file.
     texts = map(text, lines)
     reader: Iterator[list[str]] = iter(())
     names: list[str] = []
@@ -426,14 +427,14 @@ def _csv_rows(
                 yield first, dict(zip(names, cells, strict=True))
             names = names or cells
             continue
-        if not names:  # Why the end: another row would be taken for the names.
+        if not names:  # Why stop: the next row would become the header.
             yield first, RowError("unreadable_input", f"the names of the columns: {failure}")
             return
         yield first, failure
 
 
 def _table_rows(path: str, max_row_bytes: int) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
-    """Each row; one whose line of JSON would be too long is an error."""
+    """The rows of a Parquet file; a row whose JSON is too long becomes an error."""
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     number = 0
@@ -449,7 +450,7 @@ def _table_rows(path: str, max_row_bytes: int) -> Iterator[tuple[int, dict[str, 
                     line = json.dumps(row, ensure_ascii=False, default=str) if may_be_large else ""
                     is_large = len(_bytes(line)) > max_row_bytes
                     yield number, too_large(max_row_bytes) if is_large else row
-        except Exception as error:  # Why: a value that Python has not raises anything.
+        except Exception as error:  # Why all: values without a Python type raise various errors.
             raise OSError(str(error)) from error
 
 
@@ -457,17 +458,17 @@ def _bytes(text: str) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
-# --- what is known of the inputs before anything runs ---------------------------------------------
+# --- what is known about the inputs before rows run -----------------------------------------------
 
 
 def digest(path: str, num_bytes: int | None = None) -> str:
-    """xxh3 of a file's first `num_bytes`, of all by default; 10 GiB/s from the page cache."""
+    """xxh3 of a file's first `num_bytes`, by default of all; 10 GiB/s from the page cache."""
     with _Head(path, num_bytes) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def own_id(row: Any) -> tuple[str, str] | None:
-    """Column and value of what a row calls itself: a text or a whole number."""
+    """The column and the value of a row's id: a string or an integer."""
     for name in ("custom_id", "id"):
         value = plain(row.get(name)) if isinstance(row, dict) else None
         if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
@@ -476,9 +477,9 @@ def own_id(row: Any) -> tuple[str, str] | None:
 
 
 def _line_id(content: Any) -> tuple[str, str] | None:
-    """The same of a line, which is parsed only if its id is not plain to see.
+    """The id of a line, which is parsed only if a regular expression can't find the id.
 
-    Perf: 1.7 us a row in place of 6. Plain: it comes first, and nothing else looks like one.
+    Perf: 1.7 instead of 6 us per row, if the id comes first and the line has no other candidate.
     """
     if isinstance(content, bytes):
         signs = sum(map(content.count, ID_SIGNS))
@@ -495,8 +496,8 @@ MOST_DUPLICATES = 20
 
 
 def survey(inputs: Iterable[Input], max_row_bytes: int) -> tuple[int, list[str]]:
-    """The number of rows of all inputs but stdin, and pairs of them with the same id, in words;
-    found by 8 bytes a row."""
+    """The number of rows of all inputs except stdin, and descriptions of pairs with the same id.
+    It needs 8 bytes of memory per row."""
     import numpy as np
 
     hashes = bytearray()
@@ -527,7 +528,7 @@ def _num_table_rows(path: str) -> int:
 def _described(
     files: list[Input], pairs: list[tuple[int, int]], count: int, max_row_bytes: int
 ) -> list[str]:
-    """The pairs in words; equal hashes of other ids are no duplicates."""
+    """Descriptions of the pairs; pairs whose hashes collide, with different ids, are left out."""
     wanted = {row for pair in pairs for row in pair}
     lines = read_lines(files, max_row_bytes) if wanted else ()
     ids = {it.row: (_line_id(it.content), it) for it in lines if it.row in wanted}

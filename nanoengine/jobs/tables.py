@@ -1,8 +1,9 @@
-"""A log of JSON lines as a table: a Parquet file or a CSV.
+"""Writes a log of JSON lines as a Parquet file or a CSV.
 
-Passes over the log, so that one batch of rows is in memory: which types a column has, then the
-rows. A column that no type of Parquet holds, a number here and a text there, `{}`, an integer of 65
-bits, is written as JSON; where only a value tells that, the pass begins again.
+It reads the log twice, with one batch of rows in memory: first for the types of the columns, then
+for the rows. A column without a Parquet type is written as JSON, for example one with numbers and
+strings, `{}`, or integers of 65 bits. If a value shows this only in the second pass, that pass
+starts again.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from nanoengine.jobs.log import SIMPLE_FIELDS, Log, replacing
 from nanoengine.jobs.source import require_pyarrow
 
 ANSWER = ("text", "finish_reason", "reasoning_content", "tool_calls", "parse_error")
-"""Columns of a CSV for each answer; those that no record has are left out."""
+"""Columns of a CSV per answer; a column that no record has is left out."""
 
 BATCH_ROWS = 1024
 MISFITS = (ValueError, TypeError, OverflowError, NotImplementedError)
-"""What Arrow raises for values that a type can't hold; its own errors are among these."""
+"""What Arrow raises for values that a type can't hold; its own errors are subclasses of these."""
 
 
 def write_parquet(log: Log, offsets: array[int], path: Path) -> None:
-    """Writes the records at these offsets of a log, in their order, as a table.
+    """Writes the records at these offsets of a log, in this order, as a Parquet file.
 
     Raises:
-        OutputLostError: there is no room.
+        OutputLostError: the disk is full.
     """
     arrow = require_pyarrow("Parquet files")
-    import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401  # `_write` takes it
+    import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401  # used by `_write`
 
     types: dict[str, Any] = {}  # None: no common type
     for rows in _batches(log, offsets):
@@ -51,7 +52,7 @@ def write_parquet(log: Log, offsets: array[int], path: Path) -> None:
 def _write(
     arrow: Any, file: BinaryIO, types: dict[str, Any], batches: Iterator[list[dict[str, Any]]]
 ) -> str | None:
-    """Writes the table; stops at a value that its column can't hold, and gives the column."""
+    """Writes the table. Returns the first column that can't hold one of its values, else None."""
     schema = arrow.schema(
         [(_name(name), arrow.string() if kind is None else kind) for name, kind in types.items()]
     )
@@ -68,7 +69,7 @@ def _write(
 
 
 def _name(name: str) -> str:
-    """A column's name without lone surrogates, which Parquet can't hold."""
+    """The name of a column without lone surrogates, which Parquet can't hold."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -79,7 +80,7 @@ def _batches(log: Log, offsets: array[int]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _common(arrow: Any, known: Any, values: list[Any]) -> Any:
-    """The type that holds what a column had before and these values."""
+    """A type for these values and the ones known before; None if there is none."""
     if known is None:
         return None
     try:
@@ -92,7 +93,7 @@ def _common(arrow: Any, known: Any, values: list[Any]) -> Any:
 
 
 def _has_empty_struct(arrow: Any, kind: Any) -> bool:
-    """Whether Parquet has no place for it."""
+    """Whether a type contains a struct without fields, which Parquet can't store."""
     if arrow.types.is_struct(kind) and not kind.num_fields:
         return True
     return any(_has_empty_struct(arrow, kind.field(i).type) for i in range(kind.num_fields))
@@ -105,12 +106,12 @@ def _column(arrow: Any, values: list[Any], kind: Any) -> Any:
 
 
 def write_csv(log: Log, offsets: array[int], path: Path, delimiter: str, encoding: str) -> None:
-    """Writes the records at these offsets of a log, in their order, as a CSV with a header.
+    """Writes the records at these offsets of a log, in this order, as a CSV with a header.
 
-    The columns of the rows come first. A new one is called output_NAME where a row has NAME.
+    The columns of the rows come first. If a row has a column NAME, a new one is output_NAME.
 
     Raises:
-        OutputLostError: there is no room.
+        OutputLostError: the disk is full.
     """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else delimiter
     columns: dict[str, None] = {}
@@ -137,7 +138,7 @@ def write_csv(log: Log, offsets: array[int], path: Path, delimiter: str, encodin
 
 
 def _cells(record: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
-    """A record as the columns of its row, those of each answer, and its error."""
+    """Splits a record into the columns of its row, the columns of each answer, and its error."""
     error = record["error"] and "{code} in line {line}: {message}".format_map(record["error"])
     if "_row" in record:
         answers = record["outputs"]
@@ -157,5 +158,5 @@ def _free(name: str, taken: dict[str, None]) -> str:
 
 
 def _text(cell: Any) -> Any:
-    """A cell: texts and numbers as they are, null as nothing, the rest as JSON."""
+    """A cell: strings and numbers are unchanged, null is empty, all else is JSON."""
     return json.dumps(cell, ensure_ascii=False) if isinstance(cell, bool | list | dict) else cell

@@ -1,10 +1,10 @@
-"""`nanoengine batch --verify N`: answered rows run again, each alone, and compared.
+"""`nanoengine batch --verify N`: runs answered rows again, one at a time, and compares them.
 
-    records of the output ── N, drawn by the seed ── their rows ── a fresh engine, one at a time
-                                     └───────────── compared, each character ────────┘
+    records of the output ── N, chosen by the seed ── their rows ── a new engine, one at a time
+                                     └───────────── compared by character ────────┘
 
-What shows that an answer is the same whatever ran beside it, and that the file has what was said.
-Called by `cli/batch.py` behind a job that is complete.
+It shows that answers don't depend on the batch, and that the file contains what was generated.
+`cli/batch.py` calls it after a complete job.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from nanoengine.jobs.rows import Task
 from nanoengine.jobs.work import Result, Stream, Work
 
 SHOWN_CHARS = 40
-"""Of each of two records, around the first place where they differ."""
+"""Characters shown of each of two records, around the first difference."""
 
 
 def readable_log(job: Job) -> Log:
     """The job's records.
 
     Raises:
-        ConfigError: they, or its rows, can't be read again.
+        ConfigError: the records or the rows can't be read again.
     """
     if not isinstance(job.log, Log) or job.num_rows is None:
         raise ConfigError(
@@ -40,11 +40,11 @@ def readable_log(job: Job) -> Log:
 
 
 def verify(job: Job, stream: Stream, count: int, seed: int, *facts: Any) -> tuple[int, list[str]]:
-    """How many rows were run again, at most `count`, and which of them differ, in words.
+    """Returns how many rows were run again, at most `count`, and a message per difference.
 
     Args:
-        stream: of a fresh LLM, which remembers no row.
-        facts: of the model, as `Job.work` takes them.
+        stream: the stream of a new LLM, with an empty prefix cache.
+        facts: of the model, see `Job.work`.
     """
     log = readable_log(job)
     found = (record for record in log.records(job.num_rows) if record and not record.failed)
@@ -65,9 +65,9 @@ def verify(job: Job, stream: Stream, count: int, seed: int, *facts: Any) -> tupl
 
 
 def _difference(recorded: bytes, again: bytes) -> list[str]:
-    """Where two records part; nothing if they are the same.
+    """The first difference of two records; empty if they are equal.
 
-    Why not the lines themselves: another program may have written the file, with other blanks.
+    Why not compare lines: another program may have written the file with other spacing.
     """
     before, after = (json.dumps(json.loads(one), sort_keys=True) for one in (recorded, again))
     if before == after:

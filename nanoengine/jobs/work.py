@@ -1,12 +1,12 @@
-"""The loop: tasks to engines, outputs to records.
+"""The main loop: tasks to engines, outputs to records.
 
-    tasks ─ order ─ rows() ─▶ stream, an engine's ─▶ outputs ─ take() ─ finish: a record each
+    tasks ─ order ─ rows() ─▶ stream of an engine ─▶ outputs ─ take() ─ finish: one record per task
       ▲                                                          │
       └────────────────── the next turn of a conversation ◀──────┘
 
-An engine is a `stream`: it pulls rows, and yields an output for each, with the index of its pull.
-Several streams may share one `Work`, a thread each: rows are given out once, and records are
-written one at a time.
+An engine is a `stream`: it pulls rows, and yields one output per row, with the index of the pull.
+Several streams may share one `Work`, one thread per stream: each row is given out once, and one
+record is written at a time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 
 Stream = Callable[[Iterator[Row | Pause]], Generator[RequestOutput, None, None]]
 Result = RequestOutput | RowError
-"""What becomes of a row: its last output, or why it has none."""
+"""The result of a row: its last output, or an error."""
 
 
 MOST_DEATHS = 3
-"""With so many a row is poison."""
+"""A row is poison if this many processes have died while it ran."""
 
 GROUPS = {2: 1, 1: 16}
-"""Deaths of a row -> how many of such rows run at once, so that the third death names one row.
+"""Deaths per row -> how many such rows run at once, so that the third death identifies one row.
 Rows with the most deaths run first."""
 
 IDLE_S = 0.02
-"""How often tasks are asked for while there is none and nothing runs."""
+"""Interval of polling for tasks while there are none and nothing runs [s]."""
 
 
 class TooManyErrorsError(NanoEngineError):
@@ -47,12 +47,12 @@ class TooManyErrorsError(NanoEngineError):
 
 @contextlib.contextmanager
 def young_alone() -> Iterator[None]:
-    """Garbage collection passes over all that is there by now, until rows are answered.
+    """Excludes all existing objects from garbage collection while rows run.
 
-    Why: rows that wait live long enough for the collector to walk them, and what libraries have
-    loaded with them, seven times in 20,000 rows: 43 of 195 us a row (Zen 5).
+    Why: waiting rows live long enough for the collector to walk them, and all objects of the
+    loaded libraries, seven times in 20,000 rows: 43 of 195 us per row (Zen 5).
     """
-    if gc.get_freeze_count():  # another's, or another thread's of ours
+    if gc.get_freeze_count():  # by the caller, or by another thread of ours
         yield
         return
     gc.freeze()
@@ -64,11 +64,11 @@ def young_alone() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened to the rows of this process.
+    """Counters of the rows that ran in this process.
 
     Attributes:
-        empty, cut: answers without text, and those that ended at max_tokens.
-        reasons: by the code of an error: how many rows, and the first of them in words.
+        empty, cut: answers without text, and answers that ended at max_tokens.
+        reasons: error code -> number of rows, and a description of the first one.
     """
 
     answered: int = 0
@@ -82,17 +82,17 @@ class Counts:
 
 
 class Work:
-    """The rows of a job on their way through this process.
+    """The rows of a job that this process runs.
 
     Args:
-        tasks: those to run, in order; pulled as there is room. PAUSE among them: none at present.
-        suspects: those under which processes have died, by number of deaths.
-        finish: writes the record of a row: its outputs, of all turns, or its error.
-        note: told of each row before it runs.
+        tasks: the tasks in order; pulled when the engine can take one. PAUSE: none at present.
+        suspects: tasks that ran while a process died, with their number of deaths.
+        finish: writes the record of a task: its outputs, of all turns, or its error.
+        note: called with each task before it runs.
         max_errors: how many rows may fail.
 
     Attributes:
-        is_stopping: set, by any thread, to give out no more rows; those that run go on.
+        is_stopping: any thread may set it, to give out no more rows; running ones continue.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Work:
         self._max_errors = max_errors
         self._lock = threading.RLock()
         self.is_stopping = False
-        self._turns: deque[Task | Pause] = deque()  # conversations that go on
+        self._turns: deque[Task | Pause] = deque()  # conversations with further turns
         self._deaths: Counter[int] = Counter()
         self._suspects: dict[int, list[Task]] = {deaths: [] for deaths in GROUPS}
         for task, deaths in suspects:
@@ -121,21 +121,21 @@ class Work:
         """Answers rows until none is left.
 
         Raises:
-            TooManyErrorsError: and what `finish` raises.
-            EngineDeadError: the engine has died; its rows are here again, for another one.
-            Exception: the engine's, if it had no row.
+            TooManyErrorsError: more than `max_errors` rows failed. `finish` may raise as well.
+            EngineDeadError: the engine died; its rows are back in this object, for another engine.
+            Exception: the engine raised it while no row was running.
         """
         with young_alone():
             for _ in self.steps(stream):
                 pass
 
     def steps(self, stream: Stream) -> Iterator[None]:
-        """The same, one output after the other."""
+        """Does the same as `run`, and yields after each output."""
         while not self.is_stopping and (group := self._next_group()):
             yield from self._pump(stream, group)
 
     def _next_group(self) -> Iterator[Task | Pause] | None:
-        """Rows that may run together: suspects apart from all others."""
+        """Rows that may run together: suspects run apart from all others."""
         with self._lock:
             for deaths, most in GROUPS.items():
                 if group := self._suspects[deaths][:most]:
@@ -148,7 +148,7 @@ class Work:
             return self._rest()
 
     def _rest(self) -> Iterator[Task | Pause]:
-        """Conversations that go on, then new rows."""
+        """Further turns of conversations, then new rows."""
         while True:
             with self._lock:
                 task = self._turns.popleft() if self._turns else next(self._tasks, None)
@@ -167,7 +167,7 @@ class Work:
                 if task is PAUSE:
                     if running:
                         yield PAUSE
-                    else:  # Why not PAUSE: a stream in which nothing runs would end.
+                    else:  # Why not PAUSE: it would end a stream that runs nothing.
                         time.sleep(IDLE_S)
                     continue
                 if task.error is not None:
@@ -175,7 +175,7 @@ class Work:
                     continue
                 self._note(task)
                 if task.parts:
-                    task.outputs.clear()  # Why: some may have been answered before a death.
+                    task.outputs.clear()  # Why: some may be left from before a death.
                 key = f"{task.key}/{len(task.outputs)}" if task.outputs else task.key
                 for prompt in task.parts or (task.prompt,):
                     if task.error is None:
@@ -188,7 +188,7 @@ class Work:
                 try:
                     output = next(outputs, None)
                 except EngineDeadError as error:
-                    # Why two: each costs a replica's whole time, so the next one names the row.
+                    # Why two: a hang takes a replica's whole timeout; the next must name the row.
                     least = MOST_DEATHS - 1 if isinstance(error, EngineHungError) else 1
                     if not self.is_stopping:
                         self._suspect_all(running.values(), str(error), least)
@@ -207,12 +207,12 @@ class Work:
                 yield
 
     def _suspect_all(self, tasks: Iterable[Task], why: str, least: int = 1) -> None:
-        """Counts one more death of each, but as many as `least`."""
+        """Counts one more death for each task, or raises its count to `least`."""
         for task in {task.row: task for task in tasks if task.error is None}.values():
             self.suspect(task, max(least, self._deaths[task.row] + 1), why)
 
     def suspect(self, task: Task, deaths: int, why: str = "the process died") -> None:
-        """Has a row that ran at so many deaths run apart from others, or no more."""
+        """Schedules a row with this many deaths to run apart from others, or fails it as poison."""
         with self._lock:
             self._deaths[task.row] = deaths
             if deaths < MOST_DEATHS:
@@ -244,7 +244,7 @@ class Work:
                     counts.cut += one.finish_reason == "length"
 
     def _go_on(self, task: Task, output: RequestOutput) -> None:
-        """The next turn: the conversation with the answer, and what the user says to it."""
+        """Queues the next turn: the conversation, the answer, and the user's next message."""
         shown = output if task.form is None else task.form.taken_apart(output, task.key)
         answer = {"role": "assistant", "content": shown.outputs[0].text}
         question = {"role": "user", "content": task.turns.pop(0)}

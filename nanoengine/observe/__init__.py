@@ -1,1 +1,1 @@
-"""Looking at the engine: metrics, traces, progress."""
+"""Observability of the engine: metrics, traces, progress."""

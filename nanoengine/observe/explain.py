@@ -1,11 +1,11 @@
-"""Story: what a run does, in sentences: of the run, of a request, of a step.
+"""Story: describes what a run, a request or a step did, in sentences.
 
-    plans, sequences, pools ──► Story ── run_lines()            five things worth knowing
+    plans, sequences, pools ──► Story ── run_lines()            the five main facts of the run
                                       ├─ request_lines(id)      from arrival to end
                                       └─ step_lines()           what one step did, and why
 
-Where a setting would change what a sentence of the run tells, the sentence ends with that setting.
-A `StepObserver` of a replay. Used by `nanoengine explain` and by the viewer.
+A sentence on the run ends with a setting if that setting would change its result.
+It is a `StepObserver` of a replay; `nanoengine explain` and the viewer use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGER_BUDGET = "a larger budget (max_num_batched_tokens)"
 
 
 class Lack(NamedTuple):
-    """Why somebody waits, in words, and what would shorten that."""
+    """Why a sequence waits, in words, and what would shorten the wait."""
 
     why: str
     remedy: str
@@ -50,7 +50,7 @@ LACKS = {
     "preempted": Lack("in which somebody was preempted, so that nobody was admitted", MORE_BLOCKS),
     "spent": Lack("in which others used the whole budget", LARGER_BUDGET),
 }  # fmt: skip
-"""What the first of the queue lacked; the last two are so for everyone who waits."""
+"""Reasons why the first request of the queue waits; the last two apply to all that wait."""
 FOR_ALL = ("preempted", "spent")
 ENDS = {
     "length": "ended by its length, with {tokens}",
@@ -59,13 +59,13 @@ ENDS = {
     "error": "failed with {tokens}: {error}",
     "drop": "dropped with {tokens}: the search goes on without it",
 }
-"""What is told of a finish reason."""
+"""Sentences per finish reason."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """A sequence in the queue: since which step that was seen and when, what it lacked itself, and
-    how many that came later went first, because of their priority or not."""
+    """A sequence in the queue: the step and the time at which its wait began, its own reasons for
+    waiting, and how many later sequences went first, in total and because of their priority."""
 
     since: int
     time_s: float
@@ -75,7 +75,7 @@ class Waiting:
 
 
 Wait = tuple[int, float, str, str]
-"""How a request waited before its first row: steps, seconds, why, and what lacked most."""
+"""The wait of a request before its first admission: steps, seconds, why, and the main reason."""
 
 
 def explained(recording: Recording, *, step: int | None = None) -> Story:
@@ -92,13 +92,13 @@ def explained(recording: Recording, *, step: int | None = None) -> Story:
 
 
 class Story(StepObserver):
-    """Follows a run; `conclude` ends it.
+    """Follows a run; `conclude` must be called at its end.
 
     Args:
-        step: the number of the step of which `step_lines` tells.
+        step: the step that `step_lines` describes.
 
     Attributes:
-        requests: id -> what is told of it: step, sentence.
+        requests: id -> list of step and sentence.
     """
 
     def __init__(
@@ -111,30 +111,30 @@ class Story(StepObserver):
         super().__init__(scheduler, clock)
         self.requests: dict[str, list[tuple[int, str]]] = {}
         self.counts: Counter[str] = Counter()
-        self.hurt: Counter[str] = Counter()  # request -> tokens it computed after an eviction
+        self.hurt: Counter[str] = Counter()  # request -> tokens it recomputed after evictions
         self._manager = scheduler.block_manager
         self._before = Counter(asdict(scheduler.stats))
         self._numbers: list[int] = []  # of the steps so far
         self._last_s = 0.0
         self._is_torn = False
         self._waiting: dict[int, Waiting] = {}
-        self._waited: dict[str, Wait] = {}  # by request
+        self._waited: dict[str, Wait] = {}  # per request
         self._heads = [Counter[str]()]  # what the first of the queue lacked in the first n steps
-        self._lacks = Counter[str]()  # the same of all steps behind which somebody waited
-        # By digest of a content: the sequence and the step that have computed it, and the step in
-        # which it was evicted.
+        self._lacks = Counter[str]()  # sum over the steps that left a queue
+        # Per digest of a block's content: the sequence and the step that computed it, and the step
+        # in which it was evicted.
         self._computed_by: dict[bytes, tuple[int, int]] = {}
         self._evicted: dict[bytes, int] = {}
-        self._lost: dict[int, int] = {}  # preempted sequence -> computed tokens that it gave up
+        self._lost: dict[int, int] = {}  # preempted sequence -> computed tokens that it lost
         self._prefill: dict[int, tuple[int, list[int]]] = {}  # sequence -> known tokens, chunks
         self._step, self._step_lines = step, list[str]()
-        self._blocks: Counter[str] = Counter()  # what has happened to them since the plan before
+        self._blocks: Counter[str] = Counter()  # block events since the previous plan
         self._manager.pool.observers.append(self)
 
-    # --- following ----------------------------------------------------------------------------
+    # --- observing ----------------------------------------------------------------------------
 
     def look(self, plan: StepPlan, rows: dict[int, Sequence]) -> dict[str, int]:
-        """Counts what has happened to blocks, for the step that is asked for."""
+        """Counts the block events of the step that was asked for."""
         happened, told = self._blocks.copy(), dict[str, int]()
         self._blocks.clear()
         if plan.step == self._step:
@@ -149,14 +149,14 @@ class Story(StepObserver):
         return told
 
     def on_block(self, event: str, block: Block) -> None:
-        """Notes when content of the device is evicted."""
+        """Notes when content of a device block is evicted."""
         self._blocks[event] += 1
         if event == "removed" and block.prefix is not None:
             self._evicted[block.prefix.digest] = self.scheduler.stats.steps - 1
             self.counts["evicted"] += 1
 
     def step(self, step: Step) -> None:
-        """Tells of one step."""
+        """Adds the events of one step."""
         plan = step.plan
         self._numbers.append(plan.step)
         self._last_s = step.time_s
@@ -205,7 +205,8 @@ class Story(StepObserver):
         self._waiting[seq_id] = Waiting(len(self._numbers), self._last_s)
 
     def _compute(self, step: Step) -> dict[int, list[int]]:
-        """Who computes which content; by sequence, when what was cached before was evicted."""
+        """Notes which sequence computes which content. Returns, per sequence, the steps of the
+        evictions that make it recompute tokens."""
         size, number, again = self._manager.block_size, step.plan.step, dict[int, list[int]]()
         for seq, start, count, _ in step.computed():
             for prefix in seq.prefixes[start // size : (start + count) // size]:
@@ -215,7 +216,7 @@ class Story(StepObserver):
         return again
 
     def _admit(self, step: Step, new: AdmittedSequence) -> None:
-        """A sequence has got a row: how long it waited, and what of it was cached."""
+        """A sequence was admitted: how long it waited, and how many of its tokens were cached."""
         index, seq_id, num_cached = len(self._numbers) - 1, new.seq_id, new.num_cached_tokens
         waiting = self._waiting.pop(seq_id, None)
         if seq_id not in self._lost:
@@ -235,16 +236,16 @@ class Story(StepObserver):
         self._tell(seq_id, f"{told}.")
 
     def _overtake(self, seq_id: int) -> None:
-        """Counts, for those that have waited for longer, that this one goes first."""
+        """Counts this admission for the sequences that have waited longer."""
         priority = self.who[seq_id].priority
         for other, waiting in self._waiting.items():
-            if other > seq_id:  # Why: they wait in the order of their arrival.
+            if other > seq_id:  # Why: the queue is in the order of arrival.
                 break
             waiting.num_overtaken += 1
             waiting.num_by_priority += priority < self.who[other].priority
 
     def _whence(self, step: Step, new: AdmittedSequence, tier: str) -> str:
-        """Who had computed what was cached, and how much of it a tier held."""
+        """Which sequences computed the cached tokens, and how many blocks came from a tier."""
         size, num_cached = self._manager.block_size, new.num_cached_tokens
         num_known = _tokens(len(new.token_ids))
         if not num_cached:
@@ -270,7 +271,7 @@ class Story(StepObserver):
     def _note_evicted(self, seq_id: int, evicted: list[int]) -> None:
         num_tokens = self._manager.block_size * len(evicted)
         first, last = min(evicted), max(evicted)
-        if seq_id not in self._lost:  # else it is waste of the preemption
+        if seq_id not in self._lost:  # else it counts as waste of the preemption
             self.hurt[self._request_of(seq_id)] += num_tokens
         until = f"{last}" if first == last else f"{first} to {last}"
         self._tell(seq_id, f"computes {_tokens(num_tokens)} that had been cached until step"
@@ -292,7 +293,7 @@ class Story(StepObserver):
                 self._tell(seq_id, told)
 
     def _count(self, plan: StepPlan) -> None:
-        """Sums over the run, and what the head of the queue lacks in this step."""
+        """Adds to the run's totals, and counts what the first of the queue lacks in this step."""
         head = [lack for _, lack in plan.waits[:1]]
         if self.scheduler.num_waiting:
             head = head or ["preempted" if plan.preempted else "spent"]
@@ -317,7 +318,7 @@ class Story(StepObserver):
         self._tell(seq.seq_id, f"{told}{never}.")
 
     def conclude(self, *, is_torn: bool = False) -> None:
-        """Tells who has ended without a step, and who still waits."""
+        """Adds sequences that ended after the last step, and sequences that still wait."""
         self._is_torn = is_torn
         self._know(self.scheduler.newly_ended)
         for seq in self.scheduler.newly_ended:
@@ -329,8 +330,8 @@ class Story(StepObserver):
             self._tell(seq_id, f"still waits where the trace ends, for {waited}: {why}.")
 
     def _note_wait(self, seq_id: int, waiting: Waiting, until: int, waited_s: float) -> str:
-        """What a sequence lacked, in how many of the steps, and who went first; its story keeps
-        the wait before its first row."""
+        """Describes why a sequence waited, in how many steps, and what went first. The wait before
+        its first admission is kept for `run_lines`."""
         heads, own = self._heads[until] - self._heads[waiting.since], waiting.lacked
         parts = [
             f"{count:,} {LACKS[lack].why}"
@@ -352,7 +353,7 @@ class Story(StepObserver):
     # --- names --------------------------------------------------------------------------------
 
     def _named(self, reason: str) -> str:
-        """The scheduler's words, with requests in place of its numbers."""
+        """A reason given by the scheduler, with names of requests instead of sequence numbers."""
         return re.sub(r"\bseq (\d+)", lambda match: self.name(int(match[1])), reason)
 
     def _request_of(self, seq_id: int) -> str:
@@ -364,13 +365,13 @@ class Story(StepObserver):
             step = self._numbers[-1] if self._numbers else 0
             self.requests[name].append((step, f"step {step}: {fork}{what}"))
 
-    # --- what is asked ------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------
 
     def request_lines(self, request_id: str) -> list[str]:
-        """One request from its arrival to its end.
+        """The history of one request, from its arrival to its end.
 
         Raises:
-            TraceError: the trace tells of no such request.
+            TraceError: the trace has no such request.
         """
         if request_id not in self.requests:
             known = [*map(repr, list(self.requests)[:8]), *["..."] * (len(self.requests) > 8)]
@@ -380,7 +381,7 @@ class Story(StepObserver):
         return [line for _, line in self.requests[request_id]]
 
     def step_lines(self) -> list[str]:
-        """The step that the story was made for.
+        """The step that was asked for.
 
         Raises:
             TraceError: the trace has no such step.
@@ -392,7 +393,7 @@ class Story(StepObserver):
         return self._step_lines
 
     def run_lines(self) -> list[str]:
-        """The five things worth knowing of the run, each with the setting that would change it."""
+        """The five main facts of the run, each with the setting that would change it."""
         manager, sums = self._manager, self._sums
         title = (
             f"{_n(len(self._numbers), 'step')} in {_s(self._last_s)}:"
@@ -411,7 +412,7 @@ class Story(StepObserver):
 
     @property
     def _sums(self) -> Counter[str]:
-        """How far the scheduler's counters have come since the story began."""
+        """The scheduler's counters since the story began."""
         sums = Counter(asdict(self.scheduler.stats)) - self._before
         sums["computed_tokens"] = sums["prefill_tokens"] + sums["decode_tokens"]
         return sums
@@ -539,7 +540,7 @@ class Story(StepObserver):
 
 
 def _most(lacks: Counter[str]) -> str:
-    """What lacked most often."""
+    """The most frequent reason."""
     return max(LACKS, key=lacks.__getitem__)
 
 

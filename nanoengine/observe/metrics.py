@@ -1,13 +1,13 @@
-"""Metrics: an Observer that keeps one small record a step, and what they say about a run.
+"""Metrics: an observer that keeps one small record per step, and summarizes a run.
 
-Used by the benchmark and by anyone who wants to know where the time of a run went. It reads plans
-and results, and changes nothing; it knows no tensors.
+The benchmark uses it; it shows where the time of a run was spent. It reads plans and results, never
+tensors, and changes nothing.
 
     step ──▶ on_step ──▶ StepRecord ──▶ summarize(records) ──▶ RunSummary
              (copies a few lists)       (all arithmetic, after the run)
 
-A token is *prefill* if it was known when its sequence was admitted (the prompt, and after a
-preemption also the output so far), and *decode* if it was sampled since.
+A *prefill* token was known when its sequence was admitted (the prompt, and after a preemption also
+the output so far). A *decode* token was sampled since then.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 
 TIMES = tuple(one.name.removesuffix("_s") for one in fields(StepTimes))
-"""The parts of a step, in their order."""
+"""The parts of a step, in order."""
 
 
 class AdmissionRecord(NamedTuple):
-    """Sequence `seq_id` took `row` with `num_known` tokens."""
+    """Sequence `seq_id` was assigned `row` with `num_known` tokens."""
 
     row: int
     seq_id: int
@@ -35,10 +35,10 @@ class AdmissionRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step did. The lists run in parallel over the scheduled rows, as in `StepPlan`.
+    """The data of one step. The lists have one entry per scheduled row, as in `StepPlan`.
 
-    `time_s` is the moment after the commit, on the clock of `time.perf_counter`; `num_sampled`
-    counts each row's new tokens.
+    `time_s` is the time after the commit, from `time.perf_counter`; `num_sampled` counts the new
+    tokens per row.
     """
 
     time_s: float
@@ -52,16 +52,16 @@ class StepRecord:
 
 
 class Metrics:
-    """Collects a `StepRecord` a step; enters `LLMEngine.observers`.
+    """Collects one `StepRecord` per step; add it to `LLMEngine.observers`.
 
-    Perf: about 5 us a step at 256 sequences: lists are kept, not walked, until the run is over.
+    Perf: about 5 us per step with 256 sequences, because lists are only walked after the run.
     """
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
-        """Keeps what the step did; lengths as numbers, because a sequence's tokens grow later."""
+        """Keeps the step; stores lengths of token lists, because those lists grow later."""
         admitted = [AdmissionRecord(a.row, a.seq_id, len(a.token_ids)) for a in plan.admitted]
         starts = dict(zip(plan.rows, plan.starts, strict=True)) if plan.forks else {}
         for fork in plan.forks:
@@ -82,12 +82,12 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run in numbers; seconds are wall time inside steps.
+    """The totals of a run; seconds are wall time inside steps.
 
-    `prefill_s` and `decode_s` share each step's time in proportion to its tokens of either kind.
-    `mean_batch` is the mean over steps of the sequences that compute a token. `itl_s` holds the gap
-    between two tokens of one sequence, for every token but a sequence's first; a step that yields
-    several tokens (accepted drafts) shares its gap among them.
+    `prefill_s` and `decode_s` divide each step's time in proportion to its tokens of each kind.
+    `mean_batch` is the mean number of sequences that compute a token, over all steps. `itl_s` holds
+    the inter-token latency of every token except the first of a sequence; the tokens of one step
+    (accepted drafts) share their latency equally.
     """
 
     num_steps: int
@@ -102,8 +102,8 @@ class RunSummary:
 
 
 def summarize(records: SequenceOf[StepRecord]) -> RunSummary:
-    """Adds a run up; its first record must be the first step that its sequences saw."""
-    holders: dict[int, AdmissionRecord] = {}  # by row
+    """Sums up a run; the records must include the first step of each sequence."""
+    holders: dict[int, AdmissionRecord] = {}  # per row
     last_token_s: dict[int, float] = {}
     prefills, totals, itl_s = list[int](), list[int](), list[float]()
     prefill_s = decode_s = 0.0
@@ -139,12 +139,12 @@ def summarize(records: SequenceOf[StepRecord]) -> RunSummary:
 
 
 def times_of(result: StepResult) -> dict[str, float]:
-    """The parts of a step by name, in seconds."""
+    """The seconds per part of a step."""
     return {name: getattr(result.times, f"{name}_s") for name in TIMES}
 
 
 def step_seconds(times: StepTimes) -> float:
-    """All parts of a step together, in seconds.
+    """The total seconds of a step.
 
     >>> step_seconds(StepTimes(schedule_s=0.25, forward_s=0.5))
     0.75
@@ -155,7 +155,7 @@ def step_seconds(times: StepTimes) -> float:
 def percentiles(
     values: SequenceOf[float], ranks: SequenceOf[int] = (50, 90, 99)
 ) -> dict[str, float]:
-    """Percentiles by linear interpolation, named p50, p90, ...; empty if there are no values.
+    """Percentiles with linear interpolation, named p50, p90, ...; empty if there are no values.
 
     >>> percentiles([1.0, 2.0, 3.0], ranks=(50, 90))
     {'p50': 2.0, 'p90': 2.8}

@@ -1,7 +1,7 @@
 """ProgressBar: finished requests and tokens per second of one call, as a tqdm bar on stderr.
 
-An `Observer`, which `showing` adds to an engine for the length of a call. It reads the scheduler's
-counters and nothing else.
+It is an `Observer`, which `showing` adds to an engine during a call. It only reads the scheduler's
+counters.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from nanoengine.errors import RequestError
 from nanoengine.settings.checks import check_value
 
 REFRESH_S = 0.2
-"""Seconds between two updates of the speeds; steps are far shorter."""
+"""Seconds between two updates; steps are far shorter."""
 
 
 class ProgressBar:
-    """One bar; speeds are means since it was made.
+    """One bar; speeds are means since its creation.
 
     Args:
-        bar: tqdm's, or another with its methods.
-        stats: the scheduler's counters; as they are now they are the zero of this bar.
+        bar: a tqdm bar, or an object with the same methods.
+        stats: the scheduler's counters; their current values are the zero of this bar.
     """
 
     def __init__(self, bar: Any, stats: SchedulerStats) -> None:
@@ -36,14 +36,14 @@ class ProgressBar:
         self._started = self._shown = time.perf_counter()
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
-        """Shows the new numbers, now and then."""
+        """Shows the new numbers at intervals."""
         now = time.perf_counter()
         if now - self._shown >= REFRESH_S:
             self._shown = now
             self._show()
 
     def close(self) -> None:
-        """Shows the last numbers and leaves the bar on the screen."""
+        """Shows the final numbers and leaves the bar on the screen."""
         self._show()
         self._bar.close()
 
@@ -53,7 +53,7 @@ class ProgressBar:
         prefill = (stats.prefill_tokens - zero.prefill_tokens) / elapsed
         output = (stats.output_tokens - zero.output_tokens) / elapsed
         self._bar.update(stats.finished_requests - self._finished)
-        # Why without: vectors and scores have no output tokens.
+        # Why none: embeddings and scores have no output tokens.
         told = f", output {output:,.0f} tok/s" * (output > 0)
         self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s{told}")
         self._finished = stats.finished_requests
@@ -63,10 +63,10 @@ class ProgressBar:
 def showing(
     progress: bool | Callable[..., Any], engine: LLMEngine, total: int | None
 ) -> Iterator[None]:
-    """Shows a bar, if asked for, while something runs.
+    """Shows a progress bar inside the context, if one was requested.
 
     Args:
-        progress: True: tqdm's; False: none; else what makes one, with tqdm's keywords.
+        progress: True: tqdm's; False: none; else a function that takes tqdm's keywords.
 
     Raises:
         RequestError: it is none of these.
@@ -75,7 +75,7 @@ def showing(
         yield
         return
     if not callable(progress):
-        from tqdm import tqdm as progress  # Why here: who asks for no bar needs none.
+        from tqdm import tqdm as progress  # Why here: only bars need tqdm.
     made = progress(total=total, desc="Requests", unit="req", dynamic_ncols=True)
     bar = ProgressBar(made, engine.scheduler.stats)
     engine.observers.append(bar)

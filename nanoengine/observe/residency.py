@@ -1,10 +1,10 @@
-"""Residency: how long cached content lives, lies idle, and waits for its next use.
+"""Residency: how long cached content stays in the pool, is idle, and waits for its reuse.
 
-Is the pool too large or too small? If content lies idle for long before it is removed, a smaller
-pool would do. If reuse gaps are as long as lifetimes, content is often removed just before its next
-use, and a larger pool would find more.
+It shows whether the pool is too large or too small. If content is idle for long before it is
+removed, a smaller pool is enough. If reuse gaps are as long as lifetimes, content is often removed
+just before its next use, and a larger pool would have more hits.
 
-Enters `BlockPool.observers`; watches a sample of the blocks.
+Add it to `BlockPool.observers`; it samples the blocks.
 
     stored ──── in use ──── freed ─────────► reused ──── freed ──────────► removed
     │                         └─ reuse gap ─┘              └── idle time ──┘ │
@@ -24,11 +24,11 @@ class Residency:
     """Histograms of seconds in powers of two.
 
     Args:
-        every: watches each block whose id is a multiple of this; 1 watches all.
+        every: samples the blocks whose id is a multiple of this; 1 observes all blocks.
         clock: returns seconds.
 
-    The key of a histogram's entry is its upper bound: `{0.5: 3}` counts three spans of more than
-    0.25 s and at most 0.5 s.
+    The key of an entry is its upper bound: `{0.5: 3}` counts three spans of more than 0.25 s and at
+    most 0.5 s.
     """
 
     def __init__(self, every: int = 16, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -62,7 +62,7 @@ class Residency:
             histogram[bound] = histogram.get(bound, 0) + 1
 
     def __str__(self) -> str:
-        """One line a histogram."""
+        """One line per histogram."""
         names = "lifetime", "idle before removal", "reuse gap"
         spans = self.lifetime_s, self.idle_s, self.reuse_gap_s
         return "\n".join(

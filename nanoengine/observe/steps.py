@@ -1,11 +1,11 @@
-"""StepObserver: what a run does, step by step, with the sequences themselves.
+"""StepObserver: follows a run step by step, with the sequences of each step.
 
     scheduler ── on_request, on_plan, on_step ──► step(Step)
 
-A plan names rows, and a row's sequence may be gone once the step is committed. So this notes who
-held the rows when a step was planned. Base of `explain` and of the viewer's data.
+A plan names rows, and the sequence of a row may be gone after the commit. So this class notes the
+sequence of each row when a step is planned. `explain` and the viewer's data derive from it.
 
-Called by a replay (`trace_reader.Replay.run`).
+A replay (`trace_reader.Replay.run`) calls it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from nanoengine.core.sequence import Request, Sequence
 from nanoengine.observe.metrics import step_seconds
 
 Computed = tuple[Sequence, int, int, int]
-"""What a step computes: of which sequence, its first token, how many tokens, how many logits."""
+"""One row of a step: its sequence, its first token, its number of tokens and of logits."""
 
 
 def is_decode(seq: Sequence, start: int, num_tokens: int, num_logits: int) -> bool:
-    """Whether a row computes a token that was sampled, with the drafts behind it."""
+    """Whether a row computes a token that was sampled, and possibly draft tokens after it."""
     return num_tokens <= num_logits and start >= seq.num_prompt_tokens
 
 
 class Who(NamedTuple):
-    """Whose a sequence is: its request, and its place among the sequences of that.
+    """The request of a sequence, and the index of the sequence within it.
 
-    Why not the sequence: a run has any number of them, each with its tokens.
+    Why not the sequence itself: a long run has many sequences, each with its tokens in memory.
     """
 
     request_id: str
@@ -41,14 +41,15 @@ class Who(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step that was committed.
+    """One committed step.
 
     Attributes:
-        time_s: after the commit, since the observer was made.
-        rows: row -> the sequence that held it once the step was planned.
-        seen: what `look` saw then, behind that of steps that have failed since the last commit.
-        arrived: requests queued since the step before.
-        ended: sequences that have ended since the step before.
+        time_s: the time after the commit, since the observer was created.
+        rows: row -> its sequence when the step was planned.
+        seen: the results of `look` for this step and, before it, for failed steps since the last
+            commit.
+        arrived: requests queued since the previous step.
+        ended: sequences that ended since the previous step.
     """
 
     plan: StepPlan
@@ -61,11 +62,11 @@ class Step(NamedTuple):
 
     @property
     def start_s(self) -> float:
-        """When its planning began."""
+        """The time when its planning began."""
         return self.time_s - step_seconds(self.result.times)
 
     def computed(self) -> Iterable[Computed]:
-        """What it computes, row by row of the plan."""
+        """The computation per row, in the order of the plan."""
         plan, sequences = self.plan, map(self.rows.__getitem__, self.plan.rows)
         numbers = plan.starts, plan.num_scheduled_tokens, plan.num_logits
         return zip(sequences, *numbers, strict=True)
@@ -80,11 +81,11 @@ class StepObserver:
     """Calls `look` when a step is planned, and `step` when it is committed.
 
     Args:
-        scheduler: of the run.
-        clock: returns seconds; `Replay.clock` those since the trace began.
+        scheduler: the scheduler of the run.
+        clock: returns seconds; `Replay.clock` returns seconds since the trace began.
 
     Attributes:
-        who: sequence -> whose it is; those that have ended too.
+        who: sequence -> its request and index; includes sequences that have ended.
     """
 
     def __init__(
@@ -92,17 +93,17 @@ class StepObserver:
     ) -> None:
         self.scheduler = scheduler
         self.who: dict[int, Who] = {}
-        self._requests: dict[str, Request] = {}  # that have not ended
+        self._requests: dict[str, Request] = {}  # unfinished ones
         self.start_s, self._clock = clock(), clock
         self._planned: dict[int, tuple[dict[int, Sequence], Any]] = {}  # step -> rows, seen
         self._arrived: list[Request] = []
         self._know(scheduler.running)
 
     def look(self, plan: StepPlan, rows: dict[int, Sequence]) -> Any:
-        """Returns what `step` needs of the blocks as the plan leaves them; `rows` as in `Step`."""
+        """Returns what `step` needs to know about blocks after planning; `rows` as in `Step`."""
 
     def step(self, step: Step) -> None:
-        """Takes one step."""
+        """Handles one committed step."""
         raise NotImplementedError
 
     def on_request(self, request: Request) -> None:
@@ -116,12 +117,12 @@ class StepObserver:
         if plan.forks or plan.admitted:
             self._know(rows.values())
         if any(gone.seq_id not in self.who for gone in plan.preempted):
-            # Why: one that was forked between two steps has been in no plan yet.
+            # Why: a sequence that was forked between two steps has not been in a plan yet.
             self._know(chain.from_iterable(r.sequences for r in self._requests.values()))
         self._planned[plan.step] = rows, self.look(plan, rows)
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
-        """A step was committed; one that was planned before this began is passed over."""
+        """A step was committed; ignored if it was planned before this observer existed."""
         if plan.step in self._planned:
             planned = [self._planned.pop(n) for n in sorted(self._planned) if n <= plan.step]
             rows, seen = planned[-1][0], [seen for _, seen in planned]
@@ -134,7 +135,7 @@ class StepObserver:
                     self._requests.pop(seq.request.request_id, None)
 
     def name(self, seq_id: int) -> str:
-        """ "request 7", or "sequence 12 of request 7" if it is not the first of it."""
+        """ "request 7", or "sequence 12 of request 7" if it is not the first of its request."""
         if seq_id not in self.who:
             return f"sequence {seq_id}"
         who = self.who[seq_id]

@@ -1,9 +1,9 @@
-"""Taps: each call of a method passes through a function of ours, which makes it and looks on.
+"""Taps: replace methods by functions that call them and observe the calls.
 
     engine ── schedule() ──► [tap] ──► Scheduler.schedule
-                               └─► a line of a trace, say
+                               └─► for example, a line of a trace
 
-Nobody asks whether somebody looks on: without a tap the method is as it was.
+The observed code has no checks for this: without a tap, a method is unchanged.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 Tap = tuple[object, str, Callable[..., Any]]
-"""An object, the name of its method, and what is called with the method before its arguments."""
+"""An object, the name of its method, and a function that gets the method, then its arguments."""
 
 
 def behind(look: Callable[..., Any]) -> Callable[..., Any]:
-    """What a tap calls to look on once a call is made: `look` gets its result and arguments."""
+    """Makes a tap function that calls `look` after the method, with its result and arguments."""
 
     def through(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
         result = call(*args, **more)
@@ -28,7 +28,7 @@ def behind(look: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Taps:
-    """Stands in front of some methods until it is removed.
+    """Replaces some methods until it is removed.
 
     >>> from types import SimpleNamespace
     >>> lamp, seen = SimpleNamespace(shine=lambda colour: f"{colour} light"), []
@@ -46,7 +46,7 @@ class Taps:
             self._tapped.append((owner, name, had, call))
 
     def remove(self) -> None:
-        """Puts the methods back; one that somebody else has replaced meanwhile stays theirs."""
+        """Restores the methods, except ones that other code has replaced in the meantime."""
         for owner, name, had, call in self._tapped:
             if vars(owner).get(name) is call:
                 if had is None:

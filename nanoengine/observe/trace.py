@@ -1,14 +1,14 @@
-"""Trace: writes what comes into the core of one run, so that the core can be led through it again.
+"""Trace: records the inputs of the core during one run, so that the run can be replayed.
 
     engine ── add, schedule, commit, abort, ... ──► Scheduler
-                     └─► a line: what was asked, what was sampled
+                     └─► a line: the call's arguments, the sampled tokens
 
-The core is deterministic: requests, sampled tokens, aborts, forks, drafts, a chooser's choices,
-stop strings and the answers of a disk decide all of its plans. So nothing else is written, beside
-times and a digest of each plan, by which a reader notices that its core decides otherwise.
+The core is deterministic: its plans depend only on requests, sampled tokens, aborts, forks, drafts,
+the choices of choosers, stop strings and the answers of a disk. A trace contains these, times, and
+a digest of each plan, with which a reader detects that its core plans differently.
 docs/trace.md describes the format; `trace_reader.read_trace` reads it.
 
-Stands in front of the public methods of one Scheduler (`taps.py`); changes nothing.
+It taps the public methods of one Scheduler (`taps.py`), and changes nothing.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from nanoengine.settings.config import EngineConfig
 from nanoengine.version import __version__
 
 FORMAT = (2, 0)
-"""Version of the format: a reader of one major version reads all its minor ones."""
+"""Version of the format: a reader of a major version reads all of its minor versions."""
 FLUSH_S = 1.0
-"""A process that is killed loses the lines of this many seconds [s]."""
+"""Interval of flushes: a killed process loses at most the lines of this time [s]."""
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "long_prefill_threshold")
-"""What a Scheduler is made with, besides its block manager and its policy."""
+"""Arguments of a Scheduler other than its block manager and its policy."""
 PARAMS = ("n", "min_tokens", "stop", "prompt_logprobs", "prompt_logprobs_start")
-"""What the core looks at of the parameters of a request."""
+"""The sampling parameters that the core reads."""
 DECIDED = ("released", "chosen_tokens", "table_updates", "transfers", "block_copies", "preempted",
            "waits")  # fmt: skip
-"""Lists of a plan that are empty in most steps, and of which a digest takes all."""
+"""Lists of a plan that are empty in most steps; a digest includes all of them."""
 
 logger = logging.getLogger(__name__)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for: a tier's settings, a class of a caller's own."""
+    """Converts what JSON can't hold: settings of a tier, an instance of a caller's class."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
@@ -70,13 +70,13 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
     """Writes the trace of one scheduler, from its first request on. A context manager.
 
     Args:
-        path: of the file; with the suffix .gz it is compressed.
-        scheduler: whose steps are traced; a fresh one, because a replay begins with a fresh core.
+        path: the file; with the suffix .gz it is compressed.
+        scheduler: the scheduler to trace. It must be new, because a replay starts with a new core.
         steps: the first step to show, and the one to stop before; None: no end.
-        about: what else the header tells of the run: model, config.
+        about: further entries of the header, on the run: model, config.
 
     Raises:
-        ConfigError: the scheduler has run, or the file can't be written.
+        ConfigError: the scheduler has run already, or the file can't be written.
 
     >>> import os, tempfile
     >>> from nanoengine.bench.simulator import make_scheduler
@@ -104,11 +104,11 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         self._file = _open(fspath(path))
         self._start_s = self._flushed_s = time.perf_counter()
         self._is_over = False
-        self._answers: dict[str, list[Any]] = {}  # of others, in the call under way
+        self._answers: dict[str, list[Any]] = {}  # of other objects, in the current call
         self._committed: tuple[dict[str, Any], StepResult] | None = None  # not written yet
         cache = scheduler.block_manager.prefix_cache
         self._tiers = cache if isinstance(cache, TieredPrefixCache) else None
-        # Why: by these times a TieredPrefixCache decides.
+        # Why: the decisions of a TieredPrefixCache depend on these times.
         self._exact = ("load", "forward") if self._tiers else ()
         has_disk = self._tiers is not None and not isinstance(self._tiers.storage, NoDisk)
         self._disk = self._tiers.storage if has_disk else None
@@ -130,18 +130,18 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         self.close()
 
     def close(self) -> None:
-        """Ends the file; closing twice is harmless."""
+        """Ends the file; may be called twice."""
         if not self._is_over:
             self._tell({"end": True})
             self._stop()
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
-        """Writes the step that was committed, now that all of its times are known."""
+        """Writes the committed step; all of its times are known now."""
         self._tell()
         if self._end is not None and plan.step + 1 >= self._end:
             self.close()
 
-    # --- what comes in ------------------------------------------------------------------------
+    # --- inputs of the core -------------------------------------------------------------------
 
     def _added(self, _: None, request: Request, **more: Any) -> None:
         if request.chooser is not None:
@@ -168,17 +168,17 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         self._committed = line, result
 
     def _ended(self, _: None, seq: Sequence, reason: str, stop: object = None) -> None:
-        """Notes where a stop string was met, since the text that holds it is not in the trace."""
+        """Notes where a stop string matched, since the trace has no text."""
         if isinstance(stop, str):
             ended = seq.request.arrival, seq.index, seq.num_output_tokens, stop
             self._answers.setdefault("stops", []).append(ended)
 
     def _forked(self, child: Sequence, parent: Sequence, next_token_id: int | None = None) -> None:
-        if "chosen" not in self._answers:  # else it is the move of a chooser
+        if "chosen" not in self._answers:  # else it is a chooser's move
             self._tell({"fork": [parent.request.arrival, parent.index, next_token_id]})
 
     def _recover(self, call: Any, requests: Any) -> None:
-        self._answers.clear()  # Why: of the call that has failed no line tells.
+        self._answers.clear()  # Why: a failed call has no line.
         call(requests)
         self._tell({"recover": self._scheduler.stats.steps} | self._held())
 
@@ -191,19 +191,19 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         self._answers.setdefault("disk", []).append(disk_answer(self._disk, finished))
 
     def _held(self) -> dict[str, Any]:
-        """What the disk tier finds in its directory when it starts."""
+        """The content of the disk tier's directory when it starts."""
         return {"held": disk_contents(self._tiers)} if self._disk else {}
 
     # --- lines --------------------------------------------------------------------------------
 
     def _take_answers(self) -> dict[str, Any]:
-        """What others have answered in the call that has just returned."""
+        """The answers of other objects during the call that has just returned."""
         answers = {name: value for name, value in self._answers.items() if any(value)}
         self._answers.clear()
         return answers
 
     def _tell(self, line: dict[str, Any] | None = None) -> None:
-        """Writes the step that was committed last, unless it is written, and then the line of a
+        """Writes the last committed step, unless it is written already, and then the line of a
         call."""
         if self._committed is not None:
             (step, result), self._committed = self._committed, None
@@ -214,7 +214,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
             self._write(line | self._take_answers())
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """Writes a line; a disk that takes no more ends the trace, and not the run."""
+        """Writes a line; if the disk is full, the trace ends and the run continues."""
         if self._is_over:
             return
         try:
@@ -228,7 +228,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
             self._stop()
 
     def _stop(self) -> None:
-        """Looks on no more."""
+        """Stops observing."""
         self._is_over = True
         self._taps.remove()
         with contextlib.suppress(OSError):
@@ -242,10 +242,10 @@ def trace_engine(
     steps: tuple[int, int | None] = (0, None),
     config: EngineConfig | None = None,
 ) -> Trace:
-    """Traces an engine that has just been built, until the trace, or the engine, is closed.
+    """Traces a new engine, until the trace or the engine is closed.
 
     Raises:
-        ConfigError: it has run, or the file can't be written.
+        ConfigError: the engine has run already, or the file can't be written.
     """
     told = ("model_name", "dtype", "device", "attention_backend", "max_model_len", "quantization")
     about = {
@@ -258,7 +258,7 @@ def trace_engine(
 
 
 def digest(plan: StepPlan) -> int:
-    """A number of 32 bits that two plans share if they plan the same."""
+    """A 32-bit digest, which is equal for equal plans."""
     numbers = [*plan.rows, *plan.starts, *plan.num_scheduled_tokens, *plan.num_logits]
     summed = xxhash.xxh32(struct.pack(f"<{len(numbers)}q", *numbers))
     rest = [
@@ -273,7 +273,7 @@ def digest(plan: StepPlan) -> int:
 
 
 def _header(scheduler: Scheduler) -> dict[str, Any]:
-    """What the core is made of."""
+    """The settings of the core."""
     manager, policy = scheduler.block_manager, scheduler.policy
     cache, settings = manager.prefix_cache, vars(policy) if policy else {}
     header = {
@@ -301,7 +301,7 @@ def _header(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _request(request: Request, start_s: float) -> dict[str, Any]:
-    """A request as the core sees it; what is as usual is left out."""
+    """A request as the core sees it; default values are left out."""
     seq, params = request.sequences[0], request.params
     usual = {one.name: one.default for one in fields(params)}
     line: dict[str, Any] = {
@@ -317,14 +317,14 @@ def _request(request: Request, start_s: float) -> dict[str, Any]:
         "pooling": params.pooling,
     }  # fmt: skip
     if params.structured_outputs is not None:
-        line["params"].pop("min_tokens", None)  # Why: a grammar says when the text may end.
+        line["params"].pop("min_tokens", None)  # Why: the grammar decides when the text may end.
     line = {name: value for name, value in line.items() if value}
     arrived_s = round(request.arrival_time - start_s, 6)
     return {"add": request.arrival, "id": request.request_id, "t": arrived_s} | line
 
 
 class _Moves:
-    """`SequenceMoves`, each of them noted before others make it."""
+    """`SequenceMoves` that notes each move before it is made."""
 
     def __init__(self, moves: SequenceMoves, noted: list[Any]) -> None:
         self._moves, self._noted = moves, noted
@@ -338,13 +338,13 @@ class _Moves:
 
 
 def _open(path: str) -> TextIO:
-    """The file to write; its directory must be there.
+    """Opens the file for writing; its directory must exist.
 
     Raises:
         ConfigError: it can't be written.
     """
     try:
-        if path.endswith(".gz"):  # Why level 1: twice as quick, for files a fifth larger.
+        if path.endswith(".gz"):  # Why level 1: twice as fast, files are a fifth larger.
             return gzip.open(path, "wt", compresslevel=1, encoding="utf-8", newline="\n")
         return open(path, "w", encoding="utf-8", newline="\n")
     except OSError as error:

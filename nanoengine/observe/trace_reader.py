@@ -1,14 +1,14 @@
-"""read_trace, Recording, Replay: a trace is read, and the core is led through its run again.
+"""read_trace, Recording, Replay: read a trace and replay its run.
 
     file ── read_trace ──► Recording ── replay ──► Replay.scheduler     sequences, tables, pools
                                                         └── steps(observers) ──► plan, result
 
-A Replay makes the real Scheduler, BlockManager and pools of the run, without a model, and calls
-what the trace says was called. So whoever wants to know what held when reads the core itself, and
-an observer of a run is an observer of its replay.
+A Replay builds the Scheduler, BlockManager and pools of the run, without a model, and repeats the
+traced calls. The state at any step can be read from these objects, and an observer of a run also
+works with its replay.
 
-A core that decides otherwise than the traced one would tell of another run. So each plan is held to
-the digest of the traced one, and the first that differs ends the replay.
+A core that plans differently would replay another run. So each plan is compared with the traced
+digest, and the replay ends at the first difference.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from nanoengine.version import __version__
 
 POLICIES = {"WatermarkOnly": lambda: None, "Hysteresis": Hysteresis, "Predictive": Predictive}
 CALLS = {"add", "plan", "step", "abort", "fork", "recover", "evict", "reset"}
-"""Each line has one of these keys; others are passed over, as a later minor version may write."""
+"""Each line has one of these keys; other lines, from later minor versions, are skipped."""
 MOVES = {"append_token", "fork", "finish", "drop"}
-"""What a chooser may do."""
+"""The moves of a chooser."""
 
 Told = dict[str, Any]
 """A line of a trace."""
 HEADER: Told = {"first": 0, "engine": "?", "date": "?"} | {
     name: {} for name in ("layout", "scheduler", "policy", "tiers", "model", "config")
 }
-"""What a header has, where it is not told."""
+"""Defaults of a header."""
 EVENTS = {"add": "on_request", "plan": "on_plan", "step": "on_step"}
-"""What observers are told of a line: the name of their method."""
+"""Key of a line -> the observers' method."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """A whole trace.
+    """A complete trace.
 
     Attributes:
-        path: of the file.
+        path: the file.
         header: its first line, as docs/trace.md describes it.
-        lines: the others, each with its number in the file.
+        lines: the other lines, each with its number in the file.
     """
 
     path: str
@@ -75,20 +75,20 @@ class Recording:
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the steps that were committed and are to be shown."""
+        """The numbers of the committed steps that are to be shown."""
         steps = (told["step"] for _, told in self.lines if type(told.get("step")) is int)
         return [step for step in steps if step >= self.header["first"]]
 
     @property
     def is_torn(self) -> bool:
-        """True if the run was killed, or goes on."""
+        """True if the run was killed, or still continues."""
         return not self.lines or "end" not in self.lines[-1][1]
 
     def replay(self) -> Replay:
-        """The run, up to where the first step that is to be shown is planned next.
+        """A replay, advanced to just before the first step to show is planned.
 
         Raises:
-            TraceError: as `Replay.steps`.
+            TraceError: see `Replay.steps`.
         """
         return Replay(self)
 
@@ -97,7 +97,7 @@ def read_trace(path: str | PathLike[str]) -> Recording:
     """Reads a trace, compressed or not.
 
     Raises:
-        TraceError: the file can't be read, is no trace, one of another major version, or damaged.
+        TraceError: the file can't be read, is no trace, has another major version, or is damaged.
     """
     path, recording = fspath(path), None
     try:
@@ -114,7 +114,7 @@ def read_trace(path: str | PathLike[str]) -> Recording:
                 except (ValueError, RecursionError) as error:
                     if recording is None:
                         raise TraceError(f"{path} is no trace of nanoengine ({error})") from error
-                    if line.endswith(b"\n"):  # else a process was killed while it wrote this line
+                    if line.endswith(b"\n"):  # else the writing process was killed
                         raise TraceError(f"{path}, line {number}, is damaged: {error}") from error
     except OSError as error:
         raise TraceError(f"{path} can't be read: {error}") from error
@@ -124,19 +124,19 @@ def read_trace(path: str | PathLike[str]) -> Recording:
 
 
 class Replay:
-    """The core of a traced run, led through it again.
+    """Replays the core of a traced run.
 
     Attributes:
-        scheduler: the real one; its block manager, pools and sequences are as they were.
-        time_s: when what has been replayed last was done, since the trace began.
+        scheduler: a real one; its block manager, pools and sequences have the state of the run.
+        time_s: the time of the last replayed call, since the trace began.
     """
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._requests: dict[int, Request] = {}  # by arrival, not finished
-        self._planned: dict[int, StepPlan] = {}  # and not committed
+        self._planned: dict[int, StepPlan] = {}  # not committed
         self._stops: dict[tuple[int, ...], str] = {}
-        self._chosen: list[Any] = []  # by choosers in the call under way
+        self._chosen: list[Any] = []  # by choosers in the current call
         self._has_choosers = False
         self.time_s = 0.0
         held = recording.header.get("held")
@@ -149,23 +149,22 @@ class Replay:
             self._call(*self._left.popleft())
 
     def clock(self) -> float:
-        """`time_s`, for those who measure time."""
+        """Returns `time_s`, as the clock of observers."""
         return self.time_s
 
     def run(self, *observers: object) -> None:
-        """Leads the core to the end of the recording; see `steps`."""
+        """Replays to the end of the recording; see `steps`."""
         for _ in self.steps(*observers):
             pass
 
     def steps(self, *observers: object) -> Iterator[tuple[StepPlan, StepResult]]:
-        """Each further step, once it is committed.
+        """Yields each further step after its commit.
 
-        Observers are told before. Of these methods those are called that one has:
-        `on_request(request)`, `on_plan(plan)`, and `on_step(plan, result, scheduler)` behind the
-        commit.
+        Before that, observers are called, with the methods that they have: `on_request(request)`,
+        `on_plan(plan)`, and `on_step(plan, result, scheduler)` after the commit.
 
         Raises:
-            TraceError: the trace is damaged, or its plans are not those of this core.
+            TraceError: the trace is damaged, or this core plans differently.
         """
         while self._left:
             number, told = self._left.popleft()
@@ -177,7 +176,7 @@ class Replay:
                     yield values[0], values[1]
 
     def _call(self, number: int, told: Told) -> list[tuple[Any, ...]]:
-        """Makes the call of a line; returns what observers are told."""
+        """Makes the call of a line; returns the calls of observers."""
         with _damage(self._recording, number):
             self._stops |= {(a, i, n): str(stop) for a, i, n, stop in told.get("stops", ())}
             self._chosen = list(told.get("chosen", ()))
@@ -245,7 +244,7 @@ class Replay:
             times=StepTimes(**dict(seconds)),
         )
         if self._has_choosers:
-            # Why empty: a chooser is offered nothing, because the trace has what it has chosen.
+            # Why empty: the chooser gets no candidates, because the trace has its choices.
             nothing: TokenLogprobs = [[] for _ in range(max(plan.num_logits, default=0))]
             result.logprobs = dict.fromkeys(range(len(tokens)), nothing)
         for request in self.scheduler.commit(plan, result):
@@ -264,7 +263,7 @@ class Replay:
         if self._disk is not None:
             self._disk.held = told["held"]
         self.scheduler.recover(self._requests.values())
-        self.scheduler.stats.steps = told["recover"]  # Why: planning may be what has failed.
+        self.scheduler.stats.steps = told["recover"]  # Why: the failed call may have been a plan.
         self._requests.clear()
 
     def _evict(self, told: Told) -> None:
@@ -274,14 +273,14 @@ class Replay:
         self.scheduler.block_manager.prefix_cache.reset()
 
     def _follower(self, arrival: int, index: int) -> Any:
-        """An `OutputFollower` that knows no text, only where the traced one met a stop string."""
+        """An `OutputFollower` without text, which returns the stop strings of the trace."""
         numbers = itertools.count(1)  # of output tokens
         return SimpleNamespace(
             append=lambda token_id: self._stops.pop((arrival, index, next(numbers)), None)
         )
 
     def choose(self, request: Request, moves: SequenceMoves) -> None:
-        """Makes the moves of the chooser whose turn it was: the `TokenChooser` of all requests."""
+        """Repeats the traced moves of a chooser; this is the `TokenChooser` of all requests."""
         arrival, noted = self._chosen.pop(0)
         assert arrival == request.arrival, request
         for name, index, *values in noted:
@@ -290,7 +289,7 @@ class Replay:
 
 
 def _scheduler(header: Told, disk: ReplayedDisk | None) -> Scheduler:
-    """A core as that of the header, with nothing in it."""
+    """A new core with the settings of the header."""
     told, limits = header["layout"], header["scheduler"]
     groups = (KVGroup(**one | {"layers": tuple(one["layers"])}) for one in told["groups"])
     layout, cache = KVLayout(**told | {"groups": tuple(groups)}), None
@@ -326,7 +325,7 @@ def _sequence(request: Request, index: int) -> Sequence:
 
 @contextlib.contextmanager
 def _damage(recording: Recording, number: int) -> Iterator[None]:
-    """Whatever goes wrong with a line is the file's fault: the call has gone well once."""
+    """Reports any exception as a damaged line, because the call succeeded in the traced run."""
     try:
         yield
     except TraceError:
@@ -337,7 +336,7 @@ def _damage(recording: Recording, number: int) -> Iterator[None]:
 
 
 def _lines(raw: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Numbers and lines, up to where the file breaks off."""
+    """Numbers and lines, up to the point where the file breaks off."""
     is_packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
     with contextlib.suppress(EOFError, zlib.error):

@@ -1,10 +1,9 @@
-"""What a disk tier has answered, for a trace; ReplayedDisk answers it again.
+"""The answers of a disk tier, for a trace; ReplayedDisk returns them again.
 
     DiskBlocks ── collect() ──► DiskStorage        a tap writes "disk" into the line of the call
     DiskBlocks ── collect() ──► ReplayedDisk ◄── "disk" in the line of the call
 
-How long a copy takes, and whether it fails, is not decided by the core, so a replay needs these
-answers.
+The core does not decide how long a copy takes or whether it fails, so a replay needs the answers.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 
 
 def disk_answer(storage: DiskStorage, finished: list[Finished]) -> list[Any]:
-    """A call of `collect`, for a trace: whether the disk takes no more, and [group, digest, ok,
-    seconds] of each copy that has finished; [] if neither."""
+    """The result of a call of `collect`, for a trace: whether the disk refuses writes, then [group,
+    digest, ok, seconds] per finished copy; [] if there is neither."""
     noted = [(*_name(copy), ok, s) for copy, ok, s in finished if copy.kind != "remove"]
     return [not storage.can_write, *noted] if noted or not storage.can_write else []
 
 
 def disk_contents(cache: TieredPrefixCache) -> dict[str, Any]:
-    """What the disk's pool holds, in its order.
+    """The content of the disk's pool, in order.
 
-    "prefixes" are [parent, tokens], a parent being an earlier one's number or a root's name;
+    "prefixes" are [parent, tokens]; a parent is the number of an earlier one or the name of a root.
     "blocks" are [group, number of the prefix].
     """
     numbers: dict[Prefix, int] = {}
@@ -52,8 +51,8 @@ class ReplayedDisk:
     """A `DiskStorage` without a disk.
 
     Attributes:
-        held: the directory's content, as `disk_contents` returns it.
-        answers: what the calls of `collect` return that come next.
+        held: the content of the directory, as `disk_contents` returns it.
+        answers: the results of the next calls of `collect`.
     """
 
     def __init__(self, held: dict[str, Any]) -> None:
@@ -87,5 +86,5 @@ class ReplayedDisk:
 
 
 def _name(copy: DiskCopy) -> tuple[int, str]:
-    """What a copy is known by: of a content there is one read or write at a time."""
+    """The key of a copy: there is at most one read or write per content at a time."""
     return copy.content.group, copy.content.prefix.digest.hex()

@@ -1,7 +1,7 @@
-"""Watch: the pool and the running sequences, drawn on a terminal while they change.
+"""Watch: draws the pool and the running sequences on a terminal while they change.
 
-An `Observer`, as the progress line is one, and in its place. rich draws; what is drawn is read from
-the scheduler, a few times a second.
+It is an `Observer` that replaces the progress line. rich draws; the state is read from the
+scheduler at most ten times per second.
 
     3/8 rows, 210 output tok/s
     0████▒▒▒▒▒▒····
@@ -29,14 +29,14 @@ REFRESH_S = 0.1
 POOL_LINES = 4
 LANE_WIDTH = 32
 STYLES = {"█": "green", "▒": "blue", "·": "dim", "0": "dim"}
-"""Active, cached, empty, null: the signs differ, the colours only help."""
+"""Active, cached, empty, null: the signs are distinct, so the colours are optional."""
 
 
 class Watch:
-    """Draws on stderr until it is closed, and leaves nothing behind.
+    """Draws on stderr until it is closed, then erases the picture.
 
     Args:
-        title: called for the first line.
+        title: returns the first line.
         console: where to draw; None: stderr.
     """
 
@@ -48,14 +48,14 @@ class Watch:
         self._live.start()
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: Scheduler) -> None:
-        """Draws anew, ten times a second at most."""
+        """Draws the state, at most ten times per second."""
         now = time.perf_counter()
         if now - self._shown_s >= REFRESH_S:
             self._shown_s = now
             self._live.update(self._picture(plan, scheduler), refresh=True)
 
     def close(self) -> None:
-        """Takes the picture away; closing twice is harmless."""
+        """Erases the picture; may be called twice."""
         self._live.stop()
 
     def _picture(self, plan: StepPlan, scheduler: Scheduler) -> Group:
@@ -77,7 +77,7 @@ class Watch:
 
 
 def _pool(pool: BlockPool, width: int) -> list[Text]:
-    """A sign a block; of a pool with more blocks than places one of every few."""
+    """One sign per block; a pool with too many blocks shows one of every few."""
     every = -(-pool.num_blocks // (POOL_LINES * width))
     signs = "".join(map(_sign, pool.blocks[::every]))
     lines = []
@@ -99,7 +99,7 @@ def _sign(block: Block) -> str:
 
 
 def _lane(seq: Sequence) -> Text:
-    """How far a sequence is: what of its prompt is computed, what it has sampled, what may come."""
+    """The progress of a sequence: computed, uncomputed, sampled and possible further tokens."""
     prompt, output = seq.num_prompt_tokens, seq.num_output_tokens
     total = max(seq.max_num_tokens, 1)
     computed = min(seq.num_computed_tokens, prompt)

@@ -1,1 +1,1 @@
-"""A batch over several engines: replicas on this machine, and Ray."""
+"""Batches on several engines: replicas on this machine, and Ray."""

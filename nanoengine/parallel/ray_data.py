@@ -1,4 +1,4 @@
-"""Generate: an engine in an actor of Ray Data, which streams over the batches that it is given.
+"""Generate: an engine in a Ray Data actor, which streams rows across batches.
 
     dataset.map_batches(Generate, fn_constructor_kwargs={"model": ...},
                         compute=ray.data.ActorPoolStrategy(size=n))
@@ -6,12 +6,12 @@
     Ray Data ── batches, several at a time ──> __call__ ── rows ──> Feed ── Work ── LLM.stream
              <── a batch, its rows in order ──          <── answers, as they finish ──┘
 
-Rows of the next batch fill the places that those of this one leave, so no batch ends in a bubble. A
-batch comes back whole and in order, since Ray Data repeats the batches of an actor that it lost,
-and takes for granted that they come out alike.
+Rows of the next batch start as soon as rows of this one finish, so the engine stays full at the end
+of a batch. A batch is returned whole and in order, because Ray Data repeats the batches of a lost
+actor, and expects equal results.
 
-It repeats them without end, so rows under which the actor dies are written down beside it: at the
-third death a row is poison and gets an error (`Attempts`).
+Ray repeats them without limit. So the rows that run are recorded in a temporary file: after three
+deaths a row is poison and gets an error (`Attempts`).
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE, Pause
 
 ERROR_COLUMN = "__inference_error__"
-"""Why a row has no answer, or "". Source: the name is that of Ray's own LLM module."""
+"""Why a row has no answer, or "". Source: the name of this column in Ray's own LLM module."""
 
 
 class Generate:
-    """Answers rows: columns as those of simple rows in docs/batch.md, all carried through.
+    """Answers rows, whose columns are as in simple rows of docs/batch.md, and are all kept.
 
-    New columns: `outputs`, a list of {"text", "token_ids", "finish_reason"}, one a completion or
-    turn; `usage`, {"prompt_tokens", "completion_tokens"}; and ERROR_COLUMN.
+    New columns: `outputs`, a list of {"text", "token_ids", "finish_reason"} per completion or turn;
+    `usage`, {"prompt_tokens", "completion_tokens"}; and ERROR_COLUMN.
 
     Args:
-        sampling_params: for rows that don't say otherwise.
-        key_column: whose value names the row; its random numbers follow from it, as in a batch's
-            `custom_id`. None: all of its columns do.
-        special_rows: of `RowOptions`: prompt_column, template, chat, system.
-        options: as for LLM.
+        sampling_params: for rows that don't set their own.
+        key_column: the column whose value seeds the random numbers of a row, like `custom_id` in a
+            batch. None: all columns together.
+        special_rows: options of `RowOptions`: prompt_column, template, chat, system.
+        options: options of the LLM.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Generate:
                 self._tasks.work.run(lambda rows: self._llm.stream(rows, on_error="record"))
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # Why: Ray starts the actor again, and repeats its batches.
+            os._exit(1)  # Why: Ray restarts the actor, and repeats its batches.
 
     async def __call__(self, batch: Any) -> Any:
-        """A batch with its answers; of numpy arrays, or an Arrow table, which keeps types."""
+        """Answers a batch: a dict of numpy arrays, or an Arrow table, which keeps types."""
         is_table = hasattr(batch, "to_pylist")
         if not is_table and not isinstance(batch, Mapping):
             raise RequestError(
@@ -132,7 +132,7 @@ class _Tasks(Iterator["Task | Pause"]):
         self._num_rows = 0
 
     def put(self, row: dict[str, Any], key: str, answer: asyncio.Future[Any]) -> None:
-        """Has a row answered; from the loop's thread."""
+        """Queues a row; called from the event loop's thread."""
         number, self._num_rows = self._num_rows, self._num_rows + 1
         task = self._reader.task(Line(number, ROWS, number + 1, row))
         task.key = key
@@ -142,7 +142,7 @@ class _Tasks(Iterator["Task | Pause"]):
         self._feed.put(task)
 
     def __next__(self) -> Task | Pause:
-        """The next row; one that an actor has died under ends the stream, and runs apart."""
+        """The next row. A row with deaths ends the stream, and runs apart from others."""
         task = next(self._feed)
         if task is not PAUSE and (deaths := self._attempts.deaths[task.key]):
             self.work.suspect(task, deaths, "the actor died")
@@ -160,7 +160,7 @@ class _Tasks(Iterator["Task | Pause"]):
 
 
 Answer = tuple[list[dict[str, Any]], dict[str, int], str]
-"""Of a row: the values of the new columns."""
+"""The values of the new columns for one row."""
 
 
 def _answer(outputs: list[RequestOutput], error: str = "") -> Answer:
@@ -186,7 +186,7 @@ def _arrow_types() -> dict[str, Any]:
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of columns; numbers that are missing come as NaN."""
+    """Converts columns to rows; missing numbers are NaN in the columns."""
     columns = [[_plain(value) for value in column] for column in batch.values()]
     return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]
 
@@ -204,7 +204,7 @@ def _plain(value: Any) -> Any:
 
 
 def _beside() -> Path:
-    """A file that an actor finds again when it is started again on the same machine."""
+    """The file of an actor, which it finds again after a restart on the same machine."""
     try:
         import ray  # type: ignore[import-not-found]
 
@@ -216,14 +216,14 @@ def _beside() -> Path:
 
 
 class Attempts:
-    """The rows that run, in a file, and how often an actor has died under each.
+    """The running rows, recorded in a file, and the number of deaths of the actor per row.
 
-        ["run", PID]      an actor began
-        ["begin", KEY]    a row of that key runs
+        ["run", PID]      an actor started
+        ["begin", KEY]    a row with this key runs
         ["end", KEY]      it has ended
 
     Attributes:
-        deaths: by key, of rows that have not ended since.
+        deaths: key -> deaths, for rows that have not ended since.
     """
 
     def __init__(self, path: Path) -> None:
@@ -236,11 +236,11 @@ class Attempts:
         self._write("run", os.getpid())
 
     def begin(self, key: str) -> None:
-        """A row is about to run."""
+        """Records that a row is about to run."""
         self._write("begin", key)
 
     def end(self, key: str) -> None:
-        """It has been answered, or never ran. Where nothing is left to tell, no file is left."""
+        """Records that a row was answered, or never ran. Removes a file without rows or deaths."""
         self._write("end", key)
         if not self._running and not self.deaths:
             self._path.unlink(missing_ok=True)
@@ -256,6 +256,6 @@ class Attempts:
         elif what == "end":
             self._running -= Counter([value])
             self.deaths.pop(value, None)
-        else:  # the life before ended under what ran
+        else:  # the previous process died while these rows ran
             self.deaths.update(self._running.keys())
             self._running.clear()

@@ -1,12 +1,12 @@
-"""One replica: a process with an LLM of its own, that answers the rows its parent sends.
+"""One replica: a process with its own LLM, which answers the rows that its parent sends.
 
     parent ── options ─────────────────> LLM(**options)
            <── EngineInfo, EngineStats, pid ──  or why the model can't be loaded
            ── Row, Row, ..., None ─────> llm.stream     one stream; then the next
            <── RequestOutput, Stats ────                in the order in which rows finish
-           <── RuntimeError ────────────                the stream has raised; the next one may run
+           <── RuntimeError ────────────                the stream has raised; another may follow
 
-Started by `replicas.py` as a worker (`worker.py`).
+`replicas.py` starts it as a worker (`worker.py`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from nanoengine.llm import LLM
 
 STATS_S = 0.25
-"""How often a replica tells its counters; as often as a live line is written."""
+"""Interval at which a replica reports its counters, as often as the live line changes [s]."""
 
 
 def main(connection: Connection, *cores: int) -> None:
-    """Serves one parent until it is gone.
+    """Serves one parent until it exits.
 
     Args:
-        cores: those to run on; none: any.
+        cores: the cores to run on; none: any.
     """
     faulthandler.enable()
     if cores:
-        os.sched_setaffinity(0, cores)  # Why here: torch and numba count them when they load.
+        os.sched_setaffinity(0, cores)  # Why here: torch and numba count cores when they load.
     try:
         options = connection.recv()
     except (EOFError, OSError):
@@ -52,7 +52,7 @@ def main(connection: Connection, *cores: int) -> None:
     except NanoEngineError as error:
         connection.send(error)
         return
-    gc.freeze()  # Why: see `jobs.work.young_alone`; this process does nothing else.
+    gc.freeze()  # Why: see `jobs.work.young_alone`; this process has no other work.
     connection.send((llm.info, llm.stats(), os.getpid()))
     llm.engine.observers.append(_Reporter(connection, llm))
     while True:
@@ -60,7 +60,7 @@ def main(connection: Connection, *cores: int) -> None:
 
 
 def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
-    """One stream, from its first row to its end."""
+    """Runs one stream, from its first row to its end."""
     try:
         for output in llm.stream(iter(feed), on_error="record"):
             feed.finished()
@@ -73,9 +73,9 @@ def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
 
 
 def _receive(connection: Connection, feed: Feed[Row]) -> None:
-    """Takes rows in, and ends this process with its parent, whatever it is doing then.
+    """Receives rows, and ends this process with its parent, even during a step.
 
-    Why a thread: the parent can always send, so it never waits for a replica that waits for it.
+    Why a thread: the parent can always send, so parent and replica never wait for each other.
     """
     try:
         while True:
@@ -85,14 +85,14 @@ def _receive(connection: Connection, feed: Feed[Row]) -> None:
 
 
 class _Reporter:
-    """An observer that tells the parent how far the engine is."""
+    """An observer that sends the engine's counters to the parent."""
 
     def __init__(self, connection: Connection, llm: LLM) -> None:
         self._connection, self._llm = connection, llm
         self._told = time.monotonic()
 
     def on_step(self, plan: object, result: object, scheduler: object) -> None:
-        """Sends the counters, now and then."""
+        """Sends the counters at intervals."""
         if time.monotonic() - self._told > STATS_S:
             self._told = time.monotonic()
             self._connection.send(self._llm.stats())

@@ -1,16 +1,16 @@
-"""Replicas: several engines behind one `Work`, a process each.
+"""Replicas: several engines for one `Work`, each in its own process.
 
     Work ─┬─ thread ─ Replica ── rows ──> process: LLM (replica.py)
           │                   <─ outputs ─┘
           └─ thread ─ Replica ...
 
-Rows are given out once, and what comes back is written by this process alone. It loads no model.
+Each row is given out once, and only this process writes results. It loads no model.
 
-A replica that dies gives its rows back to `Work`, which runs them apart from others, and is started
-again. One that says nothing for long is killed, and so dies. One that can't be started again is
-given up; the others go on. No replica outlives this process (`worker.py`).
+If a replica dies, its rows go back to `Work`, which runs them apart from others, and it is
+restarted. A replica that is silent for long is killed. If it can't be restarted, it is given up,
+and the others continue. No replica outlives this process (`worker.py`).
 
-Called by `cli/batch.py`.
+`cli/batch.py` calls it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from nanoengine.text.tokenizer import Tokenizer
 REPLICA = "nanoengine.parallel.replica"
 
 AHEAD = 32
-"""Rows that a replica has beyond those that its engine pulls: they fill what a step has freed."""
+"""Rows that a replica has in addition to the ones its engine pulls, to replace finished ones."""
 
 SILENT_S = 1800.0
-"""A replica that has rows and has said nothing for so long hangs. It tells its counters after each
+"""A replica with rows that is silent for this time [s] hangs. It reports its counters after each
 step, and a long step of a large model takes minutes on a CPU."""
 
 LOOKS = 6
-"""How many looks find the same silence until it has lasted so long; the first of them warns."""
+"""Number of checks that must find the same silence before a kill; the first of them warns."""
 
 Launch = Callable[[], Worker]
 """Starts the process of a replica."""
@@ -55,13 +55,13 @@ Launch = Callable[[], Worker]
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Replica:
-    """One engine, in whatever process it is at present.
+    """One engine, in its current process.
 
     Attributes:
         launch: starts a process.
-        options: of its LLM.
+        options: the options of its LLM.
         on_stats: called when `stats` is new.
-        is_lost: it can't be started any more.
+        is_lost: it can't be restarted.
     """
 
     number: int
@@ -75,9 +75,9 @@ class Replica:
     _process: Worker | None = None
     _is_ended: bool = False
     _why_killed: str = ""
-    _wait: object = None  # that for the process, while rows run; each is another object
-    _seen: object = None  # at the last look
-    _num_looks: int = 0  # that have found the same one
+    _wait: object = None  # the current wait for the process, while rows run; a new object per wait
+    _seen: object = None  # the wait at the last check
+    _num_looks: int = 0  # consecutive checks with the same wait
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
@@ -105,11 +105,11 @@ class Replica:
         return info
 
     def serve(self, work: Work, window: int) -> None:
-        """Answers rows until none is left or the replica is lost, starting it again when it dies,
-        while it starts as well.
+        """Answers rows until none is left or the replica is lost. Restarts it if it dies, also
+        during a restart.
 
         Args:
-            window: most rows that it has at once.
+            window: maximum number of rows that it has at once.
         """
         num_starts = 0  # since it last ran
         while True:
@@ -121,7 +121,7 @@ class Replica:
                 return work.run(lambda rows: self.stream(rows, window))
             except NanoEngineError as error:
                 has_died = isinstance(error, EngineDeadError)
-                if not (has_died or num_starts):  # the job's own
+                if not (has_died or num_starts):  # an error of the job
                     raise
                 if work.is_stopping:
                     return
@@ -135,17 +135,17 @@ class Replica:
     def stream(
         self, rows: Iterator[Row | Pause], window: int
     ) -> Generator[RequestOutput, None, None]:
-        """As `LLM.stream`: yields an output for each row, with the index of its pull.
+        """As `LLM.stream`: yields one output per row, with the index of its pull.
 
         Raises:
             EngineDeadError: the process has died.
-            RuntimeError: the stream failed in the process; it can be used on.
+            RuntimeError: the stream failed in the process, which can be used further.
         """
         num_left, has_more = 0, True
         while True:
             while has_more and num_left < window:
                 row = next(rows, None)
-                if row is PAUSE:  # Its counters, if nothing else, are soon told; then rows again.
+                if row is PAUSE:  # Its counters will arrive soon; then this loop pulls again.
                     break
                 has_more = row is not None
                 num_left += has_more
@@ -165,7 +165,7 @@ class Replica:
                 raise found
 
     def _while_watched(self, call: Callable[..., Any], *message: object) -> Any:
-        """Sends or receives, which lasts until `look` ends it where the process hangs."""
+        """Sends or receives; if the process hangs, `look` ends the call."""
         self._wait = object()
         try:
             return call(*message)
@@ -175,10 +175,10 @@ class Replica:
             self._wait = None
 
     def look(self, silent_s: float) -> None:
-        """Kills a process that has kept `_while_watched` waiting at `LOOKS` looks in `silent_s`,
-        from one thread.
+        """Kills a process that kept `_while_watched` waiting for `LOOKS` checks, which take
+        `silent_s` seconds in total. Called from one thread.
 
-        Why no clock: it runs on while all processes of a job are stopped.
+        Why no clock: it would run on while all processes of a job are stopped.
         """
         wait, before = self._wait, self._seen
         self._seen = wait
@@ -190,7 +190,7 @@ class Replica:
                 " killed, and its rows run elsewhere",
                 stacklevel=1,
             )
-        with self._lock:  # Why: until then it is the same process.
+        with self._lock:  # Why: the process can't change meanwhile.
             if self._num_looks == LOOKS and self._wait is wait and self._process is not None:
                 self._why_killed = f"was killed: it had said nothing for {silent_s:g} s"
                 self._process.kill()
@@ -206,7 +206,7 @@ class Replica:
         raise error(f"replica {self.number} (pid {self.pid}) {self._why_killed or how} {when}")
 
     def end(self) -> None:
-        """Ends the process for good."""
+        """Ends the process permanently."""
         with self._lock:
             self._is_ended = True
             if self._process is not None:
@@ -214,19 +214,19 @@ class Replica:
 
 
 class Replicas(AbstractContextManager["Replicas"]):
-    """Engines with the same options; a context manager, as an LLM is.
+    """Engines with the same options; a context manager, like an LLM.
 
     Args:
-        options: of each LLM.
-        launches: how each is started.
+        options: the options of each LLM.
+        launches: functions that start the processes.
 
     Attributes:
-        silent_s: a replica that has rows and says nothing for so long is killed.
-        info: of the first one.
-        observers: are told whenever there is news of the engines, without a plan.
+        silent_s: a replica with rows is killed if it is silent for this time.
+        info: the info of the first one.
+        observers: are called without a plan when an engine reports counters.
 
     Raises:
-        ConfigError: the options ask for a trace.
+        ConfigError: the options contain a trace.
         NanoEngineError: a model can't be loaded.
     """
 
@@ -252,17 +252,17 @@ class Replicas(AbstractContextManager["Replicas"]):
         self.close()
 
     def close(self) -> None:
-        """Ends all processes, at once."""
+        """Ends all processes immediately."""
         for replica in self._replicas:
             replica.end()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """One of this process; the engines have theirs in their own."""
+        """The tokenizer of this process; each engine has its own."""
         return Tokenizer.of(self.config)
 
     def stats(self) -> EngineStats:
-        """Counters of all engines together."""
+        """Total counters of all engines."""
         found = [stats for replica in self._replicas for stats in (*replica.past, replica.stats)]
         return _added([stats for stats in found if stats is not None])
 
@@ -270,11 +270,11 @@ class Replicas(AbstractContextManager["Replicas"]):
         """Answers the rows of a job.
 
         Args:
-            num_rows: how many there are, if that is known: few are shared evenly.
+            num_rows: the number of rows, if known: a small number is shared evenly.
 
         Raises:
             EngineDeadError: no replica is left.
-            Exception: what `Work.run` raises; rows that ran are dropped.
+            Exception: see `Work.run`; running rows are dropped.
         """
         window = self.config.max_num_seqs + LOOK_AHEAD + AHEAD
         while live := [replica for replica in self._replicas if not replica.is_lost]:
@@ -297,7 +297,7 @@ class Replicas(AbstractContextManager["Replicas"]):
                     for replica in live:
                         replica.look(self.silent_s)
             except BaseException:
-                work.is_stopping = True  # Why first: nothing that ends now is a death.
+                work.is_stopping = True  # Why first: processes that end now are no deaths.
                 self.close()
                 raise
 
@@ -308,7 +308,7 @@ class Replicas(AbstractContextManager["Replicas"]):
 
 
 def _added(stats: Sequence[EngineStats]) -> EngineStats:
-    """The counters of several engines as of one; what can't be added is the first one's."""
+    """The sums of the counters of several engines; other values are from the first one."""
     names = [
         one.name for one in fields(EngineStats) if isinstance(getattr(stats[0], one.name), int)
     ]
@@ -323,13 +323,13 @@ def _added(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def local_replicas(options: dict[str, Any], count: int, threads: int | None = None) -> Replicas:
-    """Replicas on this machine: a GPU each, or cores.
+    """Replicas on this machine, each with its own GPUs or cores.
 
     Args:
-        threads: cores of each; None: what there is, shared evenly. For replicas on a CPU.
+        threads: cores per replica, on a CPU; None: all cores are shared evenly.
 
     Raises:
-        ConfigError: there are not so many GPUs or cores.
+        ConfigError: there are not enough GPUs or cores.
     """
     config = EngineConfig.from_kwargs(**options)
     if config.device.startswith("cuda:"):
@@ -343,12 +343,12 @@ def local_replicas(options: dict[str, Any], count: int, threads: int | None = No
 
 
 def _gpus(config: EngineConfig) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that this process may use, with their names in CUDA_VISIBLE_DEVICES."""
     if config.device == "cpu":
         return []
     import torch
 
-    count = torch.cuda.device_count()  # It asks the driver, and starts nothing.
+    count = torch.cuda.device_count()  # It asks the driver, without initializing CUDA.
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [str(i) for i in range(count)] if named is None else named.split(",")[:count]
 
@@ -363,7 +363,7 @@ def _on_gpus(gpus: Sequence[str], count: int, ranks: int) -> list[Launch]:
 
 
 def _on_cores(count: int, threads: int | None) -> list[Launch]:
-    """Cores that no other replica has, as long as there are as many."""
+    """Assigns separate cores to replicas, as long as there are enough."""
     if not hasattr(os, "sched_getaffinity"):
         each = threads or max(1, (os.cpu_count() or 1) // count)
         variables = {"OMP_NUM_THREADS": str(each)}

@@ -1,1 +1,1 @@
-"""Ranks: one model over several processes, each with a part of every layer."""
+"""Tensor parallelism: one model in several processes, each with a part of every layer."""

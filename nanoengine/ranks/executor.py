@@ -1,21 +1,21 @@
-"""RankedExecutor: an Executor whose model is split over ranks, a process each.
+"""RankedExecutor: an Executor whose model is split over ranks, each in its own process.
 
     this process                                    rank 0         rank 1
     launch(plan)     ─ sender ── (step, plan) ─────> launch ─sums─ launch
     Launched.result  ─ sender ── (step, None) ─────> result        result
                      <─ receiver ─ (step, result) ──┘
 
-Every rank is a child, and this process computes nothing. So a Ctrl-C never stops one rank amid a
-sum that the others wait for: the ranks end the step that they are in, and take the next plan.
+Every rank is a child process; this process computes nothing. So Ctrl-C never stops one rank in an
+all-reduce that the others wait for: the ranks finish their step, and take the next plan.
 
-All pipes are served by two threads. Why: signals interrupt the main thread alone, so no message is
-ever cut off, or sent to some of the ranks, by an exception.
+Two threads serve all pipes. Why: signals interrupt only the main thread, so an exception can
+neither cut a message nor send it to only some of the ranks.
 
-A rank that raises or dies takes the others with it, and every call then raises EngineDeadError. So
-do ranks that wait for each other, or for one that is stopped. No rank outlives this process
+If a rank raises or dies, the others end too, and every call raises EngineDeadError. The same
+happens if ranks wait for each other, or for a stopped one. No rank outlives this process
 (`worker.py`).
 
-Implements `Executor`. Made by `build.py`.
+Implements `Executor`; `build.py` creates it.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from nanoengine.runner.numerics import RunnerOptions
 RANK = "nanoengine.ranks.rank"
 
 QUIET_S = 600.0
-"""Ranks hang if somebody waits, and none of them gets to another collective for so long. Each layer
-has two: however long a step is, what is between two of them takes less."""
+"""Ranks hang if a result is awaited, and no rank reaches another collective within this time [s].
+Each layer has two, so the time between two collectives is short even in a long step."""
 
 LAST_WORDS_S = 1.0
-"""Time for the other ranks to say what they saw, once one has ended."""
+"""Time for the other ranks to report failures after one has ended [s]."""
 
 
 def require_ranks(options: RunnerOptions) -> None:
-    """Raises ConfigError for what can't be split over ranks, or not be had together with them."""
+    """Raises ConfigError for models and settings that tensor parallelism does not support."""
     config, model_config, quantization = options.config, options.model_config, options.quantization
     device = options.device
     ranks = config.tensor_parallel_size
@@ -79,7 +79,7 @@ def require_ranks(options: RunnerOptions) -> None:
 
 
 def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str | None:
-    """Why a quantized model can't be split without a change of its results; None: it can."""
+    """Why splitting a quantized model would change its results; None: it would not."""
     from nanoengine.layers.quantized_weight import BLOCK
 
     stored = quantization.stored
@@ -93,7 +93,7 @@ def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str
         )
     heads = {"num_attention_heads * head_dim": config.num_attention_heads * config.head_dim}
     for name, size in (heads | config.linear_inputs).items():
-        if name == "hidden_size":  # whole on each rank
+        if name == "hidden_size":  # not split
             continue
         if group_size and size // ranks % group_size:
             return (
@@ -104,7 +104,8 @@ def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str
 
 
 def require_sendable(name: str, value: object, error: type[Exception]) -> None:
-    """Raises `error` for what no rank can be sent: it comes by its name, and runs no script."""
+    """Raises `error` for objects that can't be sent to a rank. A pickle only names functions and
+    classes, and a rank does not run the script that defines them."""
     try:
         way = pickled(value)
     except Exception as why:
@@ -117,16 +118,16 @@ def require_sendable(name: str, value: object, error: type[Exception]) -> None:
 
 
 class RankedExecutor:
-    """Runs one model on the `config.tensor_parallel_size` ranks of one machine.
+    """Runs one model on `config.tensor_parallel_size` ranks of one machine.
 
     Takes the same options as `ModelRunner`.
 
     Attributes:
-        memory, kv_dtype, products, load_s: what rank 0 has found at its start; others' are alike.
-        num_parameters, weight_bytes: of all ranks together, copies included.
+        memory, kv_dtype, products, load_s: the values of rank 0; the other ranks' are similar.
+        num_parameters, weight_bytes: sums over all ranks, including copies.
 
     Raises:
-        ConfigError: as `require_ranks`.
+        ConfigError: see `require_ranks`.
     """
 
     def __init__(self, options: RunnerOptions) -> None:
@@ -137,11 +138,11 @@ class RankedExecutor:
         self._num_launched = 0
 
     def start(self) -> KVLayout:
-        """Starts the ranks; each loads its part and sizes its cache, of as many blocks as all have.
+        """Starts the ranks. Each loads its part and sizes its cache; all have equally many blocks.
 
         Raises:
-            ConfigError, ModelError, MemoryError: as a rank's `ModelRunner.start`.
-            EngineDeadError: a rank has failed in another way.
+            ConfigError, ModelError, MemoryError: a rank's `ModelRunner.start` raised it.
+            EngineDeadError: a rank failed in another way.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
             setup = Setup(
@@ -152,7 +153,7 @@ class RankedExecutor:
                 options=self.options,
             )
             self._ranks = RankProcesses.start(self._world_size, listener)
-        # Why a finalizer: an engine that is dropped is never shut down.
+        # Why a finalizer: an engine that is garbage-collected was never shut down.
         self._end = weakref.finalize(self, self._ranks.end)
         try:
             self._ranks.orders.put(pickled(setup))
@@ -170,7 +171,7 @@ class RankedExecutor:
         return first.layout
 
     def launch(self, plan: StepPlan) -> RankedStep:
-        """Sends a plan to all ranks; waits for nothing.
+        """Sends a plan to all ranks, without waiting.
 
         Raises:
             EngineDeadError: a rank has failed, or the executor is shut down.
@@ -180,15 +181,15 @@ class RankedExecutor:
         return RankedStep(ranks=self._ranks, step=self._num_launched)
 
     def load_weights(self, folder: Path) -> list[str]:
-        """Has each rank take its part of new weights; see `runner/new_weights.py`.
+        """Loads new weights on all ranks; see `runner/new_weights.py`.
 
         Raises:
             WeightLoadError: they don't fit, and nothing has changed.
-            EngineDeadError: a rank has failed, or not all of them have loaded.
+            EngineDeadError: a rank has failed, or only some of them have loaded.
         """
         self._num_launched += 1
         self._ranks.give((self._num_launched, folder))
-        # Why all: the folder may go when this returns.
+        # Why all: the caller may delete the folder when this returns.
         found = [self._ranks.answer_of(self._num_launched) for _ in range(self._world_size)]
         refused = [one for one in found if isinstance(one, WeightLoadError)]
         if 0 < len(refused) < len(found):
@@ -199,13 +200,13 @@ class RankedExecutor:
         return names
 
     def shutdown(self) -> None:
-        """Ends all ranks, which gives their memory back."""
+        """Ends all ranks, which frees their memory."""
         self._end()
 
 
 @dataclass(slots=True, kw_only=True)
 class RankedStep:
-    """A step that the ranks have been sent; implements `Launched`."""
+    """A step that was sent to the ranks; implements `Launched`."""
 
     ranks: RankProcesses
     step: int
@@ -225,14 +226,14 @@ class RankedStep:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankProcesses:
-    """The processes, the threads that serve their pipes, and what has come from them.
+    """The processes, the threads that serve their pipes, and the received messages.
 
     Attributes:
-        workers: by rank.
-        orders: pickled, for all ranks; None ends the sender.
-        answers: what ranks have sent; None once they have ended.
-        places: how far the ranks are, as they have told last.
-        why_dead: what is raised from then on.
+        workers: the processes, by rank.
+        orders: pickled orders for all ranks; None ends the sender.
+        answers: messages from ranks; None after they have ended.
+        places: rank -> the position that it last reported.
+        why_dead: the exception to raise after the ranks have ended.
     """
 
     workers: list[Worker]
@@ -244,7 +245,7 @@ class RankProcesses:
 
     @classmethod
     def start(cls, world_size: int, listener: socket.socket) -> RankProcesses:
-        """Starts the processes, and the threads."""
+        """Starts the processes and the threads."""
         ranks = cls(workers=[])
         try:
             for rank in range(world_size):
@@ -258,26 +259,26 @@ class RankProcesses:
         return ranks
 
     def give(self, order: Order) -> None:
-        """Has an order sent to all ranks. Raises what `answer` does."""
+        """Sends an order to all ranks. Raises the same exceptions as `answer`."""
         if self.why_dead is not None:
             raise self.why_dead
         self.orders.put(pickled(order))
 
     def answer_of(self, step: int) -> Any:
-        """Waits for what a rank answers to the orders of a step. Raises what `answer` does."""
+        """Waits for a rank's answer to a step. Raises the same exceptions as `answer`."""
         answer: Answer = self.answer()
-        while answer[0] != step:  # one that was interrupted while it waited
+        while answer[0] != step:  # an answer whose caller was interrupted
             answer = self.answer()
         return answer[1]
 
     def answer(self) -> Any:
-        """Waits for what a rank sends next.
+        """Waits for the next message of a rank.
 
         Raises:
-            EngineDeadError: the ranks have ended, or hang; or a refusal of a rank that could not
-                start.
+            EngineDeadError: the ranks have ended, or hang. If a rank could not start, its own error
+                is raised.
         """
-        seen, num_looks = None, 0  # Why no clock: it runs on while this process is stopped.
+        seen, num_looks = None, 0  # Why no clock: it would run on while this process is stopped.
         while num_looks * LOOK_S < QUIET_S:
             try:
                 found = self.answers.get(timeout=LOOK_S)
@@ -286,7 +287,7 @@ class RankProcesses:
                 num_looks = num_looks + 1 if seen and seen == before else 0
                 continue
             if found is None:
-                self.answers.put(None)  # for who asks next
+                self.answers.put(None)  # for the next caller
                 assert self.why_dead is not None
                 raise self.why_dead
             return found
@@ -296,8 +297,8 @@ class RankProcesses:
         raise self.why_dead
 
     def end(self) -> None:
-        """Ends all ranks, at once: they have nothing to put in order."""
-        if os.getpid() != self.parent:  # a process that was forked from theirs drops its copy
+        """Ends all ranks immediately: they have nothing to clean up."""
+        if os.getpid() != self.parent:  # a forked process only drops its copy
             return
         self.why_dead = self.why_dead or EngineDeadError("the ranks are shut down")
         for worker in self.workers:
@@ -307,7 +308,7 @@ class RankProcesses:
     # --- threads ------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Sends orders on, each with its number, until one is None or a rank is gone."""
+        """Sends numbered orders, until one is None or a rank has exited."""
         pipes = [worker.pipe for worker in self.workers]
         with contextlib.suppress(OSError):
             for number, order in enumerate(iter(self.orders.get, None)):
@@ -315,7 +316,7 @@ class RankProcesses:
                     pipe.send((number, order))
 
     def _receive(self) -> None:
-        """Takes answers in, until a rank has failed or is gone; then ends all."""
+        """Receives answers, until a rank has failed or exited; then ends all."""
         failures: list[Failure] = []
         ends: dict[int, str] = {}
         until = None
@@ -344,9 +345,9 @@ class RankProcesses:
 
 
 def why_dead(ends: Mapping[int, str], failures: Sequence[Failure]) -> Exception:
-    """What to raise, of how ranks have ended and what they have said."""
+    """The exception for the exit states and the failures of ranks."""
     told = {failure.rank for failure in failures}
-    # Why first: what a rank says whose neighbour was killed is that it lost its neighbour.
+    # Why first: if a rank was killed, its neighbours only report a lost connection.
     for rank, how in ends.items():
         if rank not in told:
             return EngineDeadError(f"rank {rank} {how}, perhaps for want of memory")

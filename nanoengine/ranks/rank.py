@@ -1,16 +1,16 @@
-"""One rank of a model: a process that runs the plans which its parent sends down a pipe.
+"""One rank of a model: a process that runs the plans that its parent sends through a pipe.
 
     parent ── (step, plan) ──> runner.launch(plan)
            ── (step, None) ──> runner's result of that step ── (step, result) ──> parent, of rank 0
            ── (step, Path) ──> new weights there ── (step, names, or why not) ──> parent, of all
 
-All ranks get the same messages in the same order, so they launch and end the same steps. One that
-has missed a message ends, before anything is summed that belongs to different steps.
+All ranks get the same messages in the same order, so they launch and end the same steps. A rank
+that has missed a message exits, before it would all-reduce values of another step.
 
-Each samples its own tokens: the gathered logits are the same on all, and a token follows from seed,
-position and logits.
+Each rank samples its own tokens: the gathered logits are the same on all ranks, and a token depends
+only on seed, position and logits.
 
-Started by `executor.py` as a worker (`worker.py`).
+`executor.py` starts it as a worker (`worker.py`).
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
     from nanoengine.runner.step import LaunchedStep
 
 Order = tuple[int, "StepPlan | Path | None"]
-"""To a rank: a step's number, and its plan to launch, or None to ask for its result; or the folder
-of new weights."""
+"""An order to a rank: the number of a step, and its plan to launch, or None to request its result;
+or the folder of new weights."""
 
 Answer = tuple[int, "StepResult | list[str] | WeightLoadError"]
 
 FOUND = ("memory", "kv_dtype", "num_parameters", "weight_bytes", "products", "load_s")
-"""What a rank tells of its runner once that has started."""
+"""The attributes of its runner that a rank reports after the start."""
 
 LOOK_S = 1.0
-"""How often a rank looks whether its parent is still there, and tells it how far it is."""
+"""Interval at which a rank checks that its parent exists, and reports its position [s]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a rank needs to start: `port` is where ranks meet, and `listener` a descriptor of rank 0
-    that listens there. Each rank of a GPU takes one of its own in place of that of `options`."""
+    """The data that a rank needs to start. Ranks connect to `port`; `listener` is a descriptor of
+    rank 0 that listens there. On GPUs, each rank replaces the device of `options` by its own."""
 
     world_size: int
     port: int
@@ -69,7 +69,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStarted:
-    """What a rank has found at its start; sizes in bytes."""
+    """The state of a rank after its start; sizes in bytes."""
 
     rank: int
     layout: KVLayout
@@ -83,8 +83,8 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a rank ends. `time` is of the machine's monotonic clock; `refusal` an error that a caller
-    is told as it is: a setting or a checkpoint that can't be obeyed, or too little memory."""
+    """Why a rank exits. `time` is from the machine's monotonic clock. `refusal` is an error that is
+    raised unchanged: an unsupported setting or checkpoint, or too little memory."""
 
     rank: int
     time: float
@@ -93,7 +93,7 @@ class Failure:
 
 
 def pickled(message: object) -> bytes:
-    """A message as it goes down a pipe. What carries plans is small ints, 2 or 3 bytes each.
+    """A pickled message for a pipe. Plans consist of small ints, of 2 or 3 bytes each.
 
     Perf: 19 us for a plan of 256 decodes, 14 us to read it (one Zen 5 core).
     """
@@ -101,10 +101,11 @@ def pickled(message: object) -> bytes:
 
 
 class Parent:
-    """The parent, for two threads of a rank. What finds it gone ends this process.
+    """The connection to the parent, used by two threads of a rank. If the parent has exited, this
+    process exits.
 
     Attributes:
-        place: how far this rank is; None until it has started.
+        place: the position of this rank; None until it has started.
     """
 
     def __init__(self, pipe: Connection) -> None:
@@ -113,12 +114,12 @@ class Parent:
         self._numbers = itertools.count()
 
     def send(self, message: object) -> None:
-        """Sends a message, if it is still there."""
+        """Sends a message; ignores a closed pipe."""
         with contextlib.suppress(OSError), self._lock:
             self._pipe.send_bytes(pickled(message))
 
     def next(self) -> Any:
-        """What it sends next."""
+        """The next message."""
         try:
             number, message = self._pipe.recv()
         except (EOFError, OSError):
@@ -131,14 +132,14 @@ class Parent:
         os._exit(1)
 
     def watch(self) -> None:
-        """Ends this process as soon as the parent is gone, whatever it is doing then. Tells it how
-        far this rank is, where that is new.
+        """Ends this process as soon as the parent exits, even during a step. Reports the position
+        of this rank when it changes.
 
-        Why both signs: the pipe closes at once, unless a process that the parent has forked holds
+        Why both checks: the pipe closes at once, unless a process that the parent has forked holds
         it open.
         """
         told, parent, hangup = None, os.getppid(), select.poll()
-        hangup.register(self._pipe, 0)  # that the other end is closed is told in any case
+        hangup.register(self._pipe, 0)  # a hangup is reported in any case
         while not hangup.poll(1000 * LOOK_S) and os.getppid() == parent:
             if self.place != told:
                 told = copy.copy(self.place)
@@ -147,7 +148,7 @@ class Parent:
 
 
 def main(connection: Connection, rank: int) -> None:
-    """Runs rank `rank`, whose pipe to the parent is `connection`."""
+    """Runs rank `rank`; `connection` is its pipe to the parent."""
     parent, refusal = Parent(connection), None
     threading.Thread(target=parent.watch, daemon=True).start()
     try:
@@ -160,7 +161,7 @@ def main(connection: Connection, rank: int) -> None:
     except BaseException:
         text = f"at {parent.place or 'its start'}: {traceback.format_exc()}"
         parent.send(Failure(rank=rank, time=time.monotonic(), text=text, refusal=refusal))
-        # Why not the usual way: what waits for other ranks would wait here for ever.
+        # Why not a normal exit: it would wait for other ranks forever.
         os._exit(1)
 
 
@@ -207,13 +208,13 @@ def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
             continue
         result = launched.pop(step).result()
         for earlier in [other for other in launched if other < step]:
-            del launched[earlier]  # its result will not be asked for: an exception came between
+            del launched[earlier]  # its result is not needed: the caller was interrupted
         if answers:
             parent.send((step, result))
 
 
 def _new_weights(runner: ModelRunner, folder: Path) -> list[str] | WeightLoadError:
-    """The names of what was loaded, or why nothing was: the same on all ranks."""
+    """The names of the loaded weights, or the error; the same on all ranks."""
     from nanoengine.runner.new_weights import load_weights
 
     try:

@@ -1,11 +1,12 @@
-"""Worker: a process that runs one module of this package, with a pipe to it.
+"""Worker: a process that runs one module of this package, connected by a pipe.
 
     Worker(module, *numbers) ── starts ──> module.main(pipe, *numbers)
 
-Ranks and replicas are workers. Each loads nothing of the caller's: it is a program of its own.
+Ranks and replicas are workers. A worker is a separate program, which does not load the caller's
+script.
 
-No worker outlives its parent: it watches its pipe, which closes with the parent. A process that was
-stopped watches nothing, so Linux is asked to kill it.
+No worker outlives its parent: it watches its pipe, which closes with the parent. A stopped process
+can't watch it, so on Linux the kernel kills it.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ PROGRAM = (
     "import sys; module, numbers, sys.path[:] = sys.argv[1], sys.argv[2], sys.argv[3:];"
     " from nanoengine.ranks.worker import begin; begin(module, *map(int, numbers.split()))"
 )
-"""What a worker runs. Why not multiprocessing's spawn: it would run the caller's script again."""
+"""The program of a worker. Why not multiprocessing's spawn: it would run the caller's script."""
 
 ENDED_S = 5.0
-"""Time for a process whose pipe has closed to be gone."""
+"""Time for a process to exit after its pipe has closed [s]."""
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl: the signal that this process gets when the thread that started it ends."""
+"""Option of prctl: the signal that this process gets when the thread that started it ends."""
 
 
 class Worker:
     """A process on this machine.
 
     Args:
-        module: whose `main` it runs, with its end of the pipe and `numbers`.
-        descriptors: files that it needs, beside the pipe.
-        environment: variables that differ from this process's.
+        module: the module whose `main` it runs, with its end of the pipe and `numbers`.
+        descriptors: further file descriptors that it needs.
+        environment: environment variables that differ from this process's.
 
     Attributes:
-        pipe: to the process.
+        pipe: the pipe to the process.
 
     Raises:
         ConfigError: on Windows.
@@ -73,20 +74,20 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, module, " ".join(map(str, given)), *sys.path],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # Why: what this process prints may be read by a program.
+                stdout=2,  # Why: another program may read this process's output.
                 pass_fds=[theirs.fileno(), *descriptors],
                 env={**os.environ, **(environment or {})},
-                start_new_session=True,  # Why: a Ctrl-C at the terminal is for the parent.
+                start_new_session=True,  # Why: Ctrl-C at the terminal is for the parent.
             )
         self.pid = self._process.pid
 
     def kill(self) -> None:
-        """Ends it at once, even if it is stopped; from any thread."""
+        """Kills the process, even if it is stopped; may be called from any thread."""
         self._process.kill()
         self._process.wait()
 
     def how_ended(self) -> str:
-        """Waits until it is gone, which its pipe says that it is about to be."""
+        """Waits for the exit of a process that has closed its pipe, and describes it."""
         self.pipe.close()
         try:
             code = self._process.wait(ENDED_S)
@@ -97,9 +98,9 @@ class Worker:
 
 
 def begin(module: str, pipe: int, parent: int, is_tied: int, *numbers: int) -> None:
-    """What the process does; `pipe` is its descriptor, and `parent` who has started it."""
+    """The main function of the process; `pipe` is its descriptor, `parent` the parent's pid."""
     if is_tied:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before Linux was asked
+    if os.getppid() != parent:  # the parent exited before prctl
         os._exit(1)
     importlib.import_module(module).main(Connection(pipe), *numbers)

@@ -1,1 +1,1 @@
-"""From what a caller gives to token ids, and from token ids back to text."""
+"""From prompts to token ids, and from token ids back to text."""

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation as the text that a model was trained on.
+"""Chat templates: render a conversation as the text that a model was trained on.
 
-A template is a program out of a checkpoint or a row of a file, in Jinja; `rendering.py` runs it.
-Called by `Tokenizer.render_chat`.
+A template is a Jinja program from a checkpoint or from a row of a file; `rendering.py` runs it.
+`Tokenizer.render_chat` calls this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def render_conversation(
     add_generation_prompt: bool = True,
     **options: Any,
 ) -> str:
-    """The prompt that a chat template makes of a conversation; see `Tokenizer.render_chat`."""
+    """The prompt that a chat template makes from a conversation; see `Tokenizer.render_chat`."""
     if chat_template is None and not backend.chat_template:
         raise RequestError(
             "this model's tokenizer has no chat template: give chat_template (--chat-template), or"
@@ -41,17 +41,17 @@ def render_conversation(
     options["add_generation_prompt"] = add_generation_prompt
     known = type(backend).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
     try:
-        if not known:  # Why: one with a way of its own has no template of Jinja.
+        if not known:  # Why: a tokenizer with its own method has no Jinja template.
             return str(backend.apply_chat_template(list(messages), tokenize=False, **options))
         special = backend.special_tokens_map
         return CHATS.render(backend.chat_template, special, list(messages), options)
-    except Exception as error:  # Why: templates are programs; jinja2 and they raise anything.
+    except Exception as error:  # Why all: templates are programs, and raise anything.
         why = brief(str(error), MOST_OF_ERROR)
         raise RequestError(f"the chat template refused the conversation: {why}") from error
 
 
 def _described(tool: Any) -> Any:
-    """A function as a dict that describes it, which a process can be sent."""
+    """Converts a function to a dict that describes it and can be sent to a process."""
     from transformers.utils import get_json_schema
 
     return get_json_schema(tool) if inspect.isroutine(tool) else tool

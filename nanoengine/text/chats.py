@@ -1,15 +1,15 @@
-"""Chats: conversations, lists of messages whose contents are strings or lists of parts.
+"""Chats: conversations are lists of messages, whose contents are strings or lists of parts.
 
-`prompt_forms.py` finds a conversation in a prompt, and has it checked here. The PromptReader has it
-rendered by a chat template, in the form that the template takes:
+`prompt_forms.py` finds a conversation in a prompt and calls this module to check it. The
+PromptReader then renders it with a chat template, in a form that the template supports:
 
-    contents     lists of text parts, or the texts of these joined; no content, or an empty string
+    contents     lists of text parts, or their texts joined; no content, or an empty string
     arguments    of tool calls: objects, or their JSON as a string
-    developer    this role becomes `system` where the template does not name it
+    developer    this role becomes `system` if the template does not mention it
 
-No message disappears. For each new shape of a conversation (its roles, and the keys of its
-messages) a copy with marks in place of texts is rendered in each form. The form in which most
-messages leave their mark is taken. A message that leaves none in this form is refused, unless the
+No message is dropped silently. For each new shape of a conversation (its roles, and the keys of its
+messages) a copy with marks instead of texts is rendered in each form. The form in which most
+messages leave their mark is used. A message without a mark in this form is refused, unless the
 prompt depends on its content in another way.
 """
 
@@ -28,10 +28,10 @@ from nanoengine.text.ends import turn_ends
 from nanoengine.text.tokenizer import Tokenizer
 
 MAX_FORMS = 256
-"""Shapes of conversations whose form is remembered."""
+"""Shapes of conversations whose form is cached."""
 
 MARK = "nanoengine-marks-text-{}-"
-"""Stands in place of what the message with this index says."""
+"""Replaces the text of the message with this index."""
 
 OPTIONAL = {"role", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
 """Keys of a message that a chat template may leave out."""
@@ -42,10 +42,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatForm(NamedTuple):
-    """How a conversation reaches its template.
+    """The form in which a conversation is passed to its template.
 
     Attributes:
-        objects: the arguments of tool calls are objects, else JSON.
+        objects: the arguments of tool calls are objects, else JSON strings.
         nulls: messages may have no content, else it is "".
         parts: contents may be lists of parts, else they are strings.
         lost: indices of messages that leave no mark.
@@ -58,7 +58,7 @@ class ChatForm(NamedTuple):
 
 
 class Chats:
-    """Renders conversations by the templates of one tokenizer, or by those that come with them."""
+    """Renders conversations with the templates of a tokenizer, or with ones given per request."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -66,7 +66,7 @@ class Chats:
         self.ends = functools.lru_cache(MAX_FORMS)(functools.partial(turn_ends, tokenizer))
 
     def render(self, messages: Messages, options: dict[str, Any]) -> str:
-        """The prompt of a conversation, in the form that its template takes.
+        """The prompt of a conversation, in the form that its template supports.
 
         Raises:
             RequestError: the template refuses it or leaves a message out.
@@ -86,7 +86,7 @@ class Chats:
         def is_lost(index: int) -> bool:
             try:
                 return render(marked(messages, {index}), form) == text
-            except RequestError:  # Why not: the template has read the content.
+            except RequestError:  # The template has read the content.
                 return False
 
         switches = frozenset((name, value is True) for name, value in variables.items())
@@ -94,7 +94,7 @@ class Chats:
         if key not in self._forms:
             if len(self._forms) >= MAX_FORMS:
                 self._forms.clear()
-            # Why changed: the text of the last message, which is to be continued, may be left out.
+            # Why: a template may leave out the text of a last message that is to be continued.
             probe = functools.partial(render, continue_final_message=False)
             self._forms[key] = find_form(messages, probe)
         form = self._forms[key]
@@ -110,10 +110,10 @@ class Chats:
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
-    """Copies of messages with contents and arguments of tool calls as a template can take them.
+    """Copies messages, with contents and tool call arguments as a template can take them.
 
     Raises:
-        RequestError: they are no list of messages, or one holds what is neither text nor JSON.
+        RequestError: they are not a list of messages, or one contains neither text nor JSON.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"a conversation must be a list of messages, got {shown(messages)}")
@@ -129,7 +129,7 @@ def parse_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a message; a content of several parts becomes a list of parts of text."""
+    """A copy of a message; a content with several parts becomes a list of text parts."""
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)
@@ -145,7 +145,7 @@ def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decoded(index: int, arguments: Any) -> Any:
-    """The arguments of a tool call. OpenAI's API has them as JSON, and "" where there are none."""
+    """The arguments of a tool call. OpenAI's API passes JSON, and "" if there are none."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -173,7 +173,7 @@ def with_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> 
 
 
 def shape_of(messages: Messages) -> tuple[Any, ...]:
-    """What a template's way through a conversation depends on: roles, and keys with a value."""
+    """The properties that a template's branches depend on: roles, and keys with a value."""
     return tuple(
         (one["role"], *((key, type(v), _size(v)) for key, v in one.items())) for one in messages
     )
@@ -184,9 +184,9 @@ def _size(value: Any) -> int:
 
 
 def find_form(messages: Messages, render: Callable[[Messages, ChatForm], str]) -> ChatForm:
-    """The first form in which most messages leave their mark in what `render` makes of them.
+    """The first form in which most messages leave their mark in the rendered text.
 
-    Forms that a template refuses are passed over; if it refuses all of them, it is the last one.
+    Forms that the template refuses are skipped; if it refuses all, the last one is returned.
     """
     contents = [message.get("content") for message in messages]
     has_parts = any(isinstance(content, list) for content in contents)
@@ -207,7 +207,7 @@ def find_form(messages: Messages, render: Callable[[Messages, ChatForm], str]) -
 
 
 def in_form(messages: Messages, form: ChatForm) -> list[dict[str, Any]]:
-    """The messages as a template of this form takes them."""
+    """The messages in the given form."""
     as_json = functools.partial(json.dumps, ensure_ascii=False)
     found = [dict(one) if form.objects else with_arguments(one, as_json) for one in messages]
     for message in found:
@@ -215,13 +215,13 @@ def in_form(messages: Messages, form: ChatForm) -> list[dict[str, Any]]:
         if content is None and not form.nulls:
             message["content"] = ""
         elif isinstance(content, list) and not form.parts:
-            # Why line ends: vLLM joins parts so.
+            # Why line breaks: vLLM joins parts in the same way.
             message["content"] = "\n".join(part["text"] for part in content)
     return found
 
 
 def text_keys(message: Mapping[str, Any]) -> list[str]:
-    """The keys of what a message says: content and tool calls, or without these the other ones."""
+    """The keys that hold a message's text: content and tool calls, or else its other keys."""
     said = [key for key in ("content", "tool_calls") if message.get(key)]
     if not said and "content" not in message:
         said = [k for k, v in message.items() if k not in OPTIONAL and v and isinstance(v, str)]
@@ -233,7 +233,7 @@ def _as_object(mark: str, arguments: Any) -> dict[str, str]:
 
 
 def marked(messages: Messages, indices: Collection[int]) -> list[dict[str, Any]]:
-    """The messages with marks in place of what these of them say."""
+    """The messages, with marks instead of texts in those at `indices`."""
     copy = [dict(message) for message in messages]
     for index in indices:
         message, mark = copy[index], MARK.format(index)
@@ -248,10 +248,10 @@ def marked(messages: Messages, indices: Collection[int]) -> list[dict[str, Any]]
 
 
 def _leaves_mark(index: int, message: Mapping[str, Any], text: str, form: ChatForm) -> bool:
-    """True if a marked message shows in the text, or has no mark to show.
+    """Whether a marked message is visible in the text, or has no mark.
 
-    A template that takes no lists of parts prints them with their texts in quotes, and one that
-    takes no objects prints them as Python does.
+    A template without support for lists of parts prints them with quoted texts, and one without
+    support for objects prints their Python representation.
     """
     mark = MARK.format(index)
     quoted = [str({mark: mark})]

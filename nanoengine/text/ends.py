@@ -1,12 +1,12 @@
-"""Which tokens end an answer besides the model's EOS ids, and which ids spell bad words.
+"""Tokens that end an answer in addition to the model's EOS ids, and token ids of bad words.
 
     turn_ends      of a chat: the token with which the template closes an assistant's message
-    special_ids    of a request: stop strings that are special tokens, which no text shows
+    special_ids    of a request: stop strings that are special tokens, which decoded text lacks
 
-Also the warning of a text that begins with BOS, to which the tokenizer adds BOS. Called by the
-PromptReader for chats, and for requests with stop strings or bad words; by tokenizer.py; by
-load_tokenizer.py where a model names no end, and for `nanoengine info`. Why each tokenizer is `Any`
-here, a `Tokenizer`: modules import each other in no circle.
+It also warns if a text begins with BOS and the tokenizer adds BOS. The PromptReader calls it for
+chats, and for requests with stop strings or bad words; tokenizer.py for the warning;
+load_tokenizer.py if a model names no end, and for `nanoengine info`. Each `tokenizer: Any` is a
+`Tokenizer`, without its type, which avoids a circular import.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ANSWERED = {"role": "assistant", "content": MARK}
 def turn_ends(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
     """The token with which a chat template closes an assistant's message; (): it has none.
 
-    Spaces before it don't count. Where the template closes the last message with nothing, it is the
-    token that comes before the user's next one.
+    Spaces before it are ignored. If the template does not close the last message, the result is the
+    token before the user's next message.
     """
     added = {token.content: i for i, token in tokenizer.backend.added_tokens_decoder.items()}
     options = {"chat_template": chat_template, "add_generation_prompt": False}
-    # Why the last message first: gpt-oss closes earlier ones with what also ends its reasoning.
+    # Why the last message first: gpt-oss closes earlier ones with a token that also ends reasoning.
     for messages in [ASKED, ANSWERED], [ASKED, ANSWERED, ASKED]:
         try:
             after = tokenizer.render_chat(messages, **options).partition(MARK)[2].lstrip()
-        except RequestError:  # no template, or one that takes other conversations
+        except RequestError:  # no template, or no support for this conversation
             continue
         if found := [content for content in added if content and after.startswith(content)]:
             return (added[max(found, key=len)],)
@@ -46,11 +46,11 @@ def turn_ends(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
 def special_ids(
     tokenizer: Any, params: SamplingParams, turns: Iterable[int]
 ) -> tuple[SamplingParams, dict[str, Any]]:
-    """A request's parameters, with min_tokens for all ids that end it, and what
-    `RequestChecker.check` takes: the ids that end it beside the model's, and those of bad words.
+    """A request's parameters, with min_tokens for all ids that end it, and arguments of
+    `RequestChecker.check`: the ids that end it in addition to the model's, and ids of bad words.
 
     Args:
-        turns: of the chat template; none for a prompt that is no chat.
+        turns: end tokens of the chat template; empty if the prompt is not a chat.
     """
     ends: dict[int, str | None] = {} if params.ignore_eos else dict.fromkeys(turns)
     for stop in params.stop or ():
@@ -64,8 +64,8 @@ def special_ids(
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """Token sequences that spell `words`, at the start of a text and after a space.
 
-    Source: vLLM `SamplingParams.update_from_tokenizer`; it drops the variant with a space when
-    its length differs, which lets " word" through where only that one is a single token.
+    Source: vLLM `SamplingParams.update_from_tokenizer`; vLLM drops the variant with a space when
+    its length differs, so " word" is allowed if only this variant is a single token.
     """
     spellings = (text for word in words for text in (word.lstrip(), " " + word.lstrip()))
     ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
@@ -73,7 +73,7 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...],
 
 
 def warn_of_two_bos(tokenizer: Any, token_ids: list[int]) -> None:
-    """Warns, once per tokenizer, of a text that begins with the token that is put before it."""
+    """Warns, once per tokenizer, if a text begins with the BOS token that the tokenizer adds."""
     if token_ids and not tokenizer.has_warned and tokenizer.encode("")[:1] == token_ids[:1]:
         tokenizer.has_warned = True
         warnings.warn(

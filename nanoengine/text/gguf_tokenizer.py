@@ -1,19 +1,20 @@
-"""A tokenizer out of the metadata of a GGUF file, built for the tokenizers library.
+"""Builds a tokenizer of the tokenizers library from the metadata of a GGUF file.
 
-    model   what merges first           what splits a text into words        what is unknown
-    gpt2    `merges`, in their order    regular expressions, named by `pre`  nothing: all is bytes
-    llama   tokens of higher `scores`   nothing; a space is a "▁"            is tokens of a byte
-    gemma4  `merges`, in their order    nothing; a space is a "▁"            is tokens of a byte
+    model   merge order                 pre-tokenization                     unknown characters
+    gpt2    `merges`, in their order    regular expressions, named by `pre`  none: bytes
+    llama   tokens of higher `scores`   none; a space is a "▁"               byte tokens
+    gemma4  `merges`, in their order    none; a space is a "▁"               byte tokens
 
-Called by load_tokenizer.py. It knows keys that begin with "tokenizer.", and no tensors. Such a file
-names the rules of words and leaves out what else a tokenizer.json says (normalizers, tokens that
-take up spaces); both are in tables here, for the names that are known. No name is guessed.
+load_tokenizer.py calls it. It reads keys that begin with "tokenizer.", and no tensors. Such a file
+names its pre-tokenization, and lacks other parts of a tokenizer.json (normalizers, tokens that
+strip spaces). Tables in this module supply both for known names. Unknown names are not guessed.
 
-Source: keys and types of tokens, docs/gguf.md of ggml; what each `pre` stands for, llama.cpp's
+Source: keys and types of tokens, docs/gguf.md of ggml; meanings of `pre`, llama.cpp's
 src/llama-vocab.cpp, which quotes the expressions of the models' own tokenizer.json; NFC of Qwen,
-GPT-NeoX and Cohere, their classes in transformers; of Hunyuan and StableLM 2, and the expression of
-Kimi, the classes that their publishers gave (tokenization_hy.py, tokenization_arcade100k.py,
-tokenization_kimi.py); digits and scripts of AFMoE, Trinity's tokenizer.json.
+GPT-NeoX and Cohere, their classes in transformers; NFC of Hunyuan and StableLM 2, and the
+expression of Kimi, the classes of their publishers (tokenization_hy.py,
+tokenization_arcade100k.py, tokenization_kimi.py); digits and scripts of AFMoE, Trinity's
+tokenizer.json.
 """
 
 from __future__ import annotations
@@ -38,33 +39,33 @@ if TYPE_CHECKING:
 TEMPLATE = "tokenizer.chat_template"
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of tokens. Unused ones fill the vocabulary up: no text has them, and they have no text."""
+"""Types of tokens. Unused tokens only pad the vocabulary: they never occur, and decode to ""."""
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-"""Tokens that keys NAME_token_id say -> their names in transformers."""
+"""NAME of a key NAME_token_id -> name of the token in transformers."""
 
 NO_ID = (1 << 32) - 1
-"""What a writer makes of -1: there is no such token."""
+"""How writers store -1: there is no such token."""
 
 MOST_NAMED = 3
-"""Tokens that one message lists."""
+"""Tokens that one error message lists."""
 
 MOST_CHARS = 1 << 26
-"""Sum of squares of the characters of tokens with scores, each of which is cut at all places. Real
-ones of 262,144 have a quarter of it."""
+"""Limit of the sum of squared lengths of tokens with scores, as each is cut at every position. A
+real vocabulary of 262,144 tokens needs a quarter of it."""
 
 PHI3_KEEPING = {"<unk>", "<s>", "<|endoftext|>"}
-"""Tokens of Phi-3 that leave the spaces behind them."""
+"""Tokens of Phi-3 that keep the spaces after them."""
 
 
 class Words(NamedTuple):
-    """How byte-level BPE takes a text apart.
+    """Pre-tokenization of byte-level BPE.
 
     Attributes:
-        splits: regular expressions, each of which splits what those before it have left.
-        nfc: whether characters are composed first.
-        whole: whether a word that is a token is one, whatever merges say.
-        bos: whether texts begin with BOS where no key says so.
+        splits: regular expressions; each one splits the pieces of the previous ones.
+        nfc: whether text is NFC-normalized first.
+        whole: whether a word that is in the vocabulary is one token, regardless of merges.
+        bos: whether texts begin with BOS if no key says so.
     """
 
     splits: Sequence[str]
@@ -97,7 +98,7 @@ DEEPSEEK3 = (
 CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}")
 DEEPSEEK = (
     r"[\r\n]",
-    # Why these: the model names the letters with a case of an older Unicode, and not all of them.
+    # Why these: the model lists some of the letters with a case in an older Unicode version.
     r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua78f-\ua7ff"
     r"\uab30-\uab6f\x{10570}-\x{105bf}\x{10d50}-\x{10d8f}\x{16e40}-\x{1dfff}]]+",
     r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
@@ -105,7 +106,7 @@ DEEPSEEK = (
     HAN,
     r"\p{N}",
 )
-# Why not as published: that looks ahead from each digit, over all that follow.
+# Why not as published: that expression looks ahead over all further digits from each digit.
 RIGHT = r"(?<!\d)\d{1,3}(?=(?>\d{3})*%s)|\G(?<=\d)\d{3}"
 AFMOE = (
     RIGHT % r"(?!\d)",
@@ -160,14 +161,14 @@ WORDS = {
     )
     for name in names.split()
 }
-"""Of byte-level BPE, by the name in `tokenizer.ggml.pre`."""
+"""Name in `tokenizer.ggml.pre` -> pre-tokenization of byte-level BPE."""
 
 
 def read_tokenizer(path: Path) -> TokenizerFile:
     """The tokenizer of a GGUF file.
 
     Raises:
-        ConfigError: it has none that is known, or one that contradicts itself.
+        ConfigError: the file has none, an unknown kind, or an inconsistent one.
         ModelError: the file can't be read.
     """
     from nanoengine.checkpoint.gguf import read_gguf
@@ -179,13 +180,13 @@ def read_tokenizer(path: Path) -> TokenizerFile:
 
 
 def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
-    """The tokenizer that a file's metadata describe; `path` is for messages."""
+    """Builds the tokenizer that the metadata describe; `path` is for error messages."""
     said = _Said(metadata, path)
     model = said.value("model", str)
     if model not in MODELS:
         said.refuse("model", f"is {shown(model)}; supported: {', '.join(MODELS)}")
     raw, bos = MODELS[model](said)
-    # Source: Phi-3's tokenizer.json, most of whose tokens take up the spaces behind them.
+    # Source: Phi-3's tokenizer.json, where most of these tokens strip the spaces after them.
     strip = model == "llama" and str(metadata.get("general.architecture")) == "phi3"
     for add, kinds in (raw.add_special_tokens, (UNKNOWN, CONTROL)), (raw.add_tokens, USER_DEFINED):
         found = [said.tokens[i] for i in np.flatnonzero(np.isin(said.types, kinds))]
@@ -197,7 +198,7 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
             if (token_id := said.token_id(role)) is None:
                 said.refuse(f"{role}_token_id", "is missing, though it is added to texts")
             ends.append((role, token_id))
-    # Why such names: a template has a meaning for characters that a token may have.
+    # Why these names: characters of a real token may have a meaning in a template.
     single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(ends)]
     raw.post_processor = TemplateProcessing(single=single, special_tokens=ends)
     names = said.names()
@@ -207,10 +208,10 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
 
 
 class _Said:
-    """What a file says of its tokenizer, checked as it is read.
+    """The tokenizer keys of a file, checked when they are read.
 
     Attributes:
-        vocab: id by token, of those that have a text and are in use.
+        vocab: token -> id, for tokens that are in use and not empty.
     """
 
     def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
@@ -232,14 +233,14 @@ class _Said:
         )
 
     def value(self, name: str, annotation: Any, *default: Any) -> Any:
-        """One value; without a default it must be there."""
+        """One value; without a default it is required."""
         key = f"tokenizer.ggml.{name}"
         if key not in self.metadata:
             return default[0] if default else self.refuse(name, "is missing")
         return check_value(self.metadata[key], annotation, f"{self.path}: {key}", ConfigError)
 
     def numbers(self, name: str) -> np.ndarray:
-        """A finite number for each token."""
+        """One finite number per token."""
         found = np.asarray(self.metadata.get(f"tokenizer.ggml.{name}", ()))
         count = len(self.tokens)
         if found.shape != (count,) or found.dtype.kind not in "iuf" or not count:
@@ -261,7 +262,7 @@ class _Said:
     def names(self) -> dict[str, str]:
         """Tokens with a role, by their names in transformers, which makes them special.
 
-        Why not all: writers take what a config.json has for padding, which may be any token.
+        Why not all: writers copy the padding token from config.json, and it may be any token.
         """
         ids = {role: i for role in ROLES if (i := self.token_id(role)) is not None}
         return {
@@ -272,7 +273,7 @@ class _Said:
         }
 
     def templates(self) -> str | dict[str, str] | None:
-        """The chat template; by name, if there are several."""
+        """The chat template; a dict of name and template if there are several."""
         found = {
             key.removeprefix(TEMPLATE).removeprefix(".") or "default": source
             for key, source in self.metadata.items()
@@ -283,7 +284,7 @@ class _Said:
 
 
 def _merges(said: _Said) -> list[tuple[str, str]]:
-    # Why the first of equal ones: so does llama.cpp, while the library takes the last.
+    # Why the first of equal merges: llama.cpp uses it, but the library would use the last.
     merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(said.value("merges", list[str]))]
     if wrong := [merge for merge in merges if len(merge) != 2]:
         said.refuse("merges", f"has {shown(wrong[0][0])}, which is no two tokens")
@@ -293,12 +294,12 @@ def _merges(said: _Said) -> list[tuple[str, str]]:
 def _bpe(said: _Said, merges: list[tuple[str, str]], **options: Any) -> RawTokenizer:
     try:
         return RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, **options))
-    except Exception as error:  # Why: the library raises nothing more exact.
+    except Exception as error:  # Why all: the library has no specific exceptions.
         said.refuse("merges", f"do not fit the vocabulary: {brief(error)}")
 
 
 def _byte_level(said: _Said) -> tuple[RawTokenizer, bool]:
-    """BPE over bytes, and whether its texts begin with BOS if nothing else is said."""
+    """BPE over bytes, and whether texts begin with BOS by default."""
     name = said.value("pre", str)
     if name not in WORDS:
         said.refuse("pre", f"is {shown(name)}; supported: {listed(sorted(WORDS), name)}")
@@ -315,9 +316,9 @@ def _byte_level(said: _Said) -> tuple[RawTokenizer, bool]:
 
 
 def _by_scores(said: _Said) -> tuple[RawTokenizer, bool]:
-    """BPE as sentencepiece has it, and that its texts begin with BOS if nothing else is said.
+    """BPE as in sentencepiece, and True: texts begin with BOS by default.
 
-    What `pre` says has no meaning here: no text is split.
+    `pre` has no meaning here, because text is not split.
     """
     best = np.argsort(-said.numbers("scores").astype(np.float64), kind="stable")
     merged = best[np.isin(said.types[best], (NORMAL, USER_DEFINED))]
@@ -335,15 +336,15 @@ def _by_scores(said: _Said) -> tuple[RawTokenizer, bool]:
 
 
 def _by_merges(said: _Said) -> tuple[RawTokenizer, bool]:
-    """BPE as Gemma 4 has it, and that its texts begin with BOS if nothing else is said."""
+    """BPE as in Gemma 4, and True: texts begin with BOS by default."""
     return _spaced(said, _merges(said), prefix=False), True
 
 
 def _spaced(said: _Said, merges: list[tuple[str, str]], prefix: bool) -> RawTokenizer:
-    """BPE over characters, of texts that no rule splits, which have a "▁" for each space.
+    """BPE over characters of text that is not split and has a "▁" per space.
 
     Args:
-        prefix: whether one more is put in front if nothing is said.
+        prefix: whether text gets a leading "▁" by default.
     """
     if said.value("remove_extra_whitespaces", bool, False):
         said.refuse("remove_extra_whitespaces", "is True; with this model all spaces are kept")
@@ -363,14 +364,14 @@ def _spaced(said: _Said, merges: list[tuple[str, str]], prefix: bool) -> RawToke
 
 
 MODELS = {"gpt2": _byte_level, "llama": _by_scores, "gemma4": _by_merges}
-"""By the name in `tokenizer.ggml.model`."""
+"""Name in `tokenizer.ggml.model` -> function that builds the tokenizer."""
 
 
 def _load_full(raw: RawTokenizer, name: str, known: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The same tokenizer as one of transformers, for chats and for callers who ask for it."""
+    """The same tokenizer as a transformers object, for chats and for callers who ask for it."""
     from transformers import PreTrainedTokenizerFast
 
     full = PreTrainedTokenizerFast(tokenizer_object=raw, **known)
-    # Why not among the others: transformers would look it up at the hub, of a large vocabulary.
+    # Why later: with a large vocabulary, transformers would look the name up on the hub.
     full.name_or_path = name
     return full

@@ -1,4 +1,4 @@
-"""read_lazily: prompts that come from an iterator, read as it is pulled. Called by `LLM.stream`."""
+"""read_lazily: reads prompts while an iterator is pulled. Called by `LLM.stream`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_lazily(
     priority: PriorityInput,
     on_error: OnError,
 ) -> Iterator[CheckedPrompt | RefusedPrompt | Pause]:
-    """Reads an iterable as it is pulled; parameters and priority are one for all."""
+    """Reads prompts as they are pulled; parameters and priority are one for all."""
     check_on_error(on_error)
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be an iterable, got {type(prompts).__name__}")

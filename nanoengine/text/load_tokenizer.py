@@ -1,6 +1,6 @@
-"""Where a tokenizer comes from: a tokenizer.json that says everything, a GGUF, or transformers.
+"""Loads a tokenizer: from a complete tokenizer.json, from a GGUF file, or with transformers.
 
-Called by `Tokenizer.load`; by `build.py` for what the tokenizer says of a model's end.
+`Tokenizer.load` calls it, and `build.py` for the end tokens of a model.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 NAMED_TOKENS = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 WITHOUT_EFFECT = {"chat_template", "clean_up_tokenization_spaces", "model_max_length"}
-"""Settings that change neither the ids of a text nor the text of ids as nanoengine asks for it."""
+"""Settings without effect on encoding or decoding as nanoengine uses them."""
 
 MODEL_TYPES = {"gemma3_text", "llama", "qwen3", "qwen3_moe"}
-"""Models for which transformers takes the tokenizer class that the checkpoint names. For qwen2 it
-builds its own; for mistral it may take another library or patch the splitting of words."""
+"""Models for which transformers uses the tokenizer class that the checkpoint names. For qwen2 it
+builds its own; for mistral it may use another library or patch the pre-tokenization."""
 
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
-"""What the hub may be asked for. Of any other name its library says which characters it takes."""
+"""Names that the hub may know; for others its library only reports the allowed characters."""
 
 OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
 """Files of older checkpoints that may add tokens."""
 
 OBJECTS = ("config.json", "tokenizer_config.json", "tokenizer.json", *OLD_FILES)
-"""Files that transformers may read for a tokenizer, each of which holds a JSON object."""
+"""Files that transformers may read for a tokenizer, each with a JSON object."""
 
 FILES = {*OBJECTS, "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"}
 """All files of a tokenizer."""
@@ -74,7 +74,7 @@ def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | Tokenizer
 
 
 def _with(chat_template: str, load_full: LoadFull) -> PreTrainedTokenizerBase:
-    """The tokenizer of transformers with another chat template."""
+    """The transformers tokenizer with another chat template."""
     full = load_full()
     full.chat_template = chat_template
     return full
@@ -90,7 +90,7 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     name = os.path.expanduser(name)
     directory = Path(name)
     gguf = directory if is_gguf(directory) else None
-    if os.path.isdir(name):  # Why not the path's: it raises for a name that is too long.
+    if os.path.isdir(name):  # Why not Path.is_dir: it raises for names that are too long.
         _check_files(directory)
         gguf = _find_gguf(directory)
     if gguf is not None:
@@ -108,12 +108,12 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
 
 
 def with_ends(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> ModelConfig:
-    """A model's config, its `ends` with the tokenizer's EOS, as in vLLM.
+    """Adds the tokenizer's EOS to the `ends` of a model's config, as vLLM does.
 
     Args:
-        tokenizer: a `Tokenizer`; None: it is not loaded, and names none.
-        chats: also what the chat template closes a message with. It is asked in any case where
-            nothing else names an end.
+        tokenizer: a `Tokenizer`; None: it is not loaded, and adds none.
+        chats: whether to also add the token with which the chat template closes a message. If
+            there is no other end, it is added in any case.
     """
     if tokenizer is None:
         return model
@@ -126,9 +126,9 @@ def with_ends(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> Mod
 
 
 def find_file(directory: Path) -> TokenizerFile | None:
-    """The tokenizer of a checkpoint, if `tokenizer.json` says everything about it.
+    """The tokenizer of a checkpoint, if `tokenizer.json` is complete.
 
-    None: transformers must load it, and explain what is wrong if something is.
+    None: transformers must load it, and reports errors.
     """
     try:
         config = read_object(directory / "tokenizer_config.json", ConfigError)
@@ -153,10 +153,10 @@ def find_file(directory: Path) -> TokenizerFile | None:
 
     try:
         raw = RawTokenizer.from_file(str(directory / "tokenizer.json"))
-    except Exception:  # Why: the library raises nothing more exact.
+    except Exception:  # Why all: the library has no specific exceptions.
         return None
-    # Why: transformers turns truncation and padding off, fills in a missing post-processor, and
-    # makes special tokens of those that the config names.
+    # Why: transformers disables truncation and padding, adds a missing post-processor, and makes
+    # the tokens special that the config names.
     if raw.truncation is not None or raw.padding is not None or raw.post_processor is None:
         return None
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
@@ -167,7 +167,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
 
 
 def _find_gguf(directory: Path) -> Path | None:
-    """The GGUF of a folder that has no other tokenizer."""
+    """The GGUF file of a folder that has no other tokenizer."""
     if any((directory / f"tokenizer{end}").exists() for end in (".json", ".model", "_config.json")):
         return None
     from nanoengine.checkpoint.gguf import find_gguf
@@ -186,7 +186,7 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
         if os.path.isdir(name) or HUB_ID.fullmatch(name):
             why = _damaged(Path(name)) or brief(error)
         raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}; {WAY_OUT}") from error
-    # Why: without its files transformers makes a tokenizer of special tokens alone.
+    # Why: without its files transformers makes a tokenizer that has only special tokens.
     if len(found) <= len(found.added_tokens_decoder):
         raise ConfigError(
             f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json with a"
@@ -196,7 +196,7 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
 
 
 def _damaged(directory: Path) -> str:
-    """Which of the JSON files is damaged, and how: transformers doesn't name the file."""
+    """Which JSON file is damaged, and how, because transformers doesn't name the file."""
     try:
         for path in (directory / name for name in OBJECTS):
             if os.path.lexists(path):
@@ -207,15 +207,15 @@ def _damaged(directory: Path) -> str:
 
 
 def _check_files(directory: Path) -> None:
-    """Raises for a FIFO, socket or device in the directory, which would block its reader, and for a
-    file of a tokenizer that holds something else, such as a Git LFS pointer.
+    """Raises for a FIFO, socket or device in the directory, which would block a reader, and for a
+    tokenizer file with other content, such as a Git LFS pointer.
 
     Why all files: transformers decides which of them it opens.
     """
     for path in sorted(directory.iterdir()):
         try:
             mode = path.stat().st_mode
-        except OSError:  # a link that leads nowhere can't be opened either
+        except OSError:  # a broken link can't be opened either
             continue
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise ConfigError(f"{path} is no regular file: a checkpoint has no use for it")

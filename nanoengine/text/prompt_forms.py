@@ -1,16 +1,16 @@
-"""The forms in which a caller may give prompts, parameters and conversations.
+"""The forms of prompts, parameters and conversations that callers may pass.
 
-Called by `llm.py`. Pure Python: it knows neither tokenizer nor engine, so it only sorts what was
-given and names what is wrong with it.
+`llm.py` calls it. It does not use the tokenizer or the engine: it only parses the arguments and
+reports invalid ones.
 
-    "text"                                     one prompt; never its characters
+    "text"                                     one prompt, not a list of characters
     [1, 2, 3]                                  one prompt of token ids
-    {"prompt": "text"}                         the same with options: "cache_salt"
-    {"prompt_token_ids": [1, 2, 3]}            "prompt" beside it is only repeated in the output
+    {"prompt": "text"}                         a text with options: "cache_salt"
+    {"prompt_token_ids": [1, 2, 3]}            a "prompt" in addition is only repeated in the output
     {"messages": [{"role": ..., ...}, ...]}    a conversation, and any of TEMPLATE_KEYS
     RequestError("...")                        a row that could not be read: its output's error
     PAUSE                                      from an iterator: no prompt at present
-    Row(any of these, key=..., ...)            the same with parameters, priority and key of its own
+    Row(any of these, key=..., ...)            a prompt with its own parameters, priority and key
     [any of these, mixed]                      several prompts; also an array of strings or objects,
                                                or a column of a data frame
 """
@@ -35,17 +35,17 @@ TEMPLATE_KEYS = (
     "tools",
     "chat_template_kwargs",
 )
-"""Options of `Tokenizer.render_chat`; the last one holds variables of the template's own."""
+"""Options of `Tokenizer.render_chat`; the last one has the template's own variables."""
 
 RESERVED_VARIABLES = ("messages", "conversation", "tokenize", *TEMPLATE_KEYS)
-"""Names that no variable of a template may have: they are arguments of what renders it."""
+"""Names that template variables can't have, because they are arguments of the renderer."""
 
 NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
-"""Keys of vLLM's prompts that may be given as long as they hold nothing."""
+"""Keys of vLLM's prompts that are accepted if they are empty."""
 
 
 class TextPrompt(TypedDict):
-    """A prompt of text, as vLLM names it; a plain dict."""
+    """A text prompt with vLLM's name; a plain dict."""
 
     prompt: str
     cache_salt: NotRequired[str | None]
@@ -53,7 +53,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt of token ids, as vLLM names it; a plain dict."""
+    """A prompt of token ids with vLLM's name; a plain dict."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
@@ -64,19 +64,19 @@ class TokensPrompt(TypedDict):
 @checked(RequestError)
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt with parameters, priority and key of its own; None takes what the call gives all.
+    """A prompt with its own parameters, priority and key; None uses the values of the call.
 
     Attributes:
-        prompt: any form of a prompt, or the RequestError that says why it could not be read.
-        sampling_params: how this row is sampled.
+        prompt: any form of a prompt, or a RequestError that explains why it could not be read.
+        sampling_params: sampling parameters of this row.
         priority: lower runs first.
-        key: names the row. A row without a seed draws its random numbers from the engine's seed and
-            this key, not from its order of arrival. So it has the same tokens alone, in any order,
-            and after any resume. Rows of equal keys draw equal random numbers.
+        key: identifies the row. A row without a seed draws its random numbers from the engine's
+            seed and this key, independent of its order of arrival. So its tokens are the same
+            alone, in any order, and after a resume. Rows with equal keys draw equal random numbers.
             `RequestOutput.key` repeats the key.
 
     Raises:
-        RequestError: an option is unknown or of another type; the prompt is checked by the call.
+        RequestError: an option is unknown or has a wrong type; the call checks the prompt.
     """
 
     prompt: Any
@@ -87,29 +87,29 @@ class Row:
 
 
 class Pause(enum.Enum):
-    """What a lazily pulled iterator yields in the place of a prompt that is not there yet.
+    """What a lazy iterator yields while it has no prompt yet.
 
-    The engine goes on with what runs, and asks again after the step. Where nothing runs the stream
-    ends, so an iterator that knows this waits by itself.
+    The engine continues with running requests, and asks again after the step. If nothing runs, the
+    stream ends, so an iterator that can detect this should block instead.
     """
 
     PAUSE = "PAUSE"
     COMPILING = "COMPILING"
-    """What the next prompt asks for is being compiled; the stream does not end."""
+    """What the next prompt needs, such as a grammar, is being compiled; the stream does not end."""
 
 
 PAUSE = Pause.PAUSE
 
 
 def is_single_prompt(prompts: object) -> bool:
-    """True if `prompts` is one prompt and not a collection of them; an empty list is none."""
+    """Whether `prompts` is one prompt, not a collection of prompts; an empty list is none."""
     if isinstance(prompts, str | Mapping | Row):
         return True
     return isinstance(prompts, Sequence) and bool(prompts) and all(map(is_int, prompts))
 
 
 def prompt_list(prompts: object) -> list[object]:
-    """`prompts` as a list with one entry a prompt.
+    """`prompts` as a list with one entry per prompt.
 
     Raises:
         RequestError: it is neither a prompt nor a list of them.
@@ -128,14 +128,14 @@ def prompt_list(prompts: object) -> list[object]:
 def plain_column(values: object) -> object:
     """A NumPy array of strings or objects, or a column of a data frame, as a list; else `values`.
 
-    Why not numbers: a rectangle of token ids has been padded, and padding is no text.
+    Why not numbers: a rectangular array of token ids contains padding, which is not text.
     """
     kind = getattr(getattr(values, "dtype", None), "kind", None)
     return values.tolist() if kind in ("O", "U", "T") else values  # type: ignore[attr-defined]
 
 
 def conversation_list(messages: object) -> list[object]:
-    """One conversation (a list of dicts) or a list of conversations, as a list of these."""
+    """Converts one conversation (a list of dicts) or several to a list of conversations."""
     messages = plain_column(messages)
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(
@@ -148,14 +148,14 @@ def conversation_list(messages: object) -> list[object]:
 
 
 def parse_prompt(prompt: object) -> dict[str, Any]:
-    """What is given of one prompt, as a dict of CONTENT_KEYS, "cache_salt" and TEMPLATE_KEYS. Of
-    ids, messages and text the first counts, in this order.
+    """Parses one prompt to a dict of CONTENT_KEYS, "cache_salt" and TEMPLATE_KEYS. If it has token
+    ids and a text, the ids are used.
 
     `RequestChecker` checks that ids are integers within the vocabulary.
 
     Raises:
-        RequestError: wrong type, unknown or contradicting keys, no content; or the prompt itself,
-            if it is one.
+        RequestError: wrong type, unknown or contradictory keys, no content; or the prompt itself,
+            if it is an error.
     """
     if isinstance(prompt, RequestError):
         raise prompt
@@ -167,7 +167,7 @@ def parse_prompt(prompt: object) -> dict[str, Any]:
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parsed prompt has of TEMPLATE_KEYS."""
+    """The TEMPLATE_KEYS of a parsed prompt."""
     return {key: given[key] for key in TEMPLATE_KEYS if key in given}
 
 
@@ -199,7 +199,7 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _check_template(given: Mapping[str, Any]) -> None:
-    """Checks what is given of TEMPLATE_KEYS."""
+    """Checks the TEMPLATE_KEYS of a prompt."""
     check_text("chat_template", given.get("chat_template"))
     for key in ("add_generation_prompt", "continue_final_message"):
         if not isinstance(given.get(key, True), bool):
@@ -229,7 +229,7 @@ def each_params(
     """One SamplingParams for each of `count` prompts; None means `default()`.
 
     Raises:
-        RequestError: a list of another length, naming both, or of other things.
+        RequestError: a list of another length (both are named), or with wrong entries.
     """
     params = default() if params is None else params
     is_one = lambda one: isinstance(one, SamplingParams)  # noqa: E731
@@ -237,7 +237,7 @@ def each_params(
 
 
 def each_priority(priority: int | Sequence[int] | None, count: int) -> list[int | None]:
-    """One priority for each of `count` prompts; None means that of its SamplingParams."""
+    """One priority for each of `count` prompts; None means the one of its SamplingParams."""
     if priority is None:
         return [None] * count
     return _one_each("priority", priority, count, is_int, "an integer")

@@ -1,11 +1,11 @@
-"""PromptReader: what a caller gives as prompts, rendered, encoded and checked.
+"""PromptReader: parses, renders, encodes and checks prompts.
 
     Row or plain prompt ── parse (forms) ── render, encode (tokenizer) ── check ── CheckedPrompt
-                              └────────────── a bad one raises with its index, or is a RefusedPrompt
+                              └─────── an invalid one raises with its index, or is a RefusedPrompt
 
-`LLM` has one. It knows the tokenizer and the engine's limits, and queues nothing.
-Special: prompt_forms.py (dicts, Rows, columns, lists of parameters), chats.py (conversations),
-token_bound.py (texts that are too long by far).
+`LLM` has one. It uses the tokenizer and the engine's limits, and does not queue requests.
+Special cases: prompt_forms.py (dicts, Rows, columns, lists of parameters), chats.py
+(conversations), token_bound.py (texts that are far too long).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nanoengine.text.token_bound import TokenBound
 
 LONG_TEXT = 1 << 16
-"""Characters from which on a prompt is measured before it is encoded, which takes 0.2 s then."""
+"""Length from which a prompt's tokens are estimated before encoding, which takes 0.2 s here."""
 
 OnError = Literal["raise", "record"]
 
@@ -39,7 +39,7 @@ PriorityInput = int | Sequence[int] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedPrompt:
-    """A prompt that can be queued: its place in the call, and its text, if it had one."""
+    """A prompt that can be queued: its index in the call, and its text, if it has one."""
 
     index: int
     text: str | None
@@ -61,8 +61,8 @@ class PromptReader:
     """Reads prompts for one engine.
 
     Args:
-        tokenizer: None, where prompts are token ids.
-        checker: the engine's.
+        tokenizer: None: prompts are token ids.
+        checker: the engine's checker of requests.
         default_params: makes the parameters of prompts that have none.
     """
 
@@ -98,7 +98,7 @@ class PromptReader:
         priority: PriorityInput,
         on_error: OnError,
     ) -> list[CheckedPrompt | RefusedPrompt]:
-        """Reads one prompt or a list; parameters and priority are one for all or one each."""
+        """Reads one prompt or a list; parameters and priority are one for all, or lists."""
         check_on_error(on_error)
         given = [prompts] if isinstance(prompts, str) else prompts
         if not (type(given) is list and all(isinstance(one, str) for one in given)):
@@ -124,7 +124,7 @@ class PromptReader:
         priority: int | None,
         on_error: OnError,
     ) -> CheckedPrompt | RefusedPrompt:
-        """Reads one prompt; a bad one raises with its index, or is refused."""
+        """Reads one prompt; an invalid one raises with its index, or is refused."""
         key: str | None = None
         text: str | None = None
         cache_salt: str | None = None
@@ -161,7 +161,7 @@ class PromptReader:
             return CheckedPrompt(index=index, text=text, request=request)
         except NanoEngineError as error:
             kind, message, cause = type(error), str(error), error.__cause__
-        except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
+        except Exception as error:  # Why all: Jinja or objects in the prompt may raise anything.
             kind, message, cause = RequestError, described(error), error
         if on_error == "raise":
             raise kind(f"prompt {index}: {message}") from cause
@@ -170,7 +170,7 @@ class PromptReader:
         return RefusedPrompt(index=index, text=text, token_ids=token_ids, message=message, key=key)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; one that is too long by far is refused before."""
+        """The token ids of a text; a text that is far too long is refused without encoding."""
         tokenizer = self.tokenizer
         if len(text) > LONG_TEXT:
             if self._bound is None:

@@ -1,16 +1,16 @@
-"""Renderer: runs Jinja templates in a process of its own, within limits of time and memory.
+"""Renderer: runs Jinja templates in a separate process, with limits of time and memory.
 
     Renderer ── source, variables ─▶ this file as a program ── jinja2, or transformers' chats
-             ◀── text, or the error ──   its alarm ends it after RENDER_S, its memory is bounded
+             ◀── text, or the error ──   its alarm ends it after RENDER_S, its memory is limited
 
-A template is a program, of a checkpoint or a row. jinja's sandbox bounds what it reaches, not what
-it takes: ten characters make a hundred gigabytes in one call into C, which no thread can end. What
-is left to a template is RENDER_S of one core for each rendering, and RENDER_BYTES. Windows has no
-alarm: a watch of faulthandler's takes its place, a thread for each rendering.
+A template is a program from a checkpoint or a row. jinja's sandbox limits what it can access, not
+its time or memory: ten characters can allocate a hundred gigabytes in one C call, which no thread
+can interrupt. So each rendering is limited to RENDER_S on one core, and to RENDER_BYTES. Windows
+has no alarm: a faulthandler timeout replaces it, with one thread per rendering.
 
-Called by `text/chat_template.py` and `jobs/rows.py`. A process runs for each kind of template, from
-the first one on; the first of chats waits 0.6 s for transformers. Perf: 36 us for a short chat of
-the demo model's, 21 without a process of its own (two Zen 5 cores).
+`text/chat_template.py` and `jobs/rows.py` call it. There is one process per kind of template,
+started by the first one; for chats it imports transformers, in 0.6 s. Perf: 36 us for a short chat
+of the demo model, 21 us without a separate process (two Zen 5 cores).
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ import threading
 from typing import Any, Literal
 
 RENDER_S = 5.0
-"""Longest time that a template may take. A real one takes less than a millisecond."""
+"""Time limit of a template. A real one takes less than a millisecond."""
 
 TIMED_OUT = -signal.SIGALRM if hasattr(signal, "SIGALRM") else 1
-"""The exit code after that."""
+"""The exit code of the process after a timeout."""
 
 RENDER_BYTES = 1 << 30
-"""Memory that templates may take beside the program itself; not bounded where /proc is not."""
+"""Memory limit of templates, in addition to the program itself; none without /proc."""
 
 MOST_CHARS = 1 << 26
-"""Longest text that comes back; RENDER_BYTES would otherwise come, too."""
+"""Limit of the length of a result, because a text of RENDER_BYTES would be sent otherwise."""
 
 
 class Renderer:
-    """A process that renders, from the first template on.
+    """A process that renders; it starts with the first template.
 
     Args:
-        kind: "row": a template over the columns of a row. "chat": what a tokenizer of transformers
-            with this chat template makes of a conversation.
+        kind: "row": a template over the columns of a row. "chat": a conversation, rendered as a
+            transformers tokenizer with this chat template does.
     """
 
     def __init__(self, kind: Literal["row", "chat"]) -> None:
         self._kind = kind
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
-        # Why: a forked process would read what its parent asked for.
+        # Why: a forked process would read its parent's results.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._end)
 
     def begin(self) -> subprocess.Popen[bytes]:
-        """Starts the process, if it does not run, and does not wait for it."""
+        """Starts the process if it does not run, without waiting for it."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 path = os.pathsep.join(filter(None, sys.path))
@@ -69,19 +69,19 @@ class Renderer:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
-                    # Why a group of its own: Ctrl-C is for the parent.
+                    # Why a separate group: Ctrl-C is for the parent.
                     process_group=0,
                     creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
                 )
             return self._process
 
     def render(self, *request: object) -> str:
-        """What the program's function of this kind gives for a request.
+        """The rendered text; the arguments are for the program's function of this kind.
 
         Raises:
             TimeoutError: it takes longer than RENDER_S.
             MemoryError: it takes more than RENDER_BYTES.
-            ValueError: the template or what it calls has raised; the message is theirs.
+            ValueError: the template, or a function that it calls, raised; the message is the same.
         """
         sent = pickle.dumps((RENDER_S, request))
         with self._lock:
@@ -90,7 +90,7 @@ class Renderer:
                 process.stdin.write(sent)
                 process.stdin.flush()
                 line = process.stdout.readline()
-            except BaseException:  # Why: what has been asked for would answer the next one.
+            except BaseException:  # Why: a late result would answer the next call.
                 self._end()
                 raise
             if not line.endswith(b"\n"):
@@ -119,12 +119,12 @@ class Renderer:
 
 
 def _renderer(kind: str) -> Any:
-    """The function of a kind."""
+    """The function that renders a kind of template."""
     if kind == "chat":
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
         class TemplateTokenizer(PreTrainedTokenizerBase):
-            """One that knows nothing but this."""
+            """A tokenizer that only renders chats."""
 
             special_tokens_map: Any = None
 
@@ -145,7 +145,7 @@ def _renderer(kind: str) -> Any:
     compiled = functools.lru_cache(environment.from_string)
 
     def row(template: str, columns: dict[str, Any] | None) -> str:
-        """None: the names of the columns that the template asks for."""
+        """Renders columns; None: returns the names of the columns that the template uses."""
         if columns is None:
             compiled(template)
             return " ".join(find_undeclared_variables(environment.parse(template)))
@@ -166,7 +166,7 @@ def _bound_memory() -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Ends this process after a time; 0: not any more."""
+    """Ends this process after a time; 0 cancels it."""
     if hasattr(signal, "SIGALRM"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
     elif seconds:
@@ -197,10 +197,10 @@ def _main(kind: str) -> None:
             answer = text, None
         except MemoryError:
             answer = None, "MemoryError"
-        except Exception as error:  # Why: templates are programs, and raise anything.
+        except Exception as error:  # Why all: templates are programs, and raise anything.
             answer = None, str(error) or type(error).__name__
         if answer[1] == "MemoryError":
-            gc.collect()  # Why: a cycle holds what the template had, and the next one lacked it.
+            gc.collect()  # Why: a cycle would keep memory that the next template needs.
         _end_after(0)
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()

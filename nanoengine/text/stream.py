@@ -1,10 +1,10 @@
-"""TextStream: the text of one output as it grows, for stop strings and for streaming.
+"""TextStream: the growing text of one output, for stop strings and for streaming.
 
     a character spans tokens     "€" = [E2] [82 AC]   text that ends in U+FFFD waits for more tokens
-    byte fallback is not local   "\\n" + [FF] = "��"   a run of byte tokens waits until it is closed
-    a stop string spans tokens   "\\n" + "User"        looked for in the text, not in the tokens
+    byte fallback is not local   "\\n" + [FF] = "��"   a run of byte tokens waits until it ends
+    a stop string spans tokens   "\\n" + "User"        searched in the text, not in the tokens
 
-Made by `llm.py` for each sequence that needs text before it ends; the engine sees an
+`llm.py` makes one for each sequence whose text is needed before its end. The engine sees it as an
 `OutputFollower`.
 """
 
@@ -16,21 +16,21 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.text.tokenizer import REPLACEMENT, Tokenizer
 
 MAX_OPEN_TOKENS = 8
-"""Longest window that waits for a character; one has at most 4 bytes, so at most 4 tokens."""
+"""Longest window that waits for a character, which has at most 4 bytes, so at most 4 tokens."""
 
 
 class TextStream:
     """Text of one growing output: the `OutputFollower` of stop strings and of streaming.
 
-    `text` only ever grows, so a reader may print it piece by piece; what it holds at the end equals
-    the one-shot decode of the same tokens, cut at the stop string.
+    `text` only grows, so a reader may print it piece by piece. Its final value equals the one-shot
+    decode of the same tokens, cut at the stop string.
 
-    A stop string ends the output at the first token whose text completes one. Of several in that
-    token's text the earliest end wins, then the order of `params.stop`; which one wins does
-    therefore not depend on how the text was cut into tokens.
+    A stop string ends the output at the first token whose text completes it. If a token completes
+    several, the one that ends first wins, then the order of `params.stop`; so the result does not
+    depend on the tokenization of the text.
 
     Args:
-        end_ids: EOS and stop ids; the text of one that ends the output is no part of it unless
+        end_ids: EOS and stop ids; the text of the id that ends the output is left out, unless
             `include_stop_str_in_output`.
     """
 
@@ -49,27 +49,27 @@ class TextStream:
         self._silent_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._end_ids = frozenset() if params.include_stop_str_in_output else frozenset(end_ids)
         self._num_tokens = 0
-        self._window: list[int] = []  # tokens whose text is not settled
+        self._window: list[int] = []  # tokens whose text may change
         self._settled = ""  # text that no later token can change
-        self._num_checked = 0  # characters in which no stop string may end any more
+        self._num_checked = 0  # characters in which no further stop string can end
         self._final: str | None = None
 
     @property
     def text(self) -> str:
-        """The text so far that is sure to stay: settled, and not the beginning of a stop string."""
+        """The text that is final so far: settled, and not the beginning of a stop string."""
         if self._final is not None:
             return self._final
         return self._settled[: len(self._settled) - self._num_held()]
 
     def append(self, token_id: int) -> str | None:
-        """Takes the next token; returns the stop string that it completes."""
+        """Adds the next token; returns the stop string that it completes."""
         self._num_tokens += 1
         if token_id in self._silent_ids:
             return None
         self._window.append(token_id)
         is_open_run = token_id in self._tokenizer.byte_ids
         if is_open_run and not self._stops:
-            return None  # Perf: nobody reads unsettled text, so a run is decoded once.
+            return None  # Perf: unsettled text is not read, so a run is decoded once.
         if len(self._window) == 1 and self._anchored:
             tail = self._tokenizer.token_text(token_id)  # Perf: cached; 0.9 us, not 5, on Zen 3.
         else:
@@ -82,17 +82,17 @@ class TextStream:
         return self._find_stop(tail.rstrip(REPLACEMENT)) if self._stops else None
 
     def finish(self, token_ids: Sequence[int] | None = None) -> str:
-        """The whole text, after the last token; a character left incomplete shows as U+FFFD.
+        """The complete text, after the last token; an incomplete character becomes U+FFFD.
 
-        `token_ids` are all tokens of the output: those not appended yet are taken first. The engine
-        does not append the id that ends an output.
+        `token_ids` are all tokens of the output; missing ones are appended first. The engine does
+        not append the id that ends an output.
         """
         rest = (token_ids or ())[self._num_tokens :]
         for token_id in rest[:-1] if rest and rest[-1] in self._end_ids else rest:
             self.append(token_id)
         if self._final is None:
             self._final = self._settled + self._decode(self._window)
-            # Why here: a stop string that is a special token has ended the output by its id.
+            # Why here: a stop string that is a special token ended the output by its id.
             if rest and rest[-1] in self._silent_ids and self._params.include_stop_str_in_output:
                 name = self._tokenizer.token_text(rest[-1])
                 self._final += name if name in self._stops else ""
@@ -106,13 +106,13 @@ class TextStream:
         )
 
     def _settle(self, num_tokens: int, text: str) -> None:
-        if text:  # Why: until there is text, the next token still begins it.
+        if text:  # Why: without text, the next token still begins it.
             self._settled += text
             self._anchored = True
             del self._window[:num_tokens]
 
     def _settle_early(self, tail: str) -> str:
-        """Settles all but the last tokens of a long window of broken bytes."""
+        """Settles all but the last tokens of a long window of invalid bytes."""
         cut = len(self._window) - 4
         head = self._decode(self._window[:cut])
         rest = self._tokenizer.decode(
@@ -124,7 +124,7 @@ class TextStream:
         return tail
 
     def _find_stop(self, tail: str) -> str | None:
-        """Looks for stop strings in settled text + `tail`; a find makes the text final."""
+        """Searches for stop strings in settled text + `tail`; a match makes the text final."""
         text = self._settled + tail
         if self._num_tokens < self._params.min_tokens:
             self._num_checked = len(text)
@@ -142,7 +142,7 @@ class TextStream:
         return self._stops[order]
 
     def _num_held(self) -> int:
-        """Length of the longest end of the settled text that begins a stop string."""
+        """Length of the longest suffix of the settled text that begins a stop string."""
         if self._params.include_stop_str_in_output:
             return 0
         longest = max((len(stop) for stop in self._stops), default=1) - 1

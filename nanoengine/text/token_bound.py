@@ -1,19 +1,19 @@
-"""TokenBound: so many tokens a text has at least, told without encoding it.
+"""TokenBound: a lower bound of the tokens of a text, without encoding it.
 
-Encoding takes some 4 us and 300 bytes of memory a byte, in one call that nobody can end. So a text
-that is too long by far is refused by what this pass over it tells:
+Encoding takes about 4 us and 300 bytes of memory per byte, in one call that can't be interrupted.
+So a text that is far too long is refused by a bound that needs one pass over its bytes:
 
     tokens of a text  >=  sum over its bytes of 1 / bytes of the longest token with such a byte
 
-A token of n bytes is at most 1/n in the sum for each of them. That holds where each byte of a text
-ends up in a token. Three things may take characters away, and those are not counted:
+A token of n bytes adds at most 1/n per byte, so at most 1. That holds if each byte of a text is in
+a token. Characters that may disappear are not counted:
 
-    NFC normalization        what it may compose, and the character before
+    NFC normalization        characters that may be composed, and the character before
     added tokens that strip  blanks
-    other parts              unknown ones, and those that drop text: of such a tokenizer nothing is
-                             told, and its texts are encoded however long they are
+    other parts              unknown ones, and those that drop text: there is no bound, and texts
+                             of any length are encoded
 
-Called by the PromptReader for long texts alone.
+The PromptReader calls it, for long texts only.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from typing import Any
 from nanoengine.text.tokenizer import BYTE_TOKENS, Tokenizer
 
 INERT = "\0-\u02ff\u0400-\u0482\u3040-\u3098\u309b-\u9fff\uac00-\ud7a3"
-"""Ranges of characters that NFC leaves alone, unless another one stands behind them."""
+"""Ranges of characters that NFC does not change, unless one outside of them follows."""
 
 COMPOSED = re.compile(f".?[^{INERT}]+", re.DOTALL)
 
 MOST_GROWTH = 3
-"""How many times as many bytes a normalizer may make of a text. Source: UAX #15 for NFC."""
+"""Factor by which a normalizer may increase the bytes of a text. Source: UAX #15 for NFC."""
 
 
 class TokenBound:
-    """A lower bound of the tokens of a tokenizer's texts."""
+    """A lower bound of the number of tokens, for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
             spec = json.loads(tokenizer.definition())
-        except Exception:  # Why: parts that are written in Python have none, and raise anything.
+        except Exception:  # Why all: parts written in Python raise anything.
             spec = {"model": {}}
         normalizers = _parts(spec.get("normalizer"))
         parts = [*normalizers, *_parts(spec.get("pre_tokenizer"))]
@@ -51,7 +51,7 @@ class TokenBound:
             self._longest = _longest_tokens(spec, normalizers, parts)
 
     def at_least(self, text: str) -> int:
-        """So many tokens `text` has, or more; 0 if nothing is known."""
+        """A lower bound of the tokens of `text`; 0 if nothing is known."""
         if self._longest is None:
             return 0
         if self._composes and not text.isascii():
@@ -63,7 +63,7 @@ class TokenBound:
 
 
 def _parts(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as a list of plain ones."""
+    """A normalizer or pre-tokenizer as a flat list."""
     if part is None or part["type"] != "Sequence":
         return [] if part is None else [part]
     inner = part.get("normalizers", part.get("pretokenizers"))
@@ -71,7 +71,7 @@ def _parts(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _keeps_text(part: dict[str, Any]) -> bool:
-    """Whether all of a text comes out of a part, each byte as one or more."""
+    """Whether a part keeps all of a text, with at least one byte per byte."""
     match part:
         case {"type": "NFC" | "ByteLevel" | "Digits" | "Metaspace"}:
             return True
@@ -88,12 +88,12 @@ def _keeps_text(part: dict[str, Any]) -> bool:
 def _longest_tokens(
     spec: dict[str, Any], normalizers: list[dict[str, Any]], parts: list[dict[str, Any]]
 ) -> list[int] | None:
-    """By byte, the length of the longest token that may hold it [bytes]; None: unknown, as
-    characters that the vocabulary lacks are dropped or merged."""
+    """Per byte, the length of the longest token that may contain it [bytes]. None: unknown, because
+    characters outside the vocabulary are dropped or merged."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     model, vocab = spec["model"], spec["model"]["vocab"]
-    # A letter stands for a byte there: for most of them that of its number, as in Latin-1.
+    # A letter represents a byte there; for most bytes it has the same number, as in Latin-1.
     in_letters = any(part["type"] == "ByteLevel" for part in parts)
     needed = set(ByteLevel.alphabet() if in_letters else BYTE_TOKENS)
     has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
@@ -108,7 +108,7 @@ def _longest_tokens(
         content = added["content"].encode()
         for byte in content:
             longest[byte] = max(longest[byte], len(content))
-        if added["normalized"] and normalizers:  # Why: what it matches may have other bytes.
+        if added["normalized"] and normalizers:  # Why: its matches may have other bytes.
             num = len(normalizers)
             least = max(least, (len(content) + num) * MOST_GROWTH**num)
     most = max(least, *longest)

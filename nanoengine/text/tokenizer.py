@@ -1,15 +1,15 @@
-"""Tokenizer: text to token ids and back, whole; `text/stream.py` has text that grows.
+"""Tokenizer: converts whole texts to token ids and back; `text/stream.py` decodes growing text.
 
-Called by `llm.py` and by readers of prompts; the engine below sees token ids.
-Special: load_tokenizer.py (transformers, where a tokenizer.json does not say everything),
+`llm.py` and the readers of prompts call it; the engine only sees token ids.
+Special cases: load_tokenizer.py (transformers, if a tokenizer.json is not complete),
 chat_template.py (conversations).
 
-Why decoding a part of a text is not trivial, and what is done here:
+Why decoding a part of a text is not trivial, and the solution:
 
-    a leading space is stripped  "▁a" -> "a"          it is decoded behind an anchor token
+    a leading space is stripped  "▁a" -> "a"          it is decoded after an anchor token
 
-The text of an output is what its tokens add to a prompt that has text. So it keeps the space of a
-first "▁word", and prompt + text reads well.
+The text of an output is what its tokens append to a prompt that has text. So it keeps the space of
+a first "▁word", and prompt + text is correct.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from nanoengine.settings.params import SamplingParams
 
 Message = dict[str, Any]
-"""One turn of a conversation: {"role": ..., "content": ...}."""
+"""One message of a conversation: {"role": ..., "content": ...}."""
 
 REPLACEMENT = "\ufffd"
-"""What a decoder writes for bytes that are no UTF-8; at the end it may be half of a character."""
+"""A decoder's output for bytes that are not UTF-8; at the end, it may be part of a character."""
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
-"""Names of the tokens of one byte in vocabularies with byte fallback."""
+"""Names of single-byte tokens in vocabularies with byte fallback."""
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer behind the few operations that the engine needs."""
+    """A Hugging Face tokenizer with only the operations that the engine needs."""
 
     def __init__(self, backend: PreTrainedTokenizerBase | TokenizerFile) -> None:
         self._plain = backend
@@ -64,10 +64,10 @@ class Tokenizer:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Tokenizer:
-        """Loads the one that an engine's settings name: their tokenizer, or that of their model.
+        """Loads the tokenizer of an engine's settings, or else of their model.
 
         Raises:
-            ConfigError, ModelError: see `load`; or what is wrong with the model's own files.
+            ConfigError, ModelError: see `load`; or the model's own files are invalid.
         """
         from nanoengine.text.load_tokenizer import load_configured
 
@@ -75,20 +75,20 @@ class Tokenizer:
 
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of transformers, which is loaded now if plain text did not need it."""
+        """The transformers tokenizer, which is loaded now if plain text did not need it."""
         plain = self._plain
         return plain.load_full() if isinstance(plain, TokenizerFile) else plain
 
     @property
     def chat_template(self) -> Any:
-        """The model's chat template, or several by name; None: it has none."""
+        """The model's chat template, or a dict of name and template; None: it has none."""
         return self._plain.chat_template
 
     def definition(self) -> str:
-        """The tokenizer as the text of a tokenizer.json, with all its added tokens.
+        """The tokenizer in the format of tokenizer.json, with all its added tokens.
 
         Raises:
-            RequestError: it is of another kind, which no such file can hold.
+            RequestError: this kind of tokenizer can't be written in that format.
         """
         raw = getattr(self._plain, "backend_tokenizer", None)
         if raw is None:
@@ -100,15 +100,15 @@ class Tokenizer:
         """Token ids of `text`, with the BOS that the tokenizer adds.
 
         Raises:
-            RequestError: the text holds lone surrogates, which no encoding has; or the tokenizer's
-                pattern gives up on it.
+            RequestError: the text has lone surrogates, which can't be encoded; or the tokenizer's
+                regular expression fails.
         """
         try:
             token_ids = list(self._plain.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the text can't be encoded as UTF-8: {error!s:.200}") from error
         except BaseException as error:
-            # Why by name: a panic of Rust's is no Exception, and no module exports its class.
+            # Why compare names: a Rust panic is no Exception, and its class is not exported.
             if type(error).__name__ != "PanicException":
                 raise
             raise RequestError(f"the tokenizer gave up on the text: {error!s:.200}") from error
@@ -119,13 +119,13 @@ class Tokenizer:
         return token_ids
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """The prompt that the model's chat template makes of a conversation.
+        """The prompt that the model's chat template makes from a conversation.
 
-        It holds its special tokens already: encode it with `add_special_tokens=False`.
+        It contains its special tokens already: encode it with `add_special_tokens=False`.
 
         Args:
             options: chat_template, add_generation_prompt, continue_final_message, tools (see
-                `render_conversation`), and variables of the template's own.
+                `render_conversation`), and the template's own variables.
 
         Raises:
             RequestError: there is no template, it refuses these messages, or it takes more time or
@@ -133,13 +133,13 @@ class Tokenizer:
         """
         from nanoengine.text.chat_template import CHATS, render_conversation
 
-        CHATS.begin()  # Why first: it loads beside the tokenizer.
+        CHATS.begin()  # Why first: it loads in parallel with the tokenizer.
         return render_conversation(self.backend, messages, **options)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, anchored: bool = True
     ) -> str:
-        """The text that `token_ids` add behind other text, or from the start if not `anchored`."""
+        """The text that `token_ids` add after other text, or from the start if not `anchored`."""
         if skip_special_tokens:
             # Why here too: the library keeps special tokens that are marked as normalized.
             token_ids = [token_id for token_id in token_ids if token_id not in self.special_ids]
@@ -155,10 +155,10 @@ class Tokenizer:
         prompt_token_ids: Sequence[int] = (),
         end_ids: Container[int] = (),
     ) -> str:
-        """The text of a whole output at once; what a `TextStream` of the same tokens ends with.
+        """The text of a whole output at once; equals the final text of a `TextStream`.
 
         Args:
-            end_ids: EOS and stop ids; the text of one that ends the output is no part of it unless
+            end_ids: EOS and stop ids; the text of the id that ends the output is left out, unless
                 `include_stop_str_in_output`.
         """
         if token_ids and token_ids[-1] in end_ids and not params.include_stop_str_in_output:
@@ -172,12 +172,12 @@ class Tokenizer:
     def token_id(self, name: str | None) -> int | None:
         """The id of the token with this name; None: there is none."""
         found = self._plain.convert_tokens_to_ids(name) if name else None
-        # Why the second look: a missing name gives None or the id of <unk>.
+        # Why the second check: for a missing name the first returns None or the id of <unk>.
         known = isinstance(found, int) and self._plain.convert_ids_to_tokens(found) == name
         return found if known else None
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, with its leading space, special tokens by name; cached."""
+        """The text of one token, with its leading space; a special token gives its name. Cached."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self.decode([token_id], skip_special_tokens=False)
@@ -185,11 +185,11 @@ class Tokenizer:
         return text
 
     def is_anchored(self, prompt_token_ids: Iterable[int]) -> bool:
-        """True if the prompt has text, so that an output's first token does not begin a text."""
+        """Whether the prompt has text, so that the output does not start a text."""
         return any(token_id not in self.special_ids for token_id in prompt_token_ids)
 
     def _raw(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        # Why: clean-up rewrites " ." to "." across token borders; we show what the model wrote.
+        # Why: clean-up rewrites " ." to "." across tokens, which changes the model's output.
         text = self._plain.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
@@ -199,7 +199,7 @@ class Tokenizer:
         return text if isinstance(text, str) else "".join(text)
 
     def _find_anchor(self) -> list[int]:
-        """One token with plain text; decoding behind it shows the spaces that follow."""
+        """One token with plain text; decoding after it keeps leading spaces."""
         for text in ("a", "the", "0", "."):
             for token_id in reversed(self.encode(text, add_special_tokens=False)):
                 if token_id not in self.byte_ids and self._raw([token_id]).strip() == text:

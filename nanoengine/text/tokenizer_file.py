@@ -1,8 +1,8 @@
-"""A tokenizer of the tokenizers library alone, where transformers would add nothing.
+"""A tokenizer that needs only the tokenizers library, if transformers would add nothing.
 
-Called by `tokenizer.py`. Importing transformers takes longer than starting the engine on a small
-model, and what a checkpoint saved by it needs for plain text is in one file: a tokenizer.json, of
-which load_tokenizer.py accepts only one that it knows in full, or a GGUF.
+`tokenizer.py` calls it. Importing transformers takes longer than starting the engine with a small
+model. Plain text needs one file: a GGUF, or a tokenizer.json, which load_tokenizer.py accepts only
+if it supports all of its settings.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class TokenizerFile:
-    """The part of a tokenizer of transformers that plain text needs, under the same names.
+    """The methods of a transformers tokenizer that plain text needs, with the same names.
 
     Args:
-        load_full: gives the tokenizer of transformers, for what else is asked.
-        eos_token: the name of the token that ends a text; None: none has that role.
+        load_full: loads the transformers tokenizer, for all else.
+        eos_token: the name of the EOS token; None: there is none.
 
     Attributes:
-        chat_template: of the checkpoint, as its files have it.
+        chat_template: the chat template of the checkpoint, unchanged.
     """
 
     chat_template: Any = None
@@ -34,7 +34,7 @@ class TokenizerFile:
     def __init__(self, raw: RawTokenizer, load_full: LoadFull, eos_token: str | None) -> None:
         self.load_full, self.eos_token = load_full, eos_token
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
-        self.all_special_ids: Sequence[int] = ()  # All of them are among the added tokens.
+        self.all_special_ids: Sequence[int] = ()  # They are all in the added tokens.
         self.backend_tokenizer = raw
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -44,7 +44,7 @@ class TokenizerFile:
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, **no_cleaning: bool
     ) -> str:
-        """The text of `token_ids`, never cleaned up."""
+        """The text of `token_ids`, without clean-up."""
         assert not any(no_cleaning.values()), no_cleaning
         return str(
             self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

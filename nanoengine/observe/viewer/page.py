@@ -1,8 +1,8 @@
-"""page: the viewer's page, made of the sources beside it and the data of one trace.
+"""page: builds the viewer's page from the sources in this directory and the data of one trace.
 
-The page is opened from a disk, perhaps years later and without a network, so all that it needs is
-in it. Its policy names the digests of its own scripts and styles: whatever a prompt holds, nothing
-else runs, and nothing is fetched.
+The page contains all that it needs, because it may be opened years later and without a network. Its
+content security policy allows only its own scripts and styles, by their digests: whatever text a
+prompt contains, no other code runs, and no file is fetched.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def page(data: PageData) -> str:
 
 
 def packed(data: PageData) -> bytes:
-    """The data as gzip: length of the JSON [4 bytes], the JSON, and at the next multiple of 4 the
-    columns, one after the other, whose lengths the JSON tells."""
+    """The data as gzip: length of the JSON [4 bytes], the JSON, padding to a multiple of 4 bytes,
+    then the columns in order; the JSON contains their lengths."""
     columns = {name: len(values) for name, values in data.columns.items()}
     meta = json.dumps(data.meta | {"columns": columns}, separators=(",", ":"), default=str).encode()
     meta += b" " * (-len(meta) % 4)
@@ -65,10 +65,10 @@ def _digests(sources: list[str]) -> str:
 
 
 def words_of(recording: Recording, tokenizer: Path | None) -> Callable[[int], str] | None:
-    """What puts a token into words; None where the run's tokenizer is not on this machine.
+    """A function that returns the text of a token; None if this machine lacks the run's tokenizer.
 
     Raises:
-        ConfigError: a tokenizer was asked for, and there is none.
+        ConfigError: a tokenizer was given, and it can't be loaded.
     """
     config = recording.header["config"]
     if tokenizer is not None and not tokenizer.is_dir():

@@ -1,15 +1,15 @@
-"""page_data: a run as the columns that the viewer's page folds into block tables itself.
+"""page_data: converts a run to columns, from which the viewer's page computes block tables.
 
     plans and tables ──► events: a block is taken, dropped, indexed, evicted
-    steps, sequences ──► a line of figures a frame, spans of a lane, tokens
+    steps, sequences ──► numbers per frame, spans per lane, tokens
 
-The page steps to any place of a run, so it can't be sent each state: 10,000 of a pool of 100,000
-blocks would be gigabytes. It is sent what changes, and keeps a state every so often. A frame is a
-step, or several of them where a run is so long that no screen could show them apart.
+The page can show any step, but the states of all steps would be too large: gigabytes for 10,000
+steps and a pool of 100,000 blocks. So the data contains changes, and the page keeps a state at
+intervals. A frame is one step, or several in a run that is too long for a screen.
 
-Blocks are looked at when a step has been planned: once it is committed, those of a request that
-ends by it are free. An event is found by comparing tables before and after a plan, so that a page
-that begins in the middle of a run begins with what is held by then.
+Blocks are compared after planning, because the commit frees the blocks of requests that end. Events
+are differences of the tables before and after a plan, so a page that starts in the middle of a run
+starts with the blocks in use at that step.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from nanoengine.observe.steps import Step, StepObserver, is_decode
 from nanoengine.observe.trace_reader import Recording, Replay
 
 MAX_FRAMES = 20_000
-"""More steps than that are shown several to a frame."""
+"""With more steps, a frame has several steps."""
 MAX_LANES = 20_000
-"""More sequences than that are left out: the last to come."""
+"""With more sequences, the last ones are left out."""
 MAX_TOKENS = 4_000_000
-"""If all sequences together have more tokens, their ids are left out."""
+"""With more tokens in all sequences, token ids are left out."""
 MAX_NOTES = 50_000
-"""The scheduler's words are kept up to that many."""
+"""Maximum number of the scheduler's notes."""
 
 TAKE, DROP, INDEX, EVICT = range(4)
-"""What an event says of a block: one more table names it, one less; its content can be hit from now
-on; it has lost its content."""
+"""Kinds of events: a table starts to reference a block, or stops; its content enters the prefix
+cache, or is evicted."""
 WAITING, PREFILL, DECODE, PREEMPTED, IDLE = range(5)
 """What a sequence does in a span of frames; IDLE: it has a row and computes nothing."""
 KIND_SHIFT = 27
-"""An event's first number is its kind above this many bits, and a block below."""
+"""Bits of the block id in the first number of an event; the kind is above them."""
 BLOCK = (1 << KIND_SHIFT) - 1
 
 FIGURES = ("step", "t", "waiting", "running", "active", "cached", "empty", "hit", "queried")
-"""Columns of a frame's last step; `empty` counts slots."""
+"""Columns with the values of a frame's last step; `empty` counts slots."""
 ADDED = ("prefill", "decode", "recomputed", "sampled", *TIMES)
-"""Columns of what a frame has added to a sum."""
+"""Columns with the increments of a frame."""
 
 NONE = -1
 
 Words = Callable[[int], str] | None
-"""What puts a token id into words; None: the page shows ids."""
+"""Returns the text of a token id; None: the page shows ids."""
 _Event = tuple[int, int, int]
-"""Kind and block, a lane's index, and an argument."""
+"""Kind and block, index of a lane, and an argument."""
 
 
 @dataclass(slots=True)
 class PageData:
-    """What the page gets: `meta` as JSON, and columns of 32-bit integers by name."""
+    """The data of the page: `meta` as JSON, and name -> column of 32-bit integers."""
 
     meta: dict[str, Any]
     columns: dict[str, array.array[int]]
@@ -81,15 +81,15 @@ def page_data(
     text_of: Words = None,
     title: str = "",
 ) -> PageData:
-    """Replays a recording and gathers what the page needs.
+    """Replays a recording and collects the data of the page.
 
     Args:
         steps: the first step to show, and the one to stop before; None: no end.
-        text_of: a token id in words, if it can be.
-        title: of the page: the file's name.
+        text_of: returns the text of a token id; None: not available.
+        title: title of the page: the name of the file.
 
     Raises:
-        TraceError: none of the steps is in the trace, or it can't be replayed.
+        TraceError: the trace has none of the steps, or can't be replayed.
     """
     first, end = steps
     known = recording.steps
@@ -118,7 +118,7 @@ class _Lane:
 
 
 class _Gathering(StepObserver):
-    """Columns as they grow, frame by frame."""
+    """Collects the columns, frame by frame."""
 
     def __init__(self, replay: Replay, shown: range, steps_per_frame: int) -> None:
         super().__init__(replay.scheduler, replay.clock)
@@ -128,16 +128,16 @@ class _Gathering(StepObserver):
         self._is_shown = False
         self._num_steps = self._num_untold = 0
         self._lanes: dict[int, _Lane] = {}
-        # By row a lane's index and its table, and contents of blocks, as the page knows them.
+        # Row -> index of its lane and its table, and contents of blocks, as the page knows them.
         self._tables: dict[int, tuple[int, dict[int, int]]] = {}
         self._contents: dict[int, Prefix] = {}
-        self._takers: dict[int, int] = {}  # block -> the lane that took it last
-        self._changed: set[int] = set()  # blocks whose content has come or gone
-        self._numbers: dict[bytes, int] = {}  # of contents, by digest
-        self._roots = array.array("i")  # number of a content -> that of its prompt's first block
-        self._times = Counter[str]()  # up to now [us]
+        self._takers: dict[int, int] = {}  # block -> the last lane that took it
+        self._changed: set[int] = set()  # blocks whose content was stored or removed
+        self._numbers: dict[bytes, int] = {}  # digest -> number of a content
+        self._roots = array.array("i")  # number of a content -> number of its prompt's first block
+        self._times = Counter[str]()  # so far [us]
         self._frames: list[dict[str, int]] = []
-        self._now: dict[str, int] = {}  # figures of the last step, and of the frame before
+        self._now: dict[str, int] = {}  # figures of the last step, and of the previous frame
         self._before: dict[str, int] = {}
         self._events = array.array("i")  # kind and block, lane, argument
         self._events_of = array.array("i", [0])
@@ -153,10 +153,10 @@ class _Gathering(StepObserver):
     def _frame(self) -> int:
         return len(self._frames)
 
-    # --- blocks, as a plan leaves them --------------------------------------------------------
+    # --- blocks after planning ----------------------------------------------------------------
 
     def on_block(self, event: str, block: Block) -> None:
-        """Notes whose content has come or gone."""
+        """Notes blocks whose content was stored or removed."""
         if event == "cleared":
             self._changed |= self._contents.keys()
         elif event in ("stored", "removed"):
@@ -165,7 +165,7 @@ class _Gathering(StepObserver):
     def look(
         self, plan: StepPlan, rows: dict[int, CoreSequence]
     ) -> tuple[dict[str, int], list[_Event]]:
-        """Figures, and what has changed since the plan before, or is held when the page begins."""
+        """The figures, and the events since the previous plan; at first, the blocks in use."""
         stats, cached = self.scheduler.stats, self._cache.stats
         figures = self._pool.counts() | {
             "step": plan.step, "empty": num_waste_slots(self.scheduler),
@@ -183,9 +183,9 @@ class _Gathering(StepObserver):
         return figures, [*self._compare_rows(changed, rows), *self._compare_contents()]
 
     def _compare_rows(self, changed: set[int], rows: dict[int, CoreSequence]) -> list[_Event]:
-        """Events of the blocks that a row's table names before the plan, or after it, and not both
-        times; their argument is the group above the place in the table. Those that go come first:
-        blocks change hands, and sequences change rows."""
+        """Events of the blocks that a row's table references only before or only after the plan.
+        Their argument combines the group and the position in the table. Drops come first, because
+        blocks move to other sequences, and sequences to other rows."""
         gone: list[_Event] = []
         come: list[_Event] = []
         for row in sorted(changed):
@@ -218,7 +218,7 @@ class _Gathering(StepObserver):
         self._changed.clear()
 
     def _number(self, prefix: Prefix) -> int:
-        """The number of a content in the page, whose colour is that of its prompt's first block."""
+        """The number of a content in the page; its prompt's first block determines the colour."""
         number = self._numbers.setdefault(prefix.digest, len(self._numbers))
         if number == len(self._roots):
             self._roots.append(number)
@@ -234,21 +234,21 @@ class _Gathering(StepObserver):
         tiers = () if self._cache.tiers is None else self._cache.tiers.tier_stats()
         return sorted(tiers, key=lambda tier: tier.name)
 
-    # --- step by step -------------------------------------------------------------------------
+    # --- per step -----------------------------------------------------------------------------
 
     def on_request(self, request: Request) -> None:
-        """Lanes are drawn in the order in which requests come."""
+        """Creates lanes in the order of arrival."""
         super().on_request(request)
         if self.scheduler.stats.steps < self._shown.stop:
             self._lane(request.sequences[0])
 
     def step(self, step: Step) -> None:
-        """One more step. Of those that are not shown it counts who came, and what was computed."""
+        """Adds a step. A step that is not shown only adds arrivals and counters."""
         plan = step.plan
         self._is_shown = plan.step in self._shown
         if plan.step >= self._shown.stop:
             return
-        for _, events in step.seen:  # Why also of a step that failed: blocks moved.
+        for _, events in step.seen:  # Why failed steps too: blocks moved.
             self._events.extend(_flat(events))
         self._times.update({name: round(1e6 * s) for name, s in times_of(step.result).items()})
         self._now = step.seen[-1][0] | {
@@ -279,7 +279,7 @@ class _Gathering(StepObserver):
         self._before = self._now
 
     def _note_plan(self, step: Step) -> None:
-        """Who gets a row and loses it, and which blocks are copied and moved."""
+        """Notes admissions and preemptions, and which blocks are copied and moved."""
         plan, loads = step.plan, step.loads()
         for gone in plan.preempted:
             if gone.seq_id in self._lanes:
@@ -305,7 +305,7 @@ class _Gathering(StepObserver):
                     self._moves.extend((*where, device, below))
 
     def _note_rows(self, step: Step) -> None:
-        """What the rows compute, and which tokens are known."""
+        """Notes what the rows compute, and which tokens are known."""
         for computed in step.computed():
             seq, start, num_tokens, _ = computed
             kind = DECODE if is_decode(*computed) else PREFILL
@@ -333,7 +333,7 @@ class _Gathering(StepObserver):
             lane.ended = self._frame
 
     def _note_words(self, plan: StepPlan) -> None:
-        """The scheduler's own words, and who waits for what."""
+        """Notes the scheduler's reasons, and what each waiting request lacks."""
         room = MAX_NOTES - len(self._notes)
         self._notes += [[self._frame, words] for words in plan.reasons[:room]]
         self._num_untold += len(plan.reasons[room:])
@@ -353,7 +353,7 @@ class _Gathering(StepObserver):
         return self._lanes[seq.seq_id]
 
     def _begin(self, seq: CoreSequence, kind: int) -> _Lane:
-        """A sequence comes in this frame."""
+        """A sequence starts in this frame."""
         lane = self._lane(seq)
         if self._is_shown:
             lane.arrived = self._frame
@@ -361,11 +361,11 @@ class _Gathering(StepObserver):
         return lane
 
     def _span(self, lane: _Lane, kind: int, computed: int) -> None:
-        """The lane does this in the current frame: its last span grows, or a new one begins."""
+        """Extends the last span of a lane to the current frame, or starts a new one."""
         if lane.ended != NONE or not self._is_shown:
             return
         frame, spans = self._frame, lane.spans
-        # Why NONE: nothing tells of those that go on waiting.
+        # Why NONE: there is no event while a sequence keeps waiting.
         until = NONE if kind in (WAITING, PREEMPTED) else frame
         if spans:
             last = spans[-1]
@@ -385,11 +385,11 @@ class _Gathering(StepObserver):
             more = [words] if words else []
             self._marks.append([self._frame, what, lane.index, number, *more])
 
-    # --- the whole ----------------------------------------------------------------------------
+    # --- all of it ----------------------------------------------------------------------------
 
     def data(self, recording: Recording, story: Story, text_of: Words, title: str) -> PageData:
-        """All of it, as it is written into the page."""
-        if self._num_steps % self._steps_per_frame:  # a last frame that is not full
+        """The complete data of the page."""
+        if self._num_steps % self._steps_per_frame:  # a last, incomplete frame
             self._write_frame()
         all_lanes = list(self._lanes.values())
         for lane in all_lanes:
@@ -432,7 +432,7 @@ class _Gathering(StepObserver):
         meta = {
             "title": title,
             "thinned": [note for holds, note in notes if holds],
-            # Of each request what `nanoengine explain` tells: its id, and [step, sentence].
+            # Per request the lines of `nanoengine explain`: its id, and [step, sentence].
             "stories": [
                 [name, [[n, line.removeprefix(f"step {n}: ")] for n, line in told]]
                 for name, told in story.requests.items()
@@ -481,12 +481,12 @@ def _flat(entries: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _differences(values: Sequence[int]) -> list[int]:
-    """Each value less the one before, which packs well."""
+    """The differences between consecutive values, which compress well."""
     return [now - was for was, now in zip([0, *values], values, strict=False)]
 
 
 def _ragged(name: str, lists: Sequence[Sequence[int]]) -> dict[str, array.array[int]]:
-    """Lists of several lengths as one column, and where each of them begins."""
+    """Lists of different lengths as one column, and the offset of each."""
     starts = array.array("i", itertools.accumulate(map(len, lists), initial=0))
     return {name: array.array("i", itertools.chain.from_iterable(lists)), f"{name}Of": starts}
 

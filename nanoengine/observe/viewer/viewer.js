@@ -1,11 +1,11 @@
-// The viewer's page: reads the columns of a trace, folds them into the state at any step, draws it.
+// The viewer's page: reads the columns of a trace, computes the state at any step, and draws it.
 //
 //   data ── unpack ──► columns ── Fold.seek(frame) ──► refs, content, owner of each block
 //                                                         │
 //   state.frame, .lane, .block, .only, .view ──► draw: tracks, lanes, pool, cards
 //
-// A frame is a step; of a very long run, several steps. A lane is a sequence. Events are what changes
-// of blocks; observe/viewer/page_data.py makes them and says what each number means.
+// A frame is a step, or several steps of a very long run. A lane is a sequence. Events are changes
+// of blocks; observe/viewer/page_data.py generates them and documents each number.
 "use strict";
 
 // --- data ----------------------------------------------------------------------------------------
@@ -39,10 +39,10 @@ async function unpack() {
   return { meta, columns };
 }
 
-// BLOCKS: how many are drawn, from 0 to the last that the run used; USABLE: how many the pool has.
+// BLOCKS: number of drawn blocks, up to the last one that the run used; USABLE: blocks in the pool.
 let D, M, LANES, FRAMES, SIZE, BLOCKS, USABLE, TIERS, fold, byBlock, byLane, marksOf, notesOf, storiesOf;
 
-// Positions of the events of each block, or lane: those of `key` k are order[starts[k]..starts[k+1]].
+// Positions of the events per block, or per lane: key k has order[starts[k]..starts[k+1]].
 function grouped(num, keyOf) {
   const total = D.events.length / 3, starts = new Int32Array(num + 1);
   for (let e = 0; e < total; e++) { const k = keyOf(e); if (k >= 0 && k < num) starts[k + 1]++; }
@@ -65,9 +65,9 @@ function lastAtMost(column, value, from = 0, to = column.length) {
 }
 const frameOfEvent = (e) => lastAtMost(D.eventsOf, e);
 
-// --- the fold ------------------------------------------------------------------------------------
+// --- state of the pool ---------------------------------------------------------------------------
 
-// What the pool holds after a frame. A copy is kept every so many events, so that a jump replays few.
+// The pool's content after a frame. A copy is kept at intervals, so that a jump replays few events.
 class Fold {
   static SPACING = 150000;
   constructor() {
@@ -104,7 +104,7 @@ class Fold {
   status(block) { return block === 0 ? "null" : this.refs[block] ? "active" : this.content[block] >= 0 ? "cached" : "empty"; }
 }
 
-// Block tables of a lane after a frame: group -> entries, 0 where there is no block.
+// Block tables of a lane after a frame: group -> entries; 0: no block.
 function tablesOf(lane, frame) {
   const tables = M.header.groups.map(() => []), { starts, order } = byLane, end = D.eventsOf[frame + 1];
   for (let i = starts[lane]; i < starts[lane + 1] && order[i] < end; i++) {
@@ -119,7 +119,7 @@ function tablesOf(lane, frame) {
   });
 }
 
-// Lanes whose tables name a block after a frame.
+// Lanes whose tables reference a block after a frame.
 function ownersOf(block, frame) {
   const owners = new Map(), { starts, order } = byBlock, end = D.eventsOf[frame + 1];
   for (let i = starts[block]; i < starts[block + 1] && order[i] < end; i++) {
@@ -130,7 +130,7 @@ function ownersOf(block, frame) {
   return [...owners.keys()];
 }
 
-// How many tokens of a lane are known after a frame.
+// Number of known tokens of a lane after a frame.
 function knownTokens(lane, frame) {
   const from = D.tokensOf[lane], to = D.tokensOf[lane + 1];
   return lastAtMost(D.tokenFrames, frame, from, Math.min(to, D.tokenFrames.length)) + 1 - from;
@@ -144,7 +144,7 @@ function spanAt(lane, frame) {
   for (let i = D.spansOf[lane]; i < D.spansOf[lane + 1]; i += 4) if (D.spans[i] <= frame && frame <= D.spans[i + 1]) return D.spans.subarray(i, i + 4);
   return null;
 }
-// How many of its tokens have their keys and values in blocks after a frame.
+// Number of its tokens whose keys and values are in blocks after a frame.
 function computedTokens(lane, frame) {
   const span = spanAt(lane, frame);
   if (!span || span[2] === WAITING || span[2] === PREEMPTED) return D.tokenFrames.length ? knownTokens(lane, frame - 1) : 1e9;
@@ -245,7 +245,7 @@ function hatch(colour) {
   pen.stroke();
   return pen.createPattern(tile, "repeat");
 }
-// A canvas as wide as its box, in device pixels; draws in CSS pixels.
+// A canvas as wide as its container, in device pixels; draws in CSS pixels.
 function penOf(canvas, height) {
   const width = canvas.parentElement.clientWidth, scale = window.devicePixelRatio || 1;
   if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
@@ -259,7 +259,7 @@ function penOf(canvas, height) {
   return { pen, width, height };
 }
 
-// --- tracks: what lies along the steps -----------------------------------------------------------
+// --- tracks along the steps ----------------------------------------------------------------------
 
 let gutter = 64;
 const PAD = 10;
@@ -271,11 +271,11 @@ function niceTop(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
   return [1, 2, 5, 10].find((n) => n * power >= value) * power;
 }
-// Stacked bars; where several frames share a pixel, the tallest of them is drawn.
+// Stacked bars; if several frames share a pixel, the tallest one is drawn.
 function drawBars(name, columns, fills, scale) {
   const { pen, width, height } = penOf(trackOf(name).querySelector("canvas"), 84);
   const [a, b] = state.view, first = Math.floor(a), last = Math.min(Math.ceil(b), FRAMES), total = (f) => columns.reduce((sum, c) => sum + c[f], 0);
-  // One step that compiles kernels would flatten all others: what is far beyond the rest is cut off.
+  // Outliers are cut off: one step that compiles kernels would flatten all others.
   const totals = Array.from({ length: last - first }, (_, i) => total(first + i)).sort((x, y) => x - y);
   const most = totals[totals.length - 1], usual = totals[Math.floor(0.98 * (totals.length - 1))];
   const top = niceTop((most > 4 * usual ? 1.3 * usual : most || 1) / scale) * scale;
@@ -454,7 +454,7 @@ function layoutPool() {
 const isSmall = () => pool.cell < 9;
 const placeOf = (block) => [(block % pool.columns) * pool.cell, Math.floor(block / pool.columns) * pool.cell];
 
-// Number of a block's colour: 0 to 7 of the palette, 8 to 23 ages, -1 none.
+// Index of a block's colour: 0 to 7 in the palette, 8 to 23 ages, -1 none.
 function colourNumber(block, mode) {
   if (mode === "age") return fold.touched[block] < 0 ? -1 : 8 + Math.min(15, Math.floor(2 * Math.log2(1 + state.frame - fold.touched[block])));
   if (mode === "prefix") return fold.content[block] < 0 ? -1 : D.rootOf[fold.content[block]] % 8;
@@ -462,7 +462,7 @@ function colourNumber(block, mode) {
 }
 const colourOf = (number) => (number < 0 ? colours.soft : number < 8 ? colours.lanes[number] : colours.ages[number - 8]);
 
-// Blocks of the chosen request, or of those that were asked for; null: all count alike.
+// Blocks of the selected request, or of the search results; null: no selection.
 function highlighted() {
   const lanes = state.lane >= 0 ? [state.lane] : state.only ? [...state.only].filter((lane) => spanAt(lane, state.frame)) : null;
   return lanes && new Set(lanes.flatMap((lane) => tablesOf(lane, state.frame).flat()));
@@ -547,7 +547,7 @@ function badge(pen, text, x, y, size) {  // the reference count, readable on any
   pen.font = "11px system-ui, 'DejaVu Sans', sans-serif";
 }
 
-// Blocks too small for rectangles: pixels written at once. Cached ones are drawn as half of a cell.
+// Blocks too small for rectangles are written as pixels. Cached ones fill half of a cell.
 function drawDots(pen, mode, light) {
   const scale = window.devicePixelRatio || 1, c = Math.max(2, Math.round(pool.cell * scale)), wide = pool.columns * c, tall = pool.rows * c;
   const image = pen.createImageData(wide, tall), to = new Uint32Array(image.data.buffer), { refs, content } = fold;
@@ -649,7 +649,7 @@ function stepWords(frame) {
   return lines;
 }
 
-// A block's whole life: [frame, words], in order.
+// The history of a block: [frame, words], in order.
 function lifeOf(block) {
   const life = [], { starts, order } = byBlock;
   let refs = 0, content = -1;
@@ -702,14 +702,14 @@ function laneWords(lane, frame) {
   if (kind === PREFILL) return `prefills up to token ${computed}`;
   return kind === DECODE ? `decodes; ${plural(Math.max(knownTokens(lane, frame) - told.prompt, 0), "token")} so far` : "has a row and computes nothing in this step";
 }
-// A request's story in the words of `nanoengine explain`: [frame, words]; outside what is shown, -1 or FRAMES.
+// A request's lines of `nanoengine explain`: [frame, words]; outside the page: -1 or FRAMES.
 function storyOf(lane) {
   return (storiesOf.get(LANES[lane].id) ?? []).map(([step, words]) => [step < stepNumber(0) ? -1 : step > stepNumber(FRAMES - 1) ? FRAMES : frameOfStep(step), words]);
 }
 
 // --- cards ---------------------------------------------------------------------------------------
 
-// An element with text and children; text is only ever set as text.
+// An element with text and children; text is never parsed as HTML.
 function make(tag, options = {}, ...children) {
   const element = document.createElement(tag), { text, on, ...rest } = options;
   if (text !== undefined) element.textContent = text;
@@ -781,7 +781,7 @@ function drawStep() {
   $("pool-words").replaceChildren(make("b", { text: D.active[f].toLocaleString("en") }), ` in use (${percent(D.active[f], usable)}), `,
     make("b", { text: D.cached[f].toLocaleString("en") }), " cached, ", make("b", { text: empty.toLocaleString("en") }), ` empty; ${plural(SIZE, "token")} a block. ${unused ? `The last ${unused.toLocaleString("en")} are never used and not drawn. ` : ""}${MODES[$("colour").value]}`);
   moveCursors(); drawPool();
-  // While it plays, words that nobody could read at that speed are written ten times a second.
+  // During playback, text is updated ten times per second, because faster text is unreadable.
   if (!state.playing) drawCards(); else if (!cardTimer) cardTimer = setTimeout(drawCards, 100);
   writeHash();
 }
