@@ -163,7 +163,7 @@ class BlockPool:
         """Numbers of empty, cached and active blocks; they add up to `num_usable`."""
         return self._kv.counts()
 
-    # --- life of a block ----------------------------------------------------------------------
+    # --- lifecycle of a block -----------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
         """Allocates `count` blocks with one reference each: empty ones, then the oldest cached.

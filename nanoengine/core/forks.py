@@ -186,7 +186,7 @@ class Forks:
             )
             scheduler.admit(plan, scheduled, scheduler.max_num_batched_tokens)
 
-    # --- small moves --------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------
 
     def _make_child(self, parent: Sequence, index: int) -> Sequence:
         """A copy with its own id, index and seed, and with neither a row nor blocks yet."""

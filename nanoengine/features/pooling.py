@@ -173,7 +173,7 @@ class Pools:
         each = len(self.classes) == 1 or kind == "multi_label_classification"
         return sigmoid if each else softmax
 
-    # --- asking ---------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------
 
     def embed(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
         """One embedding per prompt."""
