@@ -258,8 +258,7 @@ class LLMEngine:
         make_follower: Callable[[int], OutputFollower | None] | None = None,
         chooser: TokenChooser | None = None,
     ) -> Request:
-        """Queues a Request that this engine's `checker` has returned; otherwise like
-        `add_request`."""
+        """Queues a Request from this engine's `checker`; otherwise like `add_request`."""
         self.lock.require_open()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, got {request_id!r}")
@@ -413,8 +412,7 @@ class LLMEngine:
             )
 
     def _draw_seed(self, request: Request) -> int:
-        """The seed of a request without one, from the engine's seed and the request's key or
-        arrival."""
+        """The seed of a request without one, from the engine's seed and its key or arrival."""
         name = f"{request.arrival}" if request.key is None else f"key/{request.key}"
         # Why surrogates are allowed: keys only need to be distinct.
         digest = xxhash.xxh3_64_intdigest(f"{self._seed}/{name}".encode(errors="surrogatepass"))

@@ -11,7 +11,7 @@ again before a waiting thread wakes up. So a waiting thread holds `waiting`, and
 the lock again must first acquire `waiting`.
 
 Each `LLMEngine` has an `EngineLock`, each `LLM` has `Calls`. A process that was forked after an
-engine was created never gets the lock (forked.py). Neither class knows what an engine does.
+engine was created never gets the lock (forked.py). Neither class depends on what an engine does.
 """
 
 from __future__ import annotations

@@ -299,8 +299,10 @@ class VLLMEngine:
 
     @property
     def model_executor(self) -> Any:
-        """Supports only `driver_worker.model_runner.model.load_weights`; deleting it frees the
-        memory."""
+        """Provides `driver_worker.model_runner.model.load_weights` only.
+
+        Deleting it frees the memory.
+        """
         why = {"why": "llm.engine.executor.model is the model"}
         view, inner = Absent("model", (), {"load_weights": self._llm.load_weights, **why}), "model"
         for outer in ("model_runner", "driver_worker", "model_executor"):

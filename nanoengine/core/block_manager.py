@@ -132,8 +132,7 @@ class BlockManager:
         return self.num_blocks_for(seq.num_tokens) - prefix.num_blocks
 
     def allocate(self, seq: Sequence, admission: Admission) -> None:
-        """Assigns the cached prefix to an admitted sequence, and fresh blocks for its other
-        tokens."""
+        """Assigns its cached prefix and fresh blocks to an admitted sequence."""
         assert admission.verdict is Verdict.OK, seq
         assert not seq.block_tables, seq
         # Why the cached prefix first: a fresh block must not evict one of its blocks.

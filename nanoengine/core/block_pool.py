@@ -3,7 +3,7 @@
     block 0        the null block: a placeholder, never allocated, indexed or freed
     active         reference count > 0
     cached         reference count 0, content indexed: evicted, oldest first, or revived by a hit
-    empty          reference count 0, no content: handed out before any cached block
+    empty          reference count 0, no content: allocated before any cached block
 
     allocate                touch (a hit)
     empty ───────► active ◄────────────── cached
@@ -13,7 +13,7 @@
       └────────────────────────────────────────┘
 
 Device, host and disk each have a pool of this class; only the code that moves the bytes differs.
-Called by the BlockManager and the PrefixCache; does not know sequences.
+Called by the BlockManager and the PrefixCache; does not depend on sequences.
 See also groups/pool.py (recurrent states, which have another size and their own queue).
 """
 
@@ -163,11 +163,10 @@ class BlockPool:
         """Numbers of empty, cached and active blocks; they add up to `num_usable`."""
         return self._kv.counts()
 
-    # --- life of a block ----------------------------------------------------------------------
+    # --- lifecycle of a block -----------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """Allocates `count` blocks with one reference each: empty ones first, then the oldest
-        cached.
+        """Allocates `count` blocks with one reference each: empty ones, then the oldest cached.
 
         The caller checks `num_free` before; too few free blocks here are a bug.
         """
@@ -251,8 +250,7 @@ class BlockPool:
     def register(
         self, block_ids: Sequence[int], group: int, prefixes: Sequence[Prefix]
     ) -> list[Block]:
-        """Indexes the content of full, active blocks; returns the blocks that were not indexed
-        before.
+        """Indexes the content of full, active blocks; returns the newly indexed blocks.
 
         Skips null entries.
         """
@@ -328,8 +326,7 @@ class BlockPool:
         self._tell("cleared", self.blocks[NULL_BLOCK])
 
     def was_evicted(self, digest: bytes) -> bool:
-        """True if content with this digest was evicted recently; a larger pool would have kept
-        it."""
+        """True if content with this digest was evicted recently; a larger pool would keep it."""
         return digest in self._evicted or digest in self._evicted_before
 
     def _tell(self, event: str, block: Block) -> None:

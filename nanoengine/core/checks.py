@@ -35,7 +35,7 @@ def check(scheduler: Scheduler) -> None:
 
 
 def check_manager(manager: BlockManager, sequences: list[Sequence]) -> None:
-    """Checks that these tables and the pool agree; `sequences` are all that have blocks."""
+    """Checks that the tables of `sequences`, all that have blocks, agree with the pool."""
     cache, groups = manager.prefix_cache, manager.layout.groups
     check_pool(cache.pool, [table for seq in sequences for table in seq.block_tables])
     for seq in sequences:

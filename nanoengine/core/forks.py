@@ -114,8 +114,7 @@ class Forks:
         return child
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
-        """Appends the next token to a sequence that awaits a choice; the sequence may end with
-        it."""
+        """Appends the next token to a sequence that awaits a choice, which may end it."""
         extras = seq.extras
         assert extras is not None
         choices, extras.choices = extras.choices, None
@@ -129,8 +128,7 @@ class Forks:
             self.scheduler.waiting.push(seq)
 
     def note(self, extras: Extras, logprobs: list[TokenLogprob]) -> None:
-        """Stores the log-probabilities of the next token: its own first, then the top
-        candidates'."""
+        """Stores the log-probabilities of the next token: its own, then the candidates'."""
         if extras.logprobs is not None:
             extras.logprobs.append(logprobs)
             extras.cumulative_logprob += logprobs[0].logprob
@@ -188,7 +186,7 @@ class Forks:
             )
             scheduler.admit(plan, scheduled, scheduler.max_num_batched_tokens)
 
-    # --- small moves --------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------
 
     def _make_child(self, parent: Sequence, index: int) -> Sequence:
         """A copy with its own id, index and seed, and with neither a row nor blocks yet."""

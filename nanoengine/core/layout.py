@@ -32,10 +32,10 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """The blocks that the BlockManager may hand out.
+    """The blocks that the BlockManager may allocate.
 
     Attributes:
-        num_blocks: including the null block.
+        num_blocks: number of blocks, including the null block.
         block_size: tokens per block.
         block_bytes: bytes per block, over all layers of a group.
         groups: the KV groups; a state group, at most one, comes last.

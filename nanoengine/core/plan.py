@@ -75,7 +75,7 @@ class TableUpdate(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy one block in all layers, before the forward (copy-on-write).
+    """Copy one block in all layers, before the forward pass (copy-on-write).
 
     All sources of a step are read before any target is written: a source whose last other user is
     preempted in this step may be the target of a later copy.
@@ -88,7 +88,7 @@ class BlockCopy(NamedTuple):
 class Transfer(NamedTuple):
     """Move blocks between tiers; then `device_ids[i]` and `tier_ids[i]` hold the same content.
 
-    `kind` is "load" (tier to device, before the forward) or "store" (device to tier, after it).
+    `kind` is "load" (tier to device, before the forward pass) or "store" (device to tier, after).
     """
 
     kind: str

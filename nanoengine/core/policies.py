@@ -55,8 +55,8 @@ class Predictive(AdmissionPolicy):
     """Admits while the predicted peak of all running sequences and the new one fits the pool.
 
     A sequence that only max_tokens can end is expected to reach its max_tokens. Other sequences are
-    expected to end at the mean length of the finished sequences that are longer than they are, or
-    at max_tokens if there are none. Until then a sequence holds one block per `block_size` tokens.
+    expected to end at the mean length of the finished sequences with longer outputs, or at
+    max_tokens if there are none. Until then a sequence holds one block per `block_size` tokens.
     Blocks that it shares count once, as if they were held to the end.
 
     The last few waiting sequences are admitted longest first. A run ends with the sequence that was
@@ -85,9 +85,9 @@ class Predictive(AdmissionPolicy):
             self._sorted = sorted(self._ended.lengths)
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
-        """The longest expected one of the sequences that waited when the first one was chosen.
+        """The sequence with the longest expected output, of a fixed set of waiting sequences.
 
-        Why not of all waiting sequences: new ones could overtake a short one forever. A preempted
+        Why a fixed set: otherwise new ones could overtake a short one forever. A preempted
         sequence goes first, because it has waited before.
         """
         first = waiting[0]

@@ -4,7 +4,7 @@
 
 The executor keeps each row's tokens across steps, so a plan contains only what has changed since
 the previous one. The changes are collected here, and `tell` writes them into the next plan. Used by
-the Scheduler and its `Forks`; does not know blocks.
+the Scheduler and its `Forks`; does not depend on blocks.
 """
 
 from __future__ import annotations

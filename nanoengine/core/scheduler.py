@@ -16,7 +16,7 @@ advances counters.
 Perf: with 1,024 running sequences a plan takes 0.3 ms, and 1.6 ms if each decode calls the
 BlockManager (one EPYC core).
 
-Called by LLMEngine; allocates blocks through the BlockManager. Does not know tensors or features.
+Called by LLMEngine; allocates blocks through the BlockManager. Independent of tensors and features.
 See also speculation.py (drafts, log-probabilities), forks.py (n > 1, forks, chosen tokens),
 policies.py (delayed admission), tiers/ (host memory, disk).
 """
@@ -148,8 +148,7 @@ class Scheduler:
     # --- schedule -----------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plans the next step: first running sequences, then admissions within the remaining
-        budget.
+        """Plans the next step: running sequences, then admissions with the remaining budget.
 
         Counters advance here, so the next step can be planned before this one is committed.
         """
@@ -178,8 +177,7 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
-        """Schedules the tokens of each running sequence, by priority; returns the remaining
-        budget."""
+        """Schedules running sequences by priority; returns the remaining budget."""
         budget, num_easy = self.max_num_batched_tokens, 0
         rows, starts = plan.rows, plan.starts
         counts, logits = plan.num_scheduled_tokens, plan.num_logits
@@ -297,8 +295,7 @@ class Scheduler:
     # --- admission ----------------------------------------------------------------------------
 
     def admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
-        """Admits waiting sequences by priority and arrival while rows, budget and blocks
-        suffice."""
+        """Admits waiting sequences in order while rows, budget and blocks suffice."""
         policy, special, manager = self.policy, self.special, self.block_manager
         ahead = LookAhead(self.waiting, policy)
         forks, rows_kept = 0, 0

@@ -300,8 +300,7 @@ class SequenceMoves(Protocol):
     """The operations that a `TokenChooser` may apply to its sequences."""
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
-        """Appends the next token to a sequence that awaits a choice; the sequence may end with
-        it."""
+        """Appends the next token to a sequence that awaits a choice, which may end it."""
 
     def fork(self, parent: Sequence, next_token_id: int | None = None) -> Sequence:
         """Creates a sequence of the same request: the parent's tokens, then `next_token_id`."""

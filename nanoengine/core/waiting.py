@@ -1,8 +1,8 @@
 """WaitingQueue: waiting sequences by priority and arrival; LookAhead: one pass over the queue.
 
 The first waiting sequence may be too large to be admitted yet, and would block all later ones. So a
-few of such sequences are passed over. Each sequence is overtaken a bounded number of times, so it
-does not starve. Used by the Scheduler; does not know blocks.
+few sequences are passed over. Each sequence is overtaken a bounded number of times, so it does not
+starve. Used by the Scheduler; does not depend on blocks.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class LookAhead:
         self._waits.append((seq.seq_id, lacks))
 
     def overtake(self) -> None:
-        """Counts for the sequences passed over that a later one has been admitted."""
+        """Counts an admission of a later sequence for all sequences passed over."""
         for seq in self.passed_over:
             seq.num_overtaken += 1
 

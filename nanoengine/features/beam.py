@@ -189,8 +189,7 @@ class BeamSearch:
             moves.append_token(beam, first)
 
     def _candidates(self, beams: list[Sequence]) -> list[Candidate]:
-        """The most likely continuations of all beams; among equal ones, earlier beams come
-        first."""
+        """The most likely continuations of all beams; at equal scores, earlier beams first."""
         found = [
             Candidate(beam.extras.cumulative_logprob + entry.logprob, beam, entry.token_id)
             for beam in beams

@@ -145,8 +145,7 @@ class DraftedRunner(ModelRunner):
         return followed
 
     def count_computed(self, row: int, num_known: int) -> int:
-        """Number of a row's known tokens that the draft model has computed, with accepted
-        drafts."""
+        """How many known tokens of a row the draft model has computed, also as drafts."""
         one, known = self.drafted[row], self.rows.token_ids[row]
         if one.num_computed < num_known:
             guessed, one.guessed = one.guessed, ()

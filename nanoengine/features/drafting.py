@@ -170,8 +170,7 @@ class StepCost:
     def seconds(
         self, size: int, *, start: tuple[int, float] = (0, 0.0), slope: float = 0.0
     ) -> float:
-        """The cost of `size`, at least the cost at `start`, (size, seconds), where the curve
-        begins.
+        """The cost of `size`, at least the cost of `start`, a pair (size, seconds).
 
         After the last measurement it continues with `slope` more seconds per size, or half as
         steeply as between the start and there.
@@ -230,7 +229,7 @@ def best_counts(
 
     Args:
         gains: per sequence, the expected tokens of its first, second, ... draft, decreasing.
-        num_rows: rows without drafts, each of which yields one token.
+        num_rows: rows without drafts; each yields one token.
         seconds: (total drafts, longest draft) -> cost of the step.
         most: maximum total number of drafts.
     """
@@ -365,8 +364,7 @@ class Drafting:
         return counts
 
     def _seconds_of(self, num_rows: int) -> Callable[[int, int], float]:
-        """Seconds of a step with this many rows as a function of drafts, including the
-        drafter's."""
+        """Returns a function for the seconds of a step and its drafter, by number of drafts."""
         plain_s = self._plain.seconds(num_rows)
         slope = plain_s * min(ASSUMED_ROW_COST, 1 / num_rows)
 

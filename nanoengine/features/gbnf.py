@@ -22,9 +22,9 @@ WHOLE = "the-whole-text"
 def to_lark(text: str) -> str:
     """Converts a grammar to Lark's notation; a grammar in that notation is returned as is.
 
-    Rules of characters only become terminals in Lark. Lark's lexer splits a text into the longest
-    terminals: for `word "s"`, with `word ::= [a-z]+`, the word would include the "s". Why the rule
-    WHOLE: a grammar without recursion becomes one terminal, and is not split.
+    Rules that contain only characters become terminals in Lark. Its lexer splits a text into the
+    longest terminals: for `word "s"`, with `word ::= [a-z]+`, the word would include the "s". Why
+    the rule WHOLE: a grammar without recursion becomes one terminal, and is not split.
 
     Raises:
         ValueError: the text is not valid GBNF.

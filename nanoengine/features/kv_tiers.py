@@ -5,9 +5,9 @@
     path/<fingerprint>/<group>-<digest>.kv      one file per block: header, checksum, bytes
     path/<fingerprint>/lock                     held by the one process that writes
 
-`core/tiers/` decides which blocks are copied when; this file does not know sequences. With the CPU
-device, host memory is ordinary memory. With a GPU it is pinned and copied on side streams; this has
-not been run on a GPU.
+`core/tiers/` decides which blocks are copied when; this file does not depend on sequences. With the
+CPU device, host memory is ordinary memory. With a GPU it is pinned and copied on side streams; this
+has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ class HostStorage:
             self._down, self._up = torch.cuda.Stream(kv.device), torch.cuda.Stream(kv.device)
             size, now = (staging_blocks(block_bytes), *shape), self._main_event()
             buffers = [torch.empty(size, dtype=kv.dtype, device=kv.device) for _ in range(2)]
-            # Each buffer, and the event after which it may be written; the next one to use is
-            # first.
+            # Each buffer, and the event after which it may be written; in the order of use.
             self._staging = deque((buffer, now) for buffer in buffers)
         self._starts = list(itertools.accumulate((len(c) for c in self.chunks[:-1]), initial=0))
 
@@ -582,8 +581,8 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
     """The cache for `kv_tiers`; also sets the runner's storage of the tiers.
 
     Raises:
-        ConfigError: a tier is too small for one block, or larger than the memory; or the model has
-            recurrent states, which are not written to disk.
+        ConfigError: a tier is too small for one block, or larger than the memory; or there is a
+            DiskTier and the model has recurrent states, which are not written to disk.
     """
     config, directory = runner.options.config, runner.options.directory
     host, disk, *_ = (*config.kv_tiers, None)

@@ -1,11 +1,11 @@
-"""Grammars by llguidance, the library behind `structured_outputs`.
+"""Compiles grammars with llguidance, the library for `structured_outputs`.
 
-A schema compiles in a few milliseconds, lazily; a mask takes some 10 to 80 us. What the library
-does not enforce of JSON Schema it refuses, by keyword. No other file imports it.
+A schema compiles lazily in a few milliseconds; a mask takes about 10 to 80 us. The library rejects
+JSON Schema keywords that it does not enforce, and names them. No other file imports it.
 
-It has limits of its own, whose messages are for who knows it inside. What it does not limit is the
-text of terminals, each of which is written out where another one names it: ten lines that double
-one make gigabytes. `_require_small` counts it before the library is asked.
+Its limits have messages that assume knowledge of the library. It does not limit the text of
+terminals, which are inlined wherever another terminal uses them: ten lines that each double one
+expand to gigabytes. `_require_small` counts this text before the library is called.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from nanoengine.settings.structured import MOST_CHARS, StructuredOutputs
 from nanoengine.text.tokenizer import Tokenizer
 
 LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_items_in_row=50_000, verbose_errors=False)
-"""Per mask, and as many items in all. Patterns of all letters of Unicode take 20,000 of fuel over
-150,000 tokens."""
+"""Fuel per mask, and total number of items. Patterns of all Unicode letters take 20,000 of fuel
+with 150,000 tokens."""
 
 MEANINGS = {
     r"NoExtensionBias": "no text matches it",
@@ -43,20 +43,20 @@ MEANINGS = {
         "the alternatives of a oneOf must exclude one another: give each the same property with a"
         " const of its own, or use anyOf",
 }  # fmt: skip
-"""What parts of the library's messages mean."""
+"""Regular expressions for the library's messages -> their meaning for users."""
 
 MOST_WRITTEN_OUT = 65_536
-"""Characters of all terminals of a grammar, when each stands for each of its names."""
+"""Maximum number of characters of a grammar's terminals when all are inlined."""
 
 MOST_DIGITS = 16
-"""Digits that a number of JSON may have in a row, as in llama.cpp's grammar. Why: a weak model may
-write digits until its tokens end. A token of several digits may pass it."""
+"""Maximum number of consecutive digits in a JSON number, as in llama.cpp's grammar. Why: a weak
+model may write digits until max_tokens. A token of several digits may exceed it."""
 
 BLANKS = r"[\r\n]{0,2}[ \t]{0,40}"
-"""What may stand between the tokens of JSON, where blanks may. Why a bound: as for digits."""
+"""Whitespace between JSON tokens, if it is allowed. Why a limit: as for digits."""
 
 MANY = 4
-"""Rows from which on masks are filled by threads."""
+"""Number of rows from which on masks are filled by threads."""
 
 
 class LLGuidance:
@@ -65,7 +65,7 @@ class LLGuidance:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
         known = json.loads(tokenizer.definition())
-        # Why: a padding token, say, was added behind what the model has logits for.
+        # Why: added tokens, such as padding, may have ids above the model's logits.
         known["added_tokens"] = [one for one in known["added_tokens"] if one["id"] < vocab_size]
         self.tables = LLTokenizer(
             json.dumps(known), n_vocab=vocab_size, eos_token=list(eos_token_ids)
@@ -90,7 +90,7 @@ class LLGuidance:
         """
         try:
             matcher = LLMatcher(self.tables, _source(asked), log_level=0, limits=LIMITS)
-            matcher.compute_bitmask()  # Why: it tells much of what would fail while a row runs.
+            matcher.compute_bitmask()  # Why: reports most errors that would occur while a row runs.
             error = matcher.get_error()
         except (RecursionError, ValueError) as raised:
             error = str(raised)
@@ -114,7 +114,7 @@ class LLGuidance:
 
 
 class LLGuidanceGrammar:
-    """A place in a text; a `Grammar`."""
+    """The state of one text in a grammar; a `Grammar`."""
 
     __slots__ = ("eos_token_ids", "matcher", "num_digits", "runs")
 
@@ -139,7 +139,7 @@ class LLGuidanceGrammar:
 
     @property
     def error(self) -> RequestError | None:
-        """Set if the text has left the grammar, or passed the library's limits."""
+        """Set if the text does not match the grammar, or exceeds the library's limits."""
         if not self.matcher.is_error():
             return None
         return RequestError(f"structured_outputs: {_meaning(self.matcher.get_error())}")
@@ -149,21 +149,21 @@ class LLGuidanceGrammar:
         return LLGuidanceGrammar(copy, self.eos_token_ids, self.runs, self.num_digits)
 
     def forced_tokens(self) -> list[int]:
-        """See `RowState`. No EOS id: what follows the last draft is sampled in the same step."""
+        """See `RowState`. Without EOS ids: the token after the drafts is sampled in this step."""
         return list(self.matcher.compute_ff_tokens())
 
 
 def _meaning(error: str) -> str:
-    """The library's message for who wrote the grammar."""
+    """The library's message in terms of the user's grammar."""
     found = (meaning for part, meaning in MEANINGS.items() if re.search(part, error))
     return next(found, error.partition("<backtrace>")[0].strip())
 
 
 def _source(asked: StructuredOutputs) -> str:
-    """What was asked for as the library's own description of a grammar.
+    """Converts a request to the library's own description of a grammar.
 
     Raises:
-        ValueError: it is too large, or holds what the library would not obey.
+        ValueError: it is too large, or contains what the library does not enforce.
     """
     if asked.schema is not None:
         schema = json.loads(asked.schema)
@@ -174,7 +174,7 @@ def _source(asked: StructuredOutputs) -> str:
             options["whitespace_pattern"] = BLANKS
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     if asked.choice is not None:
-        # Why not rules: the library takes thousands of them in one place for too many.
+        # Why not rules: the library limits their number in one place.
         return LLMatcher.grammar_from_regex("|".join(map(re.escape, asked.choice)))
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
@@ -184,12 +184,12 @@ def _source(asked: StructuredOutputs) -> str:
 
 
 def _tell_apart(one: Any, root: Any) -> None:
-    """Makes an `anyOf` of each `oneOf` whose alternatives exclude one another by constants.
+    """Replaces each `oneOf` by `anyOf` if its alternatives exclude one another by constants.
 
-    Properties that are constants in several alternatives become required. Why: pydantic leaves
-    those out that have a default, and a value without them fits several alternatives. The library
-    itself sees other differences, but none of constants, nor those of alternatives that hold the
-    `oneOf` itself.
+    Properties that are constants in several alternatives become required. Why: pydantic omits them
+    from `required` if they have a default, and a value without them would match several
+    alternatives. The library itself recognises other differences, but neither constants nor
+    differences of alternatives that contain the `oneOf` itself.
     """
     if not isinstance(one, dict):
         for inner in one if isinstance(one, list) else ():
@@ -201,7 +201,7 @@ def _tell_apart(one: Any, root: Any) -> None:
     if not isinstance(one.get("oneOf"), list):
         return
     found: list[Any] = []
-    for each in one["oneOf"]:  # Why: pydantic nests unions whose tags are not the same property.
+    for each in one["oneOf"]:  # Why: pydantic nests unions whose tags are different properties.
         inner = _resolved(each, root)
         is_union = "anyOf" in inner and inner.keys() <= {"anyOf", "discriminator", "title"}
         found += inner["anyOf"] if is_union else [each]
@@ -220,7 +220,7 @@ def _tell_apart(one: Any, root: Any) -> None:
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """What a schema refers to by a path in the root; itself where it refers to nothing."""
+    """The schema that a `$ref` path in the root refers to; the schema itself without a `$ref`."""
     path = schema.get("$ref") if isinstance(schema, dict) else None
     if isinstance(path, str) and path.startswith("#/"):
         schema = root
@@ -230,7 +230,7 @@ def _resolved(schema: Any, root: Any) -> dict[str, Any]:
 
 
 def _constants(schema: dict[str, Any], root: Any) -> dict[str | None, set[str]]:
-    """The properties of an object that are constants, or by None a schema that is one: their values
+    """The constant properties of an object, or under None a schema that is a constant: their values
     as JSON."""
     members: dict[str | None, Any] = {None: schema}
     if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
@@ -245,8 +245,8 @@ def _constants(schema: dict[str, Any], root: Any) -> dict[str | None, set[str]]:
 
 
 def _require_exact(schema: Any) -> None:
-    """Raises ValueError for integers of `const` and `enum` that the library would round, and for
-    patterns that would be too long for a regex alone."""
+    """Raises ValueError for integers in `const` and `enum` that the library would round, and for
+    patterns that together exceed the limit of a regex."""
     patterns, left = 0, [(schema, False)]
     while left:
         one, is_value = left.pop()
@@ -273,8 +273,8 @@ NO_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"|//.*|/(?:\\.|[^/\\\n])+/')
 
 
 def _require_small(lark: str) -> None:
-    """Raises ValueError if a grammar's terminals, written out, are too long, and RecursionError if
-    they name one another too deep."""
+    """Raises ValueError if a grammar's terminals are too long after inlining, and RecursionError if
+    they are nested too deeply."""
     _, *parts = RULE.split(lark)
     bodies = dict(zip(parts[::2], parts[1::2], strict=True))
 

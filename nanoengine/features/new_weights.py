@@ -59,7 +59,7 @@ def load_weights(engine: LLMEngine, weights: str | os.PathLike[str] | Pairs) -> 
 
 
 def _named(pairs: Pairs) -> dict[str, torch.Tensor]:
-    """The tensors by name."""
+    """Maps names to tensors."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in pairs.items() if isinstance(pairs, Mapping) else pairs:
         if not isinstance(tensor, torch.Tensor):

@@ -39,8 +39,7 @@ class NgramIndex:
     __slots__ = ("_before", "_mask", "_tables", "_window", "num_tokens")
 
     def __init__(self, shortest: int, longest: int, before: NgramIndex | None = None) -> None:
-        # Longest first, in the order of lookups. A key packs n tokens, so equal keys are equal
-        # n-grams.
+        # Longest first, as in a lookup. A key packs n tokens, so equal keys are equal n-grams.
         self._tables: list[tuple[int, int, dict[int, int]]] = [
             (n, (1 << TOKEN_BITS * n) - 1, {}) for n in range(longest, shortest - 1, -1)
         ]

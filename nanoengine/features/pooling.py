@@ -1,14 +1,14 @@
-"""Vectors, scores, classes and rewards of prompts: what becomes of their hidden states.
+"""Embeddings, scores, classes and rewards of prompts, computed from their hidden states.
 
     Pools.embed, score, ... ─▶ Asked: prompts, PooledParams, finish
-                                         │ an engine, or a job's
+                                         │ run by an engine, or by a job
     hidden states [hidden_size]  ◀───────┘
       embedding      cut to dimensions, length 1
       probs, reward  score.weight [classes, hidden_size]
-      score          cosine of two; a head of one class; one answer among several
+      score          cosine of two; a head with one class; one answer among several
 
-`Pools` knows what a checkpoint says of this and reads its small heads. They are multiplied here, on
-the host: engines give the hidden states alone. `LLM` and jobs/pooled.py ask.
+`Pools` reads a checkpoint's pooling configuration and its small heads. The heads are applied here,
+on the host: engines only return hidden states. Called by `LLM` and jobs/pooled.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Maker = Callable[[np.ndarray], Any]
 
 PLAIN, RAW = PoolingParams(), PoolingParams(use_activation=False)
 LEAST_LENGTH = 1e-12
-"""A vector shorter than this is not made longer. Source: torch's `normalize`."""
+"""Minimum divisor when a vector is normalized. Source: torch's `normalize`."""
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -55,17 +55,17 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
-    """exp(x) by its sum, of each vector [.., n]."""
+    """exp(x) over its sum, for each vector of [.., n]."""
     powers = np.exp(x - x.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
 
 ACTIVATIONS: dict[str, Activation] = {"Identity": lambda x: x, "Sigmoid": sigmoid, "Tanh": np.tanh}
-"""Names of torch's modules that sentence-transformers may name."""
+"""Names of torch modules that sentence-transformers configurations may contain."""
 
 
 def activation(module: str) -> Activation:
-    """What a module of torch computes.
+    """The function of a torch activation module.
 
     Raises:
         UnsupportedModelError: it is not implemented.
@@ -78,7 +78,7 @@ def activation(module: str) -> Activation:
 
 
 class HeadlessChecker(RequestChecker):
-    """Checks requests to a checkpoint that can't generate."""
+    """Checks requests to a checkpoint without a language model head."""
 
     def check(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any
@@ -92,7 +92,7 @@ class HeadlessChecker(RequestChecker):
 
 
 class Asked(NamedTuple):
-    """What an engine is to run, and what becomes of its outputs, which have the prompts' order."""
+    """The requests for an engine, and `finish`, which converts their outputs in the same order."""
 
     prompts: list[Any]
     params: PooledParams
@@ -100,12 +100,12 @@ class Asked(NamedTuple):
 
 
 class Pools:
-    """What a checkpoint's hidden states become. Each part is read when it is first asked for.
+    """Pooling for one checkpoint. Each part is read when it is first used.
 
     Args:
         config: names the checkpoint.
-        max_model_len: tokens of the longest prompt.
-        tokenizer: gives it, or raises RequestError.
+        max_model_len: maximum number of tokens per prompt.
+        tokenizer: returns the tokenizer, or raises RequestError.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Pools:
 
     @functools.cached_property
     def directory(self) -> Path:
-        """Of the checkpoint."""
+        """The checkpoint's directory."""
         return resolve_model(self._config)
 
     @functools.cached_property
@@ -128,14 +128,14 @@ class Pools:
 
     @functools.cached_property
     def hidden_size(self) -> int:
-        """How many numbers a vector has."""
+        """Number of elements of an embedding."""
         if self.embeds.dense:
             return len(self.embeds.dense[-1].weight)
         return load_model_config(self.directory).hidden_size
 
     @functools.cached_property
     def embeds(self) -> checkpoint.PoolingConfig:
-        """What the checkpoint says of embeddings."""
+        """The checkpoint's configuration of embeddings."""
         found = checkpoint.read_pooling(self.directory)
         if found.default_prompt:
             told = "the checkpoint's default prompt is not put before texts: %r"
@@ -149,7 +149,7 @@ class Pools:
 
     @property
     def classes(self) -> np.ndarray:
-        """The head of classes [classes, hidden_size].
+        """The classification head [classes, hidden_size].
 
         Raises:
             UnsupportedModelError: there is none.
@@ -163,7 +163,7 @@ class Pools:
 
     @functools.cached_property
     def activation(self) -> Activation:
-        """What makes probabilities of the head's results. Source: vLLM, `PoolerClassify`."""
+        """Converts the head's results to probabilities. Source: vLLM, `PoolerClassify`."""
         raw = read_object(self.directory / "config.json", ModelError)
         named, kind = raw.get("sentence_transformers"), raw.get("problem_type")
         if isinstance(named, Mapping) and named.get("activation_fn") is not None:
@@ -173,10 +173,10 @@ class Pools:
         each = len(self.classes) == 1 or kind == "multi_label_classification"
         return sigmoid if each else softmax
 
-    # --- asking ---------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------
 
     def embed(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
-        """A vector a prompt."""
+        """One embedding per prompt."""
         asked = asked or PLAIN
         if (asked.dimensions or 1) > self.hidden_size:
             told = f"dimensions must be at most {self.hidden_size}, got {asked.dimensions}"
@@ -197,14 +197,14 @@ class Pools:
         )
 
     def reward(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
-        """What the head of classes makes of each prompt's last token, as it is."""
+        """The classification head's raw results for each prompt's last token."""
         return self.encode("classify", prompts, replace(asked or PLAIN, use_activation=False))
 
     def encode(self, task: Any, prompts: Any, asked: PoolingParams | None = None) -> Asked:
-        """The numbers of `embed` or `classify` as an array; with token_..., those of each token.
+        """The results of `embed` or `classify` as an array; with token_... tasks, one per token.
 
         Raises:
-            RequestError: `task` is none of TASKS.
+            RequestError: `task` is not one of TASKS.
         """
         if task not in TASKS:
             raise RequestError(f"pooling_task must be one of {', '.join(TASKS)}, got {shown(task)}")
@@ -232,7 +232,7 @@ class Pools:
         template: str | None = None,
         chat_template: str | None = None,
     ) -> Asked:
-        """How well each text of `data_2` belongs to its one of `data_1`."""
+        """How well each text of `data_2` matches its text in `data_1`."""
         asked, pairs = asked or PLAIN, paired(data_1, data_2)
         if answers is None and self._head is None:
             return self._cosines(pairs, asked, template or chat_template)
@@ -246,7 +246,7 @@ class Pools:
     def _asked(
         self, what: tuple[Any, PoolingParams, Pooling], kind: type[Made], make: Maker
     ) -> Asked:
-        """What is asked of prompts: an output of `kind` each, with what `make` makes of hidden
+        """Requests for prompts, with one output of type `kind` each, created by `make` from hidden
         states [hidden_size]."""
         prompts, asked, pooling = what
         fitted = [self._fitted(one, asked) for one in prompt_list(prompts)]
@@ -256,7 +256,7 @@ class Pools:
     def _cosines(
         self, pairs: list[tuple[str, str]], asked: PoolingParams, template: str | None
     ) -> Asked:
-        """The cosine of the embeddings of both texts, of which each different one is made once."""
+        """The cosine of both texts' embeddings; each distinct text is computed once."""
         if template is not None:
             raise RequestError(
                 "template joins a pair to one prompt, and this checkpoint gives a vector for each"
@@ -273,7 +273,7 @@ class Pools:
     # --- prompts --------------------------------------------------------------------------------
 
     def _fitted(self, prompt: Any, asked: PoolingParams) -> Any:
-        """The prompt, cut where that is asked for; or why it is too long for the checkpoint."""
+        """The prompt, truncated if requested; or an error if it is too long for the checkpoint."""
         most, cut = self._max_model_len, asked.truncate_prompt_tokens
         limit = self.embeds.max_tokens or most
         if limit >= most and cut is None:
@@ -283,7 +283,7 @@ class Pools:
         ids = given.get("prompt_token_ids") if given else prompt
         if isinstance(ids, str) or not isinstance(ids, Sequence):
             if not isinstance(text, str):
-                return prompt  # a conversation, or what the reader refuses
+                return prompt  # a conversation, or a prompt that the reader rejects
             ids = self.tokenizer.encode(text)
         most = int(min(most, limit, most if cut in (None, -1) else cut))
         if len(ids) > most and cut is None:
@@ -298,7 +298,7 @@ class Pools:
         return {**given, "prompt": text, "prompt_token_ids": ids}
 
     def _cut(self, text: str | None, ids: list[int], most: int) -> list[int]:
-        """The first tokens, and behind them those that the tokenizer puts behind each text."""
+        """The first tokens, followed by the tokens that the tokenizer appends to each text."""
         behind = 0
         if text is not None:
             plain = self.tokenizer.encode(text, add_special_tokens=False)
@@ -308,9 +308,9 @@ class Pools:
         return ids[: most - behind] + ids[len(ids) - behind :]
 
     def _joined(self, first: str, second: str, template: str | None, chat: str | None) -> Any:
-        """One prompt of a pair: a template filled in, or both texts as the tokenizer joins them.
+        """One prompt for a pair: a filled template, or both texts as joined by the tokenizer.
 
-        Why the template is split first: texts may hold its words, too.
+        Why the template is split first: texts may contain its placeholders.
         """
         if chat is not None:
             sides = {"query": first, "document": second}.items()
@@ -326,7 +326,7 @@ class Pools:
     # --- hidden states --------------------------------------------------------------------------
 
     def vector(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
-        """Hidden states, or their mean, [.., hidden_size] as embeddings [.., dimensions]."""
+        """Converts (mean) hidden states [.., hidden_size] to embeddings [.., dimensions]."""
         for dense in self.embeds.dense:
             hidden = activation(dense.activation)(hidden @ dense.weight.T + dense.bias)
         vector, asks = hidden[..., : asked.dimensions], asked.use_activation
@@ -336,7 +336,7 @@ class Pools:
         return vector
 
     def probs(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
-        """The classes [.., classes] by the hidden states [.., hidden_size] of tokens."""
+        """Converts hidden states [.., hidden_size] to classes [.., classes]."""
         found = hidden @ self.classes.T
         return found if asked.use_activation is False else self.activation(found)
 
@@ -365,7 +365,7 @@ class Pools:
         return lambda hidden: self.probs(hidden, asked)[0]
 
     def _answer_head(self, answers: Sequence[str]) -> Activation:
-        """Hidden state [hidden_size] -> how likely the last of the answers is among them all."""
+        """Hidden state [hidden_size] -> probability of the last answer among all answers."""
         answers = check_value(answers, tuple[str, ...], "answers", RequestError)
         ids = [self.tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
         if len(answers) < 2 or any(len(tokens) != 1 for tokens in ids):
@@ -385,7 +385,7 @@ class Pools:
 
 
 def paired(data_1: Any, data_2: Any) -> list[tuple[str, str]]:
-    """The pairs of two sides; the first one's single text goes with each of the second's."""
+    """The pairs of two sides; a single first text is paired with each of the second side."""
     sides = []
     for name, given in (("data_1", data_1), ("data_2", data_2)):
         side = [given] if isinstance(given, str) else given

@@ -1,4 +1,4 @@
-"""Stages: the logits processors after those of SamplingParams, created when a row needs one.
+"""Stages: logits processors for functions and grammars, created when a row needs one.
 
     the caller's functions and processors (processors.py) ─ grammars (structured.py)
 

@@ -1,20 +1,20 @@
-"""Structured outputs: a grammar says which tokens may come next, and when an output is complete.
+"""Structured outputs: a grammar restricts the next tokens, and determines when an output ends.
 
-    StructuredOutputs ── check a prompt: compile in a thread, cached ──┐  off the step
+    StructuredOutputs ── check a prompt: compile in a thread, cached ──┐  outside the step
     admit a row ────── fork the compiled grammar ── accept its tokens <┘
-    each step ──────── a bit a token, for all rows in one call ── the others' logits become -inf
-    complete ───────── an EOS id is all that may come: the sequence ends with "stop"
+    each step ──────── one bit per token, all rows in one call ── logits of other tokens: -inf
+    complete ───────── only an EOS id is allowed: the sequence ends with "stop"
 
-`Structured` is a `LogitsProcessor`, and a `Grammar` the state of a row. So grammars fork, come back
-from preemption and follow drafts as penalties do. What compiles and matches is a library behind
-`GrammarLibrary` (`llguidance_grammars.py`); its tables of the tokenizer are built when the first
-grammar comes. With ranks each one compiles for itself.
+`Structured` is a `LogitsProcessor`, and a `Grammar` the state of a row. So grammars support forks,
+preemption and drafts in the same way as penalties. A library implements `GrammarLibrary`
+(`llguidance_grammars.py`); its tables of the tokenizer are built for the first grammar. Each rank
+compiles its own grammars.
 
-What a row asks for may take any time, and as deep a stack as it nests. So a thread with a large
-stack compiles; who waits for it hears Ctrl-C, and gives it up after COMPILE_S. Rows that run go on:
-`is_ready` tells a prompt that need not be checked yet.
+Compilation may take any time, and its stack grows with the nesting of the request. So a thread with
+a large stack compiles; a waiting thread can be interrupted by Ctrl-C, and gives up after COMPILE_S.
+Other rows continue to run: `is_ready` returns False while a prompt's grammar is being compiled.
 
-Made by `build.py`. Legend: L lines of logits, V vocabulary, W = ceil(V / 32) words of a mask.
+Created by `build.py`. Legend: L rows of logits, V vocabulary size, W = ceil(V / 32) words per mask.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ from nanoengine.settings.structured import StructuredOutputs
 from nanoengine.text.tokenizer import Tokenizer
 
 MOST_GRAMMARS = 1024
-"""Compiled grammars that are kept, the latest used ones; one that has gone is compiled again."""
+"""Number of compiled grammars in the LRU cache; evicted ones are compiled again."""
 
 COMPILE_S = 10.0
-"""Longest time that a grammar may take. A schema takes milliseconds."""
+"""Maximum compilation time [s]. A schema takes milliseconds."""
 
 LOOK_S = 0.1
-"""Time after which who waits looks around. Why: a Ctrl-C that comes when the wait is about to begin
-does not end it, and would be heard at its end."""
+"""Interval [s] at which a waiting thread wakes up. Why: a Ctrl-C just before the wait begins does
+not interrupt it, and would only be handled at its end."""
 
 SOON_S = 0.01
-"""A grammar that is there within this time is waited for while other rows run."""
+"""Time [s] for which a new grammar is waited for while other rows run."""
 
 STACK_BYTES = 256 << 20
-"""Stack of a thread that compiles; memory is taken where it is used."""
+"""Stack size of a compiling thread; only used memory is allocated."""
 
-_STARTING = threading.Lock()  # Why: the size of stacks is a setting of the whole process.
+_STARTING = threading.Lock()  # Why: the stack size is a setting of the whole process.
 
 
 class Grammar(Protocol):
-    """A compiled grammar, and how far a text has come in it: the `RowState` of a row, which may
-    have `forced_tokens` and an `error` too."""
+    """A compiled grammar, and the position of a text in it: the `RowState` of a row, which may also
+    have `forced_tokens` and an `error`."""
 
     def accept(self, token_id: int) -> None:
-        """Takes the text's next token; an EOS id changes nothing.
+        """Adds the text's next token; an EOS id changes nothing.
 
         Raises:
             RequestError: the grammar does not allow it.
         """
 
     def fork(self) -> Self:
-        """A copy whose later changes don't reach this one."""
+        """An independent copy."""
 
 
 class GrammarLibrary(Protocol):
@@ -79,24 +79,25 @@ class GrammarLibrary(Protocol):
         """The grammar at the start of a text.
 
         Raises:
-            RequestError: it can't be compiled; the message names what it is.
+            RequestError: it can't be compiled; the message contains the reason.
         """
 
     def fill(self, grammars: Sequence[Grammar], masks: np.ndarray) -> None:
-        """Sets the bits of tokens that may come next, of EOS ids where the text may end.
+        """Sets the bits of tokens that may come next, and of EOS ids if the text may end.
 
         Args:
-            masks: [L, W] int32, zeros; token t of line l is bit t % 32 of masks[l, t // 32]. Of no
-                use for a grammar with an `error`, whose text has passed the library's limits.
+            masks: [L, W] int32, zeros; token t of row l is bit t % 32 of masks[l, t // 32].
+                Undefined for a grammar with an `error`, whose text has exceeded the library's
+                limits.
         """
 
 
 class Compiled:
     """A grammar that a thread compiles, or has compiled; since `began` [s, monotonic].
 
-    Why no Future: Ctrl-C may come while a thread that waits, or looks, has the future's lock. That
-    stays taken then, and the thread that compiles could never say that it is done. It takes no lock
-    to say so here.
+    Why no Future: Ctrl-C may interrupt a thread that holds the future's lock. The lock would then
+    never be released, and the compiling thread could not set its result. Here it needs no lock for
+    that.
     """
 
     began: float | None = None
@@ -108,7 +109,7 @@ class Compiled:
         self._running.acquire()
 
     def end(self, grammar: Grammar | None, error: BaseException | None = None) -> None:
-        """Says what has become of it; once."""
+        """Sets the result; called once."""
         self.grammar, self.error = grammar, error
         self._running.release()
 
@@ -117,29 +118,29 @@ class Compiled:
         return self.grammar is not None or self.error is not None
 
     def left(self) -> float:
-        """Time that it may still take [s]. The tokenizer's tables, made first, are not its own."""
+        """Remaining time [s]. The time to build the tokenizer's tables is not counted."""
         return COMPILE_S if self.began is None else self.began + COMPILE_S - time.monotonic()
 
     def wait(self, seconds: float) -> None:
-        """Until it is done, at most so long."""
+        """Waits until it has ended, at most this long."""
         if not self.done() and self._running.acquire(timeout=max(seconds, 0)):
             self._running.release()
 
 
 class Structured:
-    """The stage of structured outputs.
+    """The logits processor of structured outputs.
 
     Args:
-        make: makes the library, when the first grammar comes.
+        make: creates the library, for the first grammar.
         vocab_size: V.
-        eos_token_ids: what may follow a complete text.
+        eos_token_ids: ids that may follow a complete text.
     """
 
     def __init__(
         self, make: Callable[[], GrammarLibrary], vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
         self.make, self.vocab_size, self.eos_token_ids = make, vocab_size, tuple(eos_token_ids)
-        # Of each EOS id, its word of a mask, and its bit there.
+        # Per EOS id: its word of a mask, and its bit in the word.
         self._words = [token_id // 32 for token_id in self.eos_token_ids]
         self._bits = [
             np.uint32(1 << token_id % 32).view(np.int32) for token_id in self.eos_token_ids
@@ -150,19 +151,19 @@ class Structured:
         self._making = threading.Lock()
 
     def is_ready(self, params: SamplingParams) -> bool:
-        """Whether `check` need not wait; if not, what is asked for is being compiled."""
+        """Whether `check` need not wait; if False, the compilation has started."""
         if not self.eos_token_ids:
             return True
         is_new = params.structured_outputs not in self._compiled
         found = self._begin(params.structured_outputs)
-        found.wait(SOON_S if is_new else SOON_S / 10)  # Why at all: perhaps nothing else runs.
+        found.wait(SOON_S if is_new else SOON_S / 10)  # Why wait at all: perhaps nothing else runs.
         return found.done() or found.left() <= 0
 
     def check(self, params: SamplingParams) -> None:
-        """Compiles the grammar that is asked for, ahead of the step that admits it.
+        """Compiles the requested grammar, before the step that admits the request.
 
         Raises:
-            RequestError: it can't be compiled, or not in time, or no EOS id could end it.
+            RequestError: it can't be compiled, or not in time, or there is no EOS id to end it.
             MissingDependencyError: the library is not installed.
         """
         if not self.eos_token_ids:
@@ -183,7 +184,7 @@ class Structured:
         (index, mask) = ship(
             logits.device, np.asarray(lines), banned[:, : self.vocab_size].view(bool)
         )
-        if len(lines) == len(logits):  # Perf: the usual case, without a copy of the logits
+        if len(lines) == len(logits):  # Perf: the common case, without a copy of the logits
             logits.masked_fill_(mask, -torch.inf)
         else:
             logits[index] = logits[index].masked_fill(mask, -torch.inf)
@@ -191,12 +192,14 @@ class Structured:
             logits[lines[i], self.eos_token_ids[0]] = 0.0
 
     def masks(self, states: Sequence[Grammar]) -> np.ndarray:
-        """The tokens that may come, one bit each: [L, W] int32. After a complete text that is the
-        first of the EOS ids alone."""
+        """The allowed tokens, one bit each: [L, W] int32.
+
+        After a complete text only the first EOS id is allowed.
+        """
         return self._filled(states)[0]
 
     def _filled(self, states: Sequence[Grammar]) -> tuple[np.ndarray, np.ndarray]:
-        """The masks, and which of the texts are complete."""
+        """The masks, and the indices of complete texts."""
         masks = np.zeros((len(states), -(-self.vocab_size // 32)), np.int32)
         self._library.fill(states, masks)
         complete = may_end = np.flatnonzero(masks[:, self._words[0]] & self._bits[0])
@@ -212,17 +215,17 @@ class Structured:
     def _compile(self, asked: StructuredOutputs) -> Grammar:
         found = self._begin(asked)
         while not found.done():
-            if found.left() <= 0:  # Nothing can end its thread: MOST_CHARS and the like do.
+            if found.left() <= 0:  # Its thread can't be stopped, but MOST_CHARS bounds its time.
                 raise RequestError(
                     f"structured_outputs can't be compiled: it takes longer than {COMPILE_S:g} s"
                 )
             found.wait(min(found.left(), LOOK_S))
         if found.grammar is None:
-            raise found.error.with_traceback(None)  # Why: of each time it is raised it kept one.
+            raise found.error.with_traceback(None)  # Why: each raise would extend it.
         return found.grammar
 
     def _begin(self, asked: StructuredOutputs) -> Compiled:
-        """What is compiled of this, from now on if it is not yet."""
+        """The compilation of this request, which is started if necessary."""
         with self._lock:
             found = self._compiled.pop(asked, None)
             if found is None:
@@ -254,7 +257,7 @@ class Structured:
 
 
 def make_structured(config: EngineConfig, model_config: ModelConfig) -> Structured:
-    """The stage for a model."""
+    """The logits processor for a model."""
     vocab_size, eos_token_ids = model_config.vocab_size, tuple(model_config.eos_token_ids)
     make = functools.partial(_library, config, vocab_size, eos_token_ids)
     return Structured(make, vocab_size, eos_token_ids)
@@ -268,7 +271,7 @@ def _library(
             "structured_outputs need the tokenizer, and this LLM was made with"
             " skip_tokenizer_init=True"
         )
-    try:  # Why first: each row of a job may ask, and a tokenizer takes up to a second.
+    try:  # Why first: rows of a job may call this, and a tokenizer takes up to a second.
         from nanoengine.features.llguidance_grammars import LLGuidance
     except ModuleNotFoundError as error:
         raise MissingDependencyError(

@@ -1,16 +1,16 @@
-"""Calls of functions in answers: the forms in which models write them, and what makes them.
+"""Tool calls in answers: parsers for the formats of models, and schemas that enforce calls.
 
     hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>    Qwen, Hermes
-                  the same in <tools>, in a fence of Markdown or bare         Qwen2.5-Coder
+                  the same in <tools>, in a Markdown fence or without tags    Qwen2.5-Coder
     qwen3_coder   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
     llama3_json   {"name": ..., "parameters": {...}}; {...}
     mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or NAME{...}
     openai        <|channel|>commentary to=functions.NAME<|message|>{...}     gpt-oss
 
-A reader gives the calls and the text outside of them. A call that can't be read whole raises
-ValueError: the answer stays text then. Called by `answers.py`. The names are those of vLLM's
-`--tool-call-parser`. Source: vLLM's tests of its parsers say what is to be found in which text;
-where these drop what is said behind a call, it is kept here.
+A parser returns the tool calls and the text outside of them. An incomplete call raises ValueError;
+the answer then stays text. Called by `answers.py`. The names are the same as for vLLM's
+`--tool-call-parser`. Source: the tests of vLLM's parsers define the calls in each text. Text after
+a call, which some of these parsers drop, is kept here.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """A function's name -> the JSON schema of its arguments."""
 
 Read = tuple[list[FunctionCall], list[str]]
-"""What is in an answer: calls, and the texts between them."""
+"""The result of a parser: tool calls, and the texts between them."""
 
 Reader = Callable[[str, Schemas], Read]
 
 Choice = Literal["auto", "required", "named"]
-"""The model decides; some function; the one that is named."""
+"""The model decides; any function is required; the named function is required."""
 
 
 JSON = json.JSONDecoder(strict=False)
-"""Not strict, because models write line ends into strings as they are."""
+"""Not strict, because models write newlines in strings without escapes."""
 
 BLANKS = re.compile(r"\s*")
 
 
 def rest(pieces: Sequence[str]) -> str:
-    """What is no call; blanks between calls are none of it."""
+    """Joins the text outside of calls, without blanks between calls."""
     text = "".join([pieces[0], *(one for one in pieces[1:] if one.strip(" \n;"))])
     return text if text.strip() else ""
 
 
 def decode(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value at a place, behind blanks, and where it ends.
+    """The JSON value at a position, after blanks, and its end.
 
     Raises:
         ValueError: there is none.
-        RecursionError: it nests too deep.
+        RecursionError: it is nested too deeply.
     """
     return JSON.raw_decode(text, BLANKS.match(text, start).end())  # type: ignore[union-attr]
 
@@ -71,10 +71,10 @@ def as_json(value: Any) -> str:
 
 
 def _call(value: Any) -> FunctionCall:
-    """The call that a JSON object describes.
+    """The tool call that a JSON object describes.
 
     Raises:
-        ValueError: it describes none.
+        ValueError: it does not describe a call.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f"a call needs a name, got {shown(value)}")
@@ -82,7 +82,7 @@ def _call(value: Any) -> FunctionCall:
     if name is None:
         raise ValueError(f"the call of {value['name']!r} has no arguments")
     given = value[name]
-    if isinstance(given, str):  # Why: some models write the arguments' JSON as a string.
+    if isinstance(given, str):  # Why: some models write the arguments as a JSON string.
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(given)
             given = found if isinstance(found, dict) else given
@@ -93,7 +93,7 @@ CLOSED = re.compile(r"(?:\s*</tool_call>)?")
 
 
 def hermes(text: str, schemas: Schemas) -> Read:
-    """Objects between tags; the last one may end with the text."""
+    """Parses objects in tags; the last closing tag may be missing."""
     opened = "<tool_call>"
     calls, pieces, end = list[FunctionCall](), list[str](), 0
     while (start := text.find(opened, end)) >= 0:
@@ -113,10 +113,10 @@ NAMED = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
 
 
 def bare(text: str, schemas: Schemas) -> Read:
-    """Objects that call one of the tools, bare, in `<tools>` or in a fence of Markdown.
+    """Parses objects that call one of the tools, bare, in `<tools>` or in a Markdown fence.
 
     Raises:
-        ValueError: none does, and one is cut off or calls what is no tool.
+        ValueError: there is none, and a call is incomplete or names an unknown tool.
     """
     calls, pieces, end, problem = list[FunctionCall](), list[str](), 0, ""
     for match in NAMED.finditer(text):
@@ -141,7 +141,7 @@ def bare(text: str, schemas: Schemas) -> Read:
 
 
 def llama3_json(text: str, schemas: Schemas) -> Read:
-    """Objects with a name and parameters anywhere in a text; other ones are text."""
+    """Parses objects with a name and parameters anywhere in a text; other objects are text."""
     text = text.replace("<|python_tag|>", "")
     calls, pieces, end = list[FunctionCall](), list[str](), 0
     for match in re.finditer(r'\{\s*"', text):
@@ -164,7 +164,7 @@ MISTRAL_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{
 
 
 def mistral(text: str, schemas: Schemas) -> Read:
-    """A list of objects behind the mark; from tokenizer 11 on a name and its arguments."""
+    """Parses a list of objects after the tag; since tokenizer version 11, a name and arguments."""
     first, *parts = text.split("[TOOL_CALLS]")
     calls, pieces = list[FunctionCall](), [first]
     for part in parts:
@@ -179,7 +179,7 @@ def mistral(text: str, schemas: Schemas) -> Read:
 
 
 def qwen3_coder(text: str, schemas: Schemas) -> Read:
-    """Tags for a function and each of its parameters; the schema says which are no strings."""
+    """Parses tags for a function and its parameters; the schema defines their types."""
     first, *parts = text.split("<function=")
     calls, pieces = list[FunctionCall](), [first]
     for part in parts:
@@ -207,9 +207,9 @@ JSON_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """A parameter's value: a string, unless its schema has other types and the text is of one.
+    """A parameter's value: a string, unless its schema has other types that the text matches.
 
-    Of several types the first one counts, and null where the text says so.
+    With several types the first one is used, or null if the text is null.
     """
     types = list(_types(schema))
     if next((one for one in types if one != "null"), "string") == "string":
@@ -227,7 +227,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> Iterable[str]:
-    """The names of types in a schema, those of alternatives too."""
+    """The type names in a schema, including its alternatives."""
     if isinstance(schema, str):
         yield schema
     elif isinstance(schema, list):
@@ -243,19 +243,19 @@ MESSAGE = re.compile(
     r"(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)",
     re.DOTALL,
 )
-"""Who speaks and to whom, the channel, what is said."""
+"""Sender and recipient, channel, and content."""
 
 RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
 def recipient(message: re.Match[str]) -> str | None:
-    """The function that a message is to, which stands before its channel or behind it."""
+    """The function that a message is addressed to, named before or after its channel."""
     named = RECIPIENT.search(f"{message[1] or ''} {message[2]}")
     return named and named[1]
 
 
 def openai(text: str, schemas: Schemas) -> Read:
-    """Messages to functions, in the channels of gpt-oss."""
+    """Parses messages to functions in the channels of gpt-oss."""
     calls, pieces, end = list[FunctionCall](), list[str](), 0
     for message in MESSAGE.finditer(text):
         name = recipient(message)
@@ -280,14 +280,14 @@ READERS: dict[str, Reader] = {
     "openai": openai,
 }
 
-# --- calls that must be -----------------------------------------------------------------------
+# --- enforced calls -----------------------------------------------------------------------------
 
 
 def schemas_of(tools: Sequence[Any]) -> Schemas:
-    """The functions that tools describe.
+    """The functions in descriptions of tools, with their schemas.
 
     Raises:
-        RequestError: a tool is no description of a function.
+        RequestError: a tool is not a description of a function.
     """
     found = {}
     for tool in tools:
@@ -305,10 +305,10 @@ def schemas_of(tools: Sequence[Any]) -> Schemas:
 
 
 def choice_of(tool_choice: Any, schemas: Schemas) -> tuple[Choice | None, str | None]:
-    """What a request says of calls, and the function that it names; None: no calls.
+    """The request's choice, and the function that it names; None: no calls.
 
     Raises:
-        RequestError: it is none of these, or there is no such function.
+        RequestError: the value is invalid, or there is no such function.
     """
     match tool_choice:
         case None | "auto":
@@ -349,10 +349,10 @@ def forced_schema(name: str | None, schemas: Schemas) -> dict[str, Any]:
 
 
 def forced_calls(name: str | None, text: str) -> list[FunctionCall]:
-    """The calls of an answer that the schema binds.
+    """The calls in an answer that follows the schema.
 
     Raises:
-        ValueError: it was cut off.
+        ValueError: it is incomplete.
     """
     value, _ = decode(text)
     return list(map(_call, value)) if name is None else [FunctionCall(name, as_json(value))]

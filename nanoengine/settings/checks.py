@@ -211,7 +211,7 @@ def checked(
             else:
                 init(self, **options)
                 return
-            options = translate(options)  # Why here: without an error as its context.
+            options = translate(options)  # Why here: its errors get no context.
             check(options)
             init(self, **options)
 

@@ -20,7 +20,7 @@ from nanoengine.settings.structured import StructuredOutputs
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 MOST_COMPLETIONS = 16_384
-"""Per prompt: each is a sequence in memory, and a row of a file may request any number."""
+"""Maximum `n`: each completion is a sequence in memory, and a file may request any number."""
 
 MOST_TEXTS = {"stop": (1024, 1 << 16), "bad_words": (1 << 14, 1 << 18)}
 """Maximum number of strings per request, and of their characters together. Each stop string is
@@ -143,7 +143,7 @@ class SamplingParams:
         self._check_texts_and_ids()
 
     def clone(self) -> SamplingParams:
-        """A copy, for vLLM scripts, whose parameters are mutable; these are not."""
+        """A copy, which vLLM scripts make because vLLM's parameters are mutable."""
         return dataclasses.replace(self)
 
     def for_vocabulary(self, vocab_size: int) -> SamplingParams:

@@ -65,8 +65,7 @@ class Attention:
             query.split(batch.num_scheduled_tokens), batch.context_slots, strict=True
         ):
             num_new, context_len = len(own), len(slots)
-            # Row i is the token at position context_len - num_new + i; it attends to earlier
-            # tokens.
+            # Row i is the token at position context_len - num_new + i; it attends up to itself.
             mask = torch.ones(num_new, context_len, dtype=torch.bool, device=own.device)
             seen = F.scaled_dot_product_attention(
                 own.transpose(0, 1)[None],  # [1, H, num_new, D]

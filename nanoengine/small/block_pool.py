@@ -32,9 +32,8 @@ class BlockPool:
         # Block -> the digest of its content and the tokens themselves.
         self.contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         # Content -> the blocks that hold it; a lookup returns the first. Why several: two sequences
-        # may compute the same tokens at the same time. Why the tokens, too: other tokens may have
-        # an
-        # equal digest, which is not a hit.
+        # may compute the same tokens at the same time. Why the tokens, too: other tokens with an
+        # equal digest are not a hit.
         self.index: dict[tuple[bytes, tuple[int, ...]], list[int]] = {}
         self.free_queue = OrderedDict.fromkeys(range(1, num_blocks))
 

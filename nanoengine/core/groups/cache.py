@@ -132,8 +132,7 @@ class GroupedPrefixCache(PrefixCache):
     # --- register -----------------------------------------------------------------------------
 
     def _index_run(self, seq: Sequence, prefixes: list[Prefix], first: int, full: int) -> None:
-        # Why: a hit needs a block in all groups, so a block is indexed in all groups before the
-        # next.
+        # Why in this order: a hit needs a block in all groups.
         for start in range(first, full):
             run = slice(start, start + 1)
             for group, table in enumerate(seq.block_tables):

@@ -45,8 +45,7 @@ class GroupedBlockManager(BlockManager):
     # --- admission ----------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int, chunk: int | None = None) -> int:
-        """Maximum number of blocks that a sequence of this length holds at once, over all KV
-        groups.
+        """Maximum number of blocks that a sequence of this length holds, over all KV groups.
 
         `chunk` is the maximum number of its tokens per step; None: the smallest allowed chunk.
         """
@@ -75,8 +74,7 @@ class GroupedBlockManager(BlockManager):
         return admission
 
     def num_fresh_blocks(self, seq: Sequence, prefix: CachedPrefix, chunk: int) -> int:
-        """Blocks after a cached prefix, over all groups; a window group holds only a few at
-        once."""
+        """Blocks after a cached prefix, over all groups; a window group holds only a few."""
         assert isinstance(prefix, GroupedPrefix)
         whole = -(-seq.num_tokens // self.block_size)
         fresh = 0
@@ -198,8 +196,7 @@ class GroupedBlockManager(BlockManager):
                 seq.num_dropped_blocks[index] = dropped
 
     def deallocate(self, seq: Sequence) -> None:
-        """As in the base class. A hit needs its blocks in all groups, so they are evicted
-        together."""
+        """As in the base class, but all groups together: a hit needs a block in each."""
         rows = [*zip_longest(*seq.block_tables, fillvalue=NULL_BLOCK)]
         self.pool.free(chain.from_iterable(reversed(rows)))
         self.forget(seq)
