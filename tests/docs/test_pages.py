@@ -151,7 +151,9 @@ def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
 WITH_COMMANDS = dict.fromkeys(block.page for block in runnable("console", "commands"))
 
 
-@pytest.mark.guards("README.md", "docs/*.md", "nanoengine/cli/*.py", "nanoengine/observe/*.py")
+@pytest.mark.guards(
+    "README.md", "docs/*.md", "examples/*.py", "nanoengine/cli/*.py", "nanoengine/observe/*.py"
+)
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_commands_of_a_page_run_and_print_what_it_shows(
     page: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
