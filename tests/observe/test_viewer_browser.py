@@ -1,6 +1,6 @@
 """The viewer's page in chromium: it loads, plays, steps, handles pointer and keys, logs nothing.
 
-Needs playwright (the extra `browser`) and chromium from the system; skipped by name without them.
+Needs playwright (the extra `browser`) and a system-wide chromium; skipped without them.
 """
 
 from __future__ import annotations

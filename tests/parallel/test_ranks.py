@@ -152,7 +152,7 @@ def test_each_rank_has_grammars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.extra
 def test_a_grammar_on_two_ranks_gives_the_tokens_of_one() -> None:
-    """Runs on processes, each of which compiles the grammar itself."""
+    """Runs on two processes; each compiles the grammar itself."""
     pytest.importorskip("llguidance", reason="see the extra `structured`")
     prompts = random_prompts(5, [1, 9, 20], vocab_size=VOCAB_SIZE)
     params = [
