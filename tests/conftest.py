@@ -1,6 +1,6 @@
-"""Where tests run: on the GPU if there is one; else Triton kernels run in its interpreter.
+"""Test configuration: GPU if there is one, else Triton kernels run in Triton's interpreter.
 
-Nothing here imports torch: the tests of the core need none, and are done before it would be loaded.
+Nothing here imports torch: the tests of the core don't need it and finish before it is loaded.
 """
 
 import ctypes
@@ -19,7 +19,8 @@ from tests.support import guarded, limits
 
 
 def has_gpu() -> bool:
-    """What `torch.cuda.is_available` tells, without torch: its build, and the driver's count."""
+    """The result of `torch.cuda.is_available` without torch: its build and the driver's GPU
+    count."""
     if "+cpu" in version("torch"):
         return False
     try:
@@ -31,40 +32,40 @@ def has_gpu() -> bool:
 
 
 if not has_gpu():
-    # Why here: Triton reads it when kernels, and its own library, are imported.
+    # Why here: Triton reads it when kernels and `triton.language` are imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Why: a shell starts what runs behind its back with Ctrl-C ignored, and tests press it.
+# Why: a shell starts background jobs with SIGINT ignored, and tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Why: nothing is garbage while tests are collected, and looking for it took a third of that time.
+# Why: collecting tests creates no garbage, and garbage collection took a third of that time.
 gc.disable()
 
 
-# Why: two workers share the cores, and a thread that spins for work takes them from the other.
+# Why: two workers share the cores, and a thread that busy-waits takes them from the other worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the tests' own plugins."""
+    """Adds the options of the tests' own plugins."""
     guarded.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The tests' own plugins: what need not run is left out, and what hangs is ended."""
+    """Registers the tests' own plugins: skipping of guarded tests, and timeouts."""
     plugin = guarded.Guarded(config, guarded.ROOT, guarded.ROOT / "tests" / "guarded.json")
     config.pluginmanager.register(plugin, "guarded")
     config.pluginmanager.register(limits.Limits(), "limits")
-    # Why: pytest-xdist would end with the files of few tests, and the longest have one.
+    # Why: pytest-xdist would run files with few tests last, and the longest files have one test.
     config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Among workers, files whose tests have time begin, then those of many tests: a worker that
-    ends with a long one leaves the others without work."""
+    """Sorts a worker's files: those with timeouts first, then by number of tests. A worker that
+    ends with a long file would leave the others idle."""
     if not hasattr(config, "workerinput"):
         return
     limits_s, counts = Counter[Path](), Counter(item.path for item in items)
@@ -75,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """One thread, as tiny models gain nothing from more."""
+    """Limits torch to one thread, since tiny models gain nothing from more."""
     gc.enable()
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -88,9 +89,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
-    """No collection walks what was there before a file's tests, which took a tenth of all time.
+    """Freezes existing objects before each file; collecting them took a tenth of the total time.
 
-    Whoever asks is told so without a count, which takes 20 ms: each LLM and each batch asks.
+    `gc.get_freeze_count` takes 20 ms and each LLM and each batch calls it, so it is patched.
     """
     gc.collect()
     gc.freeze()
@@ -100,5 +101,5 @@ def frozen() -> Iterator[None]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Lets libraries see everything freed at the end; some warn of leaks otherwise."""
+    """Unfreezes objects, so that libraries see them freed; otherwise some warn of leaks."""
     gc.unfreeze()

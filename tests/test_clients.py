@@ -1,5 +1,5 @@
-"""Programs of vLLM's users run on the demo model with nothing changed but their import, and the
-constructors they write construct."""
+"""Programs written for vLLM run on the demo model with only the import changed, and their
+`LLM(...)` calls succeed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_program_runs_with_another_import_alone(
 
 # --- constructors ---------------------------------------------------------------------------------
 
-# tests/docs/test_moving.py has each argument by itself, and clients/constructor.py many at once.
+# tests/docs/test_moving.py tests each argument alone; clients/constructor.py tests many at once.
 CONSTRUCTORS: dict[str, dict[str, Any]] = {
     "half": {"dtype": "half", "enforce_eager": True, "gpu_memory_utilization": 0.9},
     "bfloat16": {"dtype": "bfloat16", "gpu_memory_utilization": 0.6, "max_model_len": 512},
@@ -63,7 +63,7 @@ CONSTRUCTORS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories by name: an AWQ checkpoint with a tokenizer, and one of images and text."""
+    """Model directories: an AWQ checkpoint with a tokenizer, and one for images and text."""
     folder = tmp_path_factory.mktemp("models")
     config = {
         "quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,

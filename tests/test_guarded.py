@@ -1,4 +1,4 @@
-"""What decides which tests run, and what ends those that hang: each in a pytest of its own."""
+"""The plugins that skip guarded tests and end hanging tests; each test runs its own pytest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.guarded import ROOT
 
-# Why: each run is a process of a second.
+# Why: each run starts a process, which takes a second.
 pytestmark = pytest.mark.guards("tests/support/guarded.py", "tests/support/limits.py")
 
 CONFTEST = """
@@ -61,7 +61,7 @@ ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,
 
 
 class Suite:
-    """A small suite with guards, and runs of it."""
+    """A small test suite with guards, and a method to run it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -76,7 +76,7 @@ class Suite:
             (directory / name).write_text(text)
 
     def run(self, *args: str) -> tuple[dict[str, int], str]:
-        """How many passed, failed and so on; and all that was said."""
+        """Returns the count of tests per outcome (passed, failed, ...) and the output."""
         code = f"import sys, pytest; sys.path.insert(0, {str(ROOT)!r}); sys.exit(pytest.main())"
         done = subprocess.run(
             [sys.executable, "-c", code, *args],
@@ -87,7 +87,7 @@ class Suite:
         return {what: int(count) for count, what in found}, told
 
     def record(self) -> dict[str, str]:
-        """The digests as they stand."""
+        """Returns the recorded digests."""
         found: dict[str, str] = json.loads((self.directory / "guarded.json").read_text())
         return found
 
@@ -99,7 +99,7 @@ def suite(tmp_path: Path) -> Suite:
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_what_has_passed_runs_again_when_its_ground_has_changed(suite, workers):
-    assert suite.run(*workers)[0]["passed"] == 3  # nothing is written down yet
+    assert suite.run(*workers)[0]["passed"] == 3  # no digest is recorded yet
     assert not (suite.directory / "guarded.json").exists()
     assert suite.run("--guarded", "only", *workers)[0]["passed"] == 2
     before = suite.record()
@@ -109,7 +109,7 @@ def test_what_has_passed_runs_again_when_its_ground_has_changed(suite, workers):
     assert counts["passed"] == 1
     assert "3 tests left out" in told and "make test-guarded" in told
     assert suite.run("--guarded", "all", *workers)[0]["passed"] == 3
-    assert suite.run("test_it.py", *workers)[0]["passed"] == 3  # who names it means it
+    assert suite.run("test_it.py", *workers)[0]["passed"] == 3  # named tests always run
 
     (suite.directory / "ground" / "a.py").write_text("bad")
     counts, told = suite.run(*workers)

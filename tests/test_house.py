@@ -1,4 +1,4 @@
-"""The house rules: who may import whom, what stays unloaded, and doctests that run."""
+"""Rules of the code base: allowed imports, libraries that stay unloaded, and doctests that run."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CHAIN: tuple[set[str], ...] = (
     {"forked"},
     {"settings", "errors", "version", "assets"},
 )
-"""Rooms and top-level modules. One imports what stands to its right, below it here, and itself."""
+"""Packages and top-level modules, highest layer first. Each imports only itself and lower ones."""
 
 BESIDE = {("llm", "llm_calls"), ("settings", "errors")}
-"""Imports between two that stand in one place; files of them may make no circle either."""
+"""Allowed imports between two members of one layer. Import cycles are still forbidden."""
 
 STANDARD_LIBRARY_AND = {
-    # what a part may import from outside: the standard library and these
+    # packages outside the standard library that a module may import
     "errors": set(),
     "version": set(),
     "settings": set(),
@@ -53,7 +53,7 @@ STANDARD_LIBRARY_AND = {
 
 
 def module_name(path: Path) -> str:
-    """The module's dotted name below the package; "nanoengine" for the package itself."""
+    """Returns the module's dotted name below the package; "nanoengine" for the package itself."""
     parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
     if parts[-1] == "__init__":
         parts.pop()
@@ -61,13 +61,13 @@ def module_name(path: Path) -> str:
 
 
 def place_of(module: str) -> int | None:
-    """Where a module's room stands in the chain."""
+    """Returns the index of the module's layer in the chain, None for a module that has none."""
     room = module.partition(".")[0]
     return next((place for place, rooms in enumerate(CHAIN) if room in rooms), None)
 
 
 def imports_of(path: Path) -> set[str]:
-    """Every module that the file imports anywhere, dotted names in full."""
+    """Returns the full dotted names of all modules that the file imports, also inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -90,7 +90,7 @@ def is_module(name: str) -> bool:
 
 
 def violations(path: Path, module: str) -> list[str]:
-    if module == "nanoengine":  # it names what others have, and loads it when it is asked for
+    if module == "nanoengine":  # it names attributes of other modules and loads them lazily
         return []
     place, room = place_of(module), module.partition(".")[0]
     if place is None:
@@ -138,7 +138,8 @@ def test_the_chain_notices(tmp_path, module, line):
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Groups of modules that reach each other; whoever stands in no circle is left out."""
+    """Returns groups of modules that reach each other; modules outside of any cycle are left
+    out."""
     reached = {module: set(names) for module, names in graph.items()}
     for middle in graph:  # Source: Warshall's algorithm
         for names in reached.values():
@@ -162,7 +163,7 @@ def test_the_package_needs_nothing_that_only_the_repository_has():
 
 
 def test_no_circle_of_imports_types_included():
-    """Whoever reads a file needs none of those that stand above it, not even for a type."""
+    """A file can be read without the files above it, even for types."""
     graph = {module_name(path): imports_of(path) for path in PACKAGE.rglob("*.py")}
     graph = {
         module: {name.removeprefix("nanoengine.") for name in names} & graph.keys()
@@ -207,7 +208,7 @@ def test_importing_loads_no_heavy_library(modules, unloaded):
 
 
 def test_the_tests_of_the_core_need_no_torch():
-    """They are loaded without it here; `make core` runs them so."""
+    """Collects them with torch blocked; `make core` runs them the same way."""
     run_python("-m", "pytest", "-p", "tests.support.no_torch", "--collect-only", "-q", "tests/core")
 
 

@@ -1,8 +1,9 @@
-"""The matrix: no feature shows in the output.
+"""The feature matrix: no feature changes the output.
 
 Greedy tokens are the same with every feature on or off, for any batch neighbours, chunk size, block
-size and preemption, in the plain loop and in the overlapped one; seeded samples too. On tiny models
-in float64, where rounding can't hide a bug or fake one. A new feature adds a line to `VARIANTS`.
+size and preemption, in the plain loop and in the overlapped one. So are seeded samples. The models
+are tiny and in float64, so that rounding can neither hide nor fake a bug. Each new feature adds a
+line to `VARIANTS`.
 """
 
 import functools
@@ -32,7 +33,7 @@ MODELS = {
 
 
 def prompts():
-    """Mixed lengths; some share a prefix, two are equal."""
+    """Prompts of mixed lengths; some share a prefix, two are equal."""
     distinct = random_prompts(8, [1, 7, 16, 33, 48])
     prefix = random_prompts(1, [40], seed=9)[0]
     return distinct + [prefix + tail for tail in random_prompts(3, [1, 9, 25], seed=5)] + [
@@ -41,7 +42,7 @@ def prompts():
 
 
 def alone(model, **options):
-    """Each prompt in an engine of its own, nothing shared, nothing chunked: the plain truth."""
+    """The reference: each prompt in its own engine, nothing shared, no chunked prefill."""
     family, overrides = MODELS[model]
     engine = make_engine(
         checkpoint(family, **overrides), enable_prefix_caching=False, max_num_seqs=1, **options
@@ -100,7 +101,7 @@ def quantized_truth(quantization):
     ],
 )
 def test_neighbours_and_features_do_not_show_in_quantized_models(quantization, options, truth):
-    """Activations are quantized token by token, so no neighbour and no chunk moves a scale."""
+    """Activation scales are per token, so they depend neither on neighbours nor on chunks."""
     engine = make_engine(checkpoint("qwen3"), quantization=quantization, **options)
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == quantized_truth(quantization)
     assert quantized_truth(quantization) != truth["full"], "quantizing was meant to show"
@@ -121,7 +122,7 @@ def int8_truth():
     ],
 )
 def test_neighbours_and_features_do_not_show_in_a_cache_of_int8(options, overlap, truth):
-    """Keys and values are quantized token by token."""
+    """Keys and values are quantized per token."""
     engine = make_engine(checkpoint("qwen3"), kv_cache_dtype="int8", overlap=overlap, **options)
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == int8_truth()
     assert int8_truth() != truth["full"], "rounding was meant to show"
@@ -168,7 +169,7 @@ def test_tiers_do_not_show(model, store, overlap, truth, tmp_path):
         HostTier(gib=0.0005, store=store, policy="load"),
         DiskTier(tmp_path, gib=0.01, policy="load"),
     ]
-    for _ in range(2):  # the second engine starts from the directory that the first has left
+    for _ in range(2):  # the second engine starts from the first one's directory
         engine = make_engine(
             checkpoint(family, **overrides),
             block_size=8,
@@ -203,7 +204,7 @@ def test_other_settings_do_not_show(options, overlap, truth):
 @LOOPS
 def test_n_sequences_are_the_greedy_one_when_only_the_best_token_is_kept(overlap, truth):
     params = SamplingParams(n=3, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True)
-    for blocks in (200, 30):  # the small pool preempts forks and lets them come back
+    for blocks in (200, 30):  # the small pool preempts forks and resumes them
         engine = make_engine(
             checkpoint("qwen3"), block_size=8, num_kv_blocks=blocks, overlap=overlap
         )
@@ -234,7 +235,7 @@ def test_speculation_does_not_show(draft, overlap, truth):
     [(None, False), ("ngram:max=3,min=1,k=4", False), ("ngram:max=3,min=1,k=4", True)],
 )
 def test_forced_tokens_do_not_show(speculative, overlap, truth):
-    """Those that a processor says must come next, and that are not what is sampled, too."""
+    """Also when tokens that a processor proposes as forced differ from the sampled ones."""
     texts = dict(zip(map(tuple, prompts()), (t for (t,) in truth["full"]), strict=True))
     engine = make_engine(
         checkpoint("qwen3"),
@@ -313,11 +314,11 @@ def test_seeded_samples_are_the_same_after_preemption(overlap):
 
 @pytest.mark.parametrize("backend", ["naive", "cpu", "triton"])
 def test_what_a_block_held_before_does_not_show(backend):
-    """NaN left in freed blocks must not reach their next owner, not even multiplied by zero."""
+    """NaN in freed blocks must not affect the next sequence, not even multiplied by zero."""
     small = {"head_dim": 64, "num_hidden_layers": 1}
     options = {"block_size": 16, "num_kv_blocks": 20, "max_num_seqs": 4, "dtype": "float32"}
     engine = make_engine(checkpoint("qwen3", **small), attention_backend=backend, **options)
-    # Triton's interpreter runs program by program; two prompts fill blocks in part there too.
+    # Triton's interpreter is slow; two prompts also fill blocks partially.
     inputs = random_prompts(2 if backend == "triton" else 3, [5, 17, 33])
     expected = tokens(run(engine, inputs, greedy(4)))
     engine.reset_prefix_cache()

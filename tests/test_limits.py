@@ -1,5 +1,5 @@
-"""Limits on size: lines of the package, files and lines on the path of one prompt, modules that a
-start loads.
+"""Limits on size: lines of the package, files and lines on the path of one prompt, and modules that
+are loaded at startup.
 
 The limits only go down. A change that exceeds one removes something first.
 """
@@ -20,16 +20,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
 
 PACKAGE_LINES = 37_307
-"""Code lines of the whole package (`make loc`). This number only goes down: a feature
-is paid for with lines removed elsewhere."""
+"""Code lines of the whole package (`make loc`). This number only goes down: lines for a feature
+are removed elsewhere."""
 
 MODULES_AT_THE_TOP = 8
 SPINE_FILES, SPINE_LINES, SPINE_SHARE = 32, 3_400, 0.28
-"""Files that one plain prompt passes, their code lines, and the share of these that runs. The aim
-was a share of 0.30: what a call does not run here are imports, signatures, fields, and what ends or
-fails."""
+"""Files on the path of one plain prompt, their code lines, and the share of these lines that runs.
+The aim was a share of 0.30. The lines that a call does not run are imports, signatures, fields,
+shutdown and error handling."""
 STEP_CALLS, STEP_CHANGES = 28, 14
-"""Calls of a plain decode step outside of the model, and how often the next is in another file."""
+"""Calls of a plain decode step outside the model, and how often the next call is in another
+file."""
 
 LOADED = [
     "attention.base",
@@ -105,7 +106,7 @@ LOADED = [
     "version",
 ]
 """All modules of the package that a plain greedy `generate` loads with attention_backend="naive":
-what nobody asked for is not loaded. `__init__` of rooms are left out."""
+unused features are not loaded. `__init__` modules are left out."""
 LOADED_ON_A_CPU = [
     "attention.cpu",
     "layers.cpu_decoder",
@@ -113,8 +114,8 @@ LOADED_ON_A_CPU = [
     "layers.placement",
     "models.cpu",
 ]
-"""What the default on a CPU loads besides, its compiled functions in kernels/ left out;
-attention.naive and stored stay out."""
+"""Further modules that the default on a CPU loads, without the compiled functions in kernels/.
+It does not load attention.naive and stored."""
 LOADED_LINES, LOADED_LINES_ON_A_CPU = 9_500, 12_000
 
 GENERATE = """
@@ -192,7 +193,8 @@ def test_a_plain_generate_loads_what_it_needs(backend):
 
 
 def test_no_class_has_the_name_of_another():
-    """Those of `small/` are meant to have the names of their large twins."""
+    """Classes of `small/` deliberately share the names of their counterparts in the large
+    engine."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in PACKAGE.rglob("*.py"):
         if "small" not in path.parts:

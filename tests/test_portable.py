@@ -1,7 +1,7 @@
-"""What systems other than Linux lack is on nobody's way: commands run without it.
+"""Commands run without modules and functions that only Linux has.
 
-No test here runs on Windows or macOS. Files of the package see modules and names as those systems
-have them; the packages that it uses do not, for they have their own ways there.
+No test here runs on Windows or macOS. The package's files see modules and names as on those
+systems; third-party packages don't, since they handle those systems themselves.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ for module in pkgutil.walk_packages(nanoengine.__path__, "nanoengine."):
         if (error.__cause__ or error).name.partition(".")[0] not in optional:
             raise
 """
-"""Every file, not only those on the way of these commands."""
+"""Imports every module, not only those that these commands use."""
 
 
 def test_commands_run_and_files_load_without_what_other_systems_lack(tmp_path):
     directory = tmp_path / "my jobs"
     directory.mkdir()
-    (tmp_path / "sitecustomize.py").write_text(LACKING)  # Why so: in the processes of templates too
+    (tmp_path / "sitecustomize.py").write_text(LACKING)  # template processes too
     (directory / "my rows.csv").write_text('text\nLong ago\n""\nTom\n')
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS + IMPORTS],
@@ -164,7 +164,7 @@ def test_replicas_are_refused_where_processes_take_no_open_pipe(monkeypatch):
 
 
 def test_a_log_may_be_moved_while_it_stays_locked(tmp_path):
-    """As `--restart` does. Windows moves no open file."""
+    """As `--restart` does. Windows can't move an open file."""
     log = Log(tmp_path / "out.jsonl")
     log.append(b'{"_row": 0}\n')
     with log.put_down():

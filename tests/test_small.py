@@ -1,4 +1,4 @@
-"""The small engine against the large one: tokens, plans, exchanged parts, and its own size."""
+"""The small engine against the large one: tokens, plans, interchangeable parts, and size."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ BLOCK_SIZE = 4
 
 
 class Workload:
-    """Random prompts, many of which begin alike, and limits that make them share, wait, run in
-    chunks and preempt each other."""
+    """Random prompts, many with a common prefix, and limits that cause prefix sharing, waiting,
+    chunked prefill and preemption."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -57,7 +57,7 @@ class Workload:
             own = [draw.randrange(1, 50) for _ in range(draw.randrange(1, 20))]
             prompt = draw.choice([[], *starts]) + own
             if self.requests and draw.random() < 0.2:
-                prompt = self.requests[-1][0]  # the cache may then hold all of it
+                prompt = self.requests[-1][0]  # the cache may then hold the whole prompt
             params = SamplingParams(
                 max_tokens=draw.randrange(1, 25),
                 seed=number,
@@ -71,7 +71,7 @@ class Workload:
         self.budget = self.max_num_seqs + draw.randrange(60)
 
     def run_small(self) -> tuple[list[list[int]], list[StepPlan], Scheduler]:
-        """Outputs and plans of the small engine."""
+        """Returns the outputs and plans of the small engine."""
         layout = make_layout(self.num_blocks, BLOCK_SIZE)
         executor = FakeExecutor(
             layout, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget
@@ -87,7 +87,7 @@ class Workload:
         return [seq.output_token_ids for seq in sequences], executor.plans, scheduler
 
     def run_large(self) -> list[StepPlan]:
-        """Plans of the large engine."""
+        """Returns the plans of the large engine."""
         engine = make_engine(
             num_blocks=self.num_blocks,
             block_size=BLOCK_SIZE,
@@ -103,7 +103,7 @@ class Workload:
 
 
 def decisions(plan: StepPlan) -> StepPlan:
-    """A plan without what it says to people."""
+    """Returns the plan without reasons and waits, which are only for display."""
     admitted = [new._replace(token_ids=tuple(new.token_ids)) for new in plan.admitted]
     return replace(plan, admitted=admitted, reasons=[], waits=[])
 
@@ -118,8 +118,9 @@ def test_random_workloads_give_the_tokens_of_each_prompt_alone():
 
 
 def test_plans_equal_those_of_the_large_scheduler(monkeypatch):
-    # Why: the large scheduler lets others pass a head that does not fit, and moves equal prompts
-    # in chunks on to where one of them has come. The small one has neither.
+    # Why: the large scheduler can skip a waiting request that does not fit, and lets chunks of
+    # equal
+    # prompts reuse blocks that another one has just filled. The small one does neither.
     monkeypatch.setattr(waiting, "MAX_LOOK_AHEAD", 0)
     monkeypatch.setattr(LargeBlockManager, "catch_up", lambda self, seq: None)
     seen = dict.fromkeys(("shared", "chunks", "preempted", "evicted"), 0)
@@ -207,7 +208,7 @@ def test_the_small_scheduler_drives_the_large_runner(large):
     prompts = [large.tokenizer.encode(prompt) for prompt in PROMPTS]
     sequences = engine.add_requests(prompts, greedy())
     engine.run()
-    engine.executor.launch(scheduler.schedule()).result()  # its rows are told to be free
+    engine.executor.launch(scheduler.schedule()).result()  # it frees the slots in the runner
     assert [seq.output_token_ids for seq in sequences] == [list(ids) for ids in expected]
 
 
@@ -248,7 +249,7 @@ def test_uniforms_are_those_of_the_large_sampler():
 def test_drawn_tokens_follow_the_filtered_probabilities():
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.5])
     params = SamplingParams(temperature=0.7, top_k=4, top_p=0.95, min_p=0.04)
-    kept = {1: 3.0, 4: 2.5, 2: 2.0}  # top_k leaves 0 out's neighbour 3, min_p and top_p token 0
+    kept = {1: 3.0, 4: 2.5, 2: 2.0}  # top_k drops token 3; min_p and top_p drop token 0
     weights = {i: np.exp(logit / 0.7) for i, logit in kept.items()}
     drawn = [sampler.sample(logits, params, seed, 3) for seed in range(3000)]
     counts = {i: drawn.count(i) for i in sorted(set(drawn))}

@@ -1,4 +1,4 @@
-"""The tools count as they say."""
+"""The line counts of the tools are correct."""
 
 import doctest
 import importlib.util

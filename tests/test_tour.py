@@ -1,4 +1,4 @@
-"""docs/tour.md: each line that it breaks has the effect that it tells."""
+"""docs/tour.md: each line that an exercise breaks has the effect that the page states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BREAKS = [b for b in BLOCKS if b.kind == "diff"]
 
 
 def test_the_page_is_made_of_what_is_tested():
-    """Examples and quotations are held by docs/test_pages.py, breaks here."""
+    """docs/test_pages.py checks examples and quotations; this file checks exercises."""
     assert len(re.findall(r"^## \d+\. ", PAGE, re.M)) == 10
     assert len(QUOTES) >= 7
     assert len(BREAKS) >= 5
@@ -34,7 +34,7 @@ def test_the_page_is_made_of_what_is_tested():
 
 @contextlib.contextmanager
 def changed(path: str, old: str, new: str) -> Iterator[None]:
-    """The small engine with one place of one file changed, in this process."""
+    """Changes one place in one file of the small engine within this process."""
     source = (ROOT / path).read_text(encoding="utf-8")
     assert source.count(old) == 1, f"{old!r} is not once in {path}"
     name = path.removesuffix(".py").replace("/", ".")
@@ -60,7 +60,7 @@ def test_a_broken_line_does_what_the_answer_says(exercise):
 
 
 def test_the_command_shows_the_exercise_that_was_begun_and_no_other(tmp_path):
-    """In a copy without pytest, as after `make demo`."""
+    """Runs in a copy without pytest, as after `make demo`."""
     for name in ("nanoengine", "tools", "docs", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "images")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)

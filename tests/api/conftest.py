@@ -1,4 +1,4 @@
-"""Fixtures of the API's tests: LLMs whose model is a script."""
+"""Fixtures of the API tests: LLMs whose model is a script."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from tests.support.fake_llm import make_llm_fixture as make_llm_fixture
 
 @pytest.fixture
 def llm(make_llm: MakeLLM) -> Iterator[LLM]:
-    """An LLM that recites ANSWERS."""
+    """Yields an LLM that answers each prompt with its text in ANSWERS."""
     with make_llm(ANSWERS) as llm:
         yield llm

@@ -1,4 +1,4 @@
-"""Programs for vLLM run as they stand, and what they can't have is refused where they use it."""
+"""Unmodified vLLM programs run; names that are not supported raise where they are used."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_options_that_may_be_none() -> None:
 
 
 class Person:
-    """As a Pydantic class tells its schema."""
+    """A class with the schema method of a Pydantic model."""
 
     @staticmethod
     def model_json_schema() -> dict[str, Any]:
@@ -307,7 +307,7 @@ def test_what_programs_look_into(llm: VLLM) -> None:
 
 
 def test_a_training_loop_gives_its_weights(llm: VLLM) -> None:
-    """One by one, as TRL does."""
+    """Tensors are passed one at a time, as TRL does."""
     params = VLLMParams(**GREEDY)
 
     def answer() -> str:

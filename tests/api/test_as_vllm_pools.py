@@ -1,4 +1,4 @@
-"""vLLM's pooling API: encode, PoolerConfig, hf_overrides of rerankers."""
+"""vLLM's pooling API: encode, PoolerConfig, and rerankers configured by hf_overrides."""
 
 from __future__ import annotations
 

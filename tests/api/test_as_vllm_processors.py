@@ -1,4 +1,4 @@
-"""vLLM's logits processors against the indices that they are told, and AsyncLLM."""
+"""vLLM's logits processors and the row indices that they receive, and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS = ["Once upon a time", "The little dog", "A red bird", "Tom", "The old c
 
 
 class Recorder(VLLMProcessor):
-    """Keeps by index what it is told, by `process_dict_updates`."""
+    """Records the output ids per row index, with `process_dict_updates`."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.told: dict[int, list[int]] = {}
@@ -78,7 +78,8 @@ def test_indices_are_those_of_the_rows(steps: list[list[int]]) -> None:
 
 
 class Odd(Recorder):
-    """Leaves of each row that asks for it the ids that follow from its last output token."""
+    """For requests with `extra_args`, keeps only one logit, chosen by the number of output
+    tokens."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -100,7 +101,7 @@ class Odd(Recorder):
 
 
 class Adapted(AdapterLogitsProcessor):
-    """The same, by a function for a request."""
+    """The same edit with one function per request."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -128,7 +129,7 @@ def make(*processors: Any) -> VLLM:
 
 @pytest.mark.parametrize("processor", [Odd, Adapted, f"{__name__}:Odd"])
 def test_a_class_edits_the_requests_that_ask_for_it(processor: Any) -> None:
-    """More requests than rows, of which some end early, some ask for nothing, some for two."""
+    """There are more requests than slots; some end early, some use no processor, some use two."""
     params = [
         VLLMParams(
             temperature=1 if i == 2 else 0,
@@ -225,7 +226,8 @@ LONG = VLLMParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 def test_steps_end_though_who_has_all_is_slow_to_ask_on(engine: VLLMAsync) -> None:
-    """An engine without requests was stepped for ever, and each step's error kept."""
+    """Regression: an engine without requests was stepped forever, and each step's error was
+    kept."""
 
     async def run() -> None:
         held = engine.generate("Once", VLLMParams(max_tokens=1), "held")
@@ -263,14 +265,14 @@ def test_who_is_cancelled_while_a_request_is_added_leaves_none(
         with pytest.raises(asyncio.CancelledError):
             await asked
         cancelled.set()
-        await engine._call(lambda: None)  # behind all that the thread has to do
+        await engine._call(lambda: None)  # after all pending work of the thread
         assert not engine._engine.has_unfinished_requests()
 
     asyncio.run(run())
 
 
 def test_a_shutdown_ends_who_waits() -> None:
-    """Both hung: no step could be asked for, and none was waited for."""
+    """Regression: a waiting request and a new one both hung after a shutdown."""
     engine = VLLMAsync.from_engine_args(EngineArgs(model=MODEL, num_gpu_blocks_override=64))
 
     async def run() -> None:

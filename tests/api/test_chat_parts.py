@@ -1,4 +1,4 @@
-"""`LLM.chat` takes answers apart where it is asked to, and leaves them whole where it is not."""
+"""`LLM.chat` parses reasoning and tool calls on request, and returns plain text otherwise."""
 
 from __future__ import annotations
 

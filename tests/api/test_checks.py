@@ -1,4 +1,4 @@
-"""Values checked by their annotations: what each kind takes, makes of it, and says of the rest."""
+"""Checks of values by annotation: accepted values, conversions, and messages for the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations by the chat templates of many families: no message of them disappears."""
+"""Conversations in the chat templates of many model families: no message is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8")
     for path in sorted((Path(__file__).parents[1] / "data" / "chat_templates").glob("*.jinja"))
 }
-"""Each in the manner of a family of models, and no model's own."""
+"""Chat templates in the style of model families; none is copied from a model."""
 USER = {"role": "user", "content": "How are you?"}
 ASSISTANT = {"role": "assistant", "content": "Fine."}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -78,7 +78,7 @@ def test_arguments_given_as_json_are_rendered_as_objects(template: str, content:
     as_object = [USER, calling({"a": 1, "b": "x"}, content=content), TOOL]
     assert text == rendered(as_object, template)
     assert '\\"a' not in text and "'a'" not in text
-    if template == "DEEPSEEK":  # Why: it takes strings.
+    if template == "DEEPSEEK":  # Why: its template takes arguments as strings.
         assert '\n```json\n{"a": 1, "b": "x"}\n```' in text
     assert "The sum is 3." in text
     assert rendered([USER, calling("", content=content), TOOL], template) == rendered(

@@ -1,4 +1,4 @@
-"""What ends an answer, wherever a checkpoint or a request says it; and BOS at the beginning."""
+"""End tokens from every place in a checkpoint or request that can name them; BOS handling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ QUESTION = {"messages": [{"role": "user", "content": "What is the time?"}]}
 
 @functools.cache
 def chatml() -> PreTrainedTokenizerFast:
-    """A base model's tokenizer with ChatML's tokens, fine-tuned to end a turn with `<|im_end|>`."""
+    """Returns a base model's tokenizer with ChatML tokens, fine-tuned to end turns with
+    `<|im_end|>`."""
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -54,7 +55,7 @@ def chatml() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with that tokenizer. Llama's is read without transformers, Qwen2's by it."""
+    """Returns a checkpoint with it. Llama's is loaded without transformers, Qwen2's with it."""
     path = tmp_path_factory.mktemp("base") / request.param
     make_checkpoint(path, request.param, vocab_size=256 + 3, eos_token_id=TEXT_END)
     chatml().save_pretrained(path)
@@ -110,11 +111,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[int, list[str]]]]] = {
         [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["the chat template"])],
     ),
 }  # fmt: skip
-"""What is changed in which file; ids that end an answer, and what names each."""
+"""The changes per file; then the ids that end an answer, each with the files that name it."""
 
 
 def changed(base: Path, path: Path, layout: str) -> Path:
-    """A copy of a checkpoint in this layout."""
+    """Returns a copy of a checkpoint with this layout."""
     shutil.copytree(base, path)
     for name, keys in LAYOUTS[layout][0].items():
         file = path / name
@@ -253,9 +254,9 @@ def test_a_stop_string_that_is_a_special_token_stops_by_its_id(make_llm: MakeLLM
         assert (shown.text, shown.stop_reason) == (" two<|user|>", "<|user|>")
         assert answer(skip_special_tokens=False).text == " two"
         assert answer(ignore_eos=True).stop_reason == "<|user|>"
-        assert answer(stop=["</s>"]).stop_reason == "</s>"  # a stop string before an EOS
-        assert answer(stop=["<|user|> th"]).text == " two three"  # that is no token
-        # A token that shows in the text is found there, as it is.
+        assert answer(stop=["</s>"]).stop_reason == "</s>"  # it is matched before the EOS
+        assert answer(stop=["<|user|> th"]).text == " two three"  # this string is not a token
+        # A token that is visible in the text is matched as text.
         assert (answer("two", stop=["<tool>"]).text) == " four, five"
         first, second = answer("dog", min_tokens=2), answer("dog", min_tokens=9)
         assert (first.text, first.stop_reason) == (" a", "<|user|>")
@@ -267,7 +268,7 @@ def test_a_stop_string_that_is_a_special_token_stops_by_its_id(make_llm: MakeLLM
 
 @pytest.fixture
 def with_bos() -> Tokenizer:
-    """A tokenizer that puts `<s>` before each text; its chat template writes it as well."""
+    """Returns a tokenizer that prepends `<s>` to each text; its chat template writes it as well."""
     backend = copy.deepcopy(byte_level().backend)
     raw = backend.backend_tokenizer
     raw.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF metadata: the ids and texts of what they were written from, or refused."""
+"""Tokenizers from GGUF metadata give the ids and texts of their source, or are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TEXTS = st.text(max_size=30) | st.lists(st.sampled_from(PIECES), max_size=8).map
 
 
 def described(raw: RawTokenizer, **said: Any) -> Metadata:
-    """A tokenizer.json's vocabulary as metadata; two entries are left unused at its end."""
+    """Converts a tokenizer.json vocabulary to metadata; two entries at its end are left unused."""
     spec = json.loads(raw.to_str())
     ids = raw.get_vocab(with_added_tokens=True)
     tokens = [f"[PAD{i}]" for i in range(len(ids) + 2)]
@@ -78,7 +78,7 @@ def gemma_said(**said: Any) -> Metadata:
 
 
 def gemma() -> Tokenizer:
-    """What the same vocabulary is in the class that transformers has for Gemma."""
+    """Returns the same vocabulary in transformers' tokenizer class for Gemma."""
     model = json.loads(byte_fallback().backend.backend_tokenizer.to_str())["model"]
     tokens = {"pad_token": "</s>", "eos_token": "</s>", "bos_token": "<s>", "mask_token": "<s>"}
     merges = [tuple(pair) for pair in model["merges"]]
@@ -86,7 +86,7 @@ def gemma() -> Tokenizer:
 
 
 def write(path: Path, metadata: Metadata) -> Path:
-    """A GGUF file of metadata alone."""
+    """Writes a GGUF file that has only metadata."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         if isinstance(value, list):
@@ -106,7 +106,7 @@ def made(metadata: Metadata) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Tokenizer]]:
-    """Out of a file, and what it was written from."""
+    """Returns pairs: the tokenizer from a GGUF file, and the one that it was written from."""
     place = tmp_path_factory.mktemp("gguf")
     return {
         "byte_level": (
@@ -178,7 +178,7 @@ def test_expressions_equal_those_that_transformers_has_for_the_same_name(pre: st
     ],
 )
 def test_words(pre: str, words: str) -> None:
-    """As llama.cpp takes this text apart, whose rules the names stand for."""
+    """The expected words follow llama.cpp's rules of the same names."""
     raw = make_tokenizer(bytes_said(pre=pre, bos_token_id=0), Path("m.gguf")).backend_tokenizer
     found = raw.pre_tokenizer.pre_tokenize_str("I'LL say  12345.xY's\n\n\tx")
     assert [word for word, _ in found] == words.split()
@@ -209,7 +209,7 @@ WORDS_OF_SCRIPTS = {
 
 @pytest.mark.parametrize(("pre", "words"), WORDS_OF_SCRIPTS.items())
 def test_words_of_many_scripts(pre: str, words: str) -> None:
-    """As Python's `regex` takes this text apart with the models' own expressions."""
+    """The expected words come from Python's `regex` with the models' own expressions."""
     raw = make_tokenizer(bytes_said(pre=pre, bos_token_id=0), Path("m.gguf")).backend_tokenizer
     found = [SCRIPTS[a:b] for _, (a, b) in raw.pre_tokenizer.pre_tokenize_str(SCRIPTS)]
     assert found == words.split("|")
@@ -250,7 +250,7 @@ def test_digits_from_the_right_are_seen_once() -> None:
 
 
 def test_letters_of_deepseek_are_those_with_a_case_that_its_file_names() -> None:
-    """Source: the second expression of DeepSeek-LLM's tokenizer.json, by first and last code."""
+    """Source: the second expression of DeepSeek-LLM's tokenizer.json, as ranges of code points."""
     named = """
         41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376-377 37b-37d 37f 386
         388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba
@@ -293,7 +293,7 @@ def test_a_word_that_is_a_token_is_one_whatever_merges_say() -> None:
 
 
 def test_the_first_of_two_equal_merges_counts() -> None:
-    """As in llama.cpp."""
+    """Same rule as llama.cpp."""
     tokens = [*"abc", "ab", "bc"]
     said = bytes_said(tokens=tokens, token_type=[1] * 5, eos_token_id=None)
     for merges, ids in (["a b", "b c", "a b"], [3, 2]), (["b c", "a b", "b c"], [0, 4]):
@@ -301,9 +301,9 @@ def test_the_first_of_two_equal_merges_counts() -> None:
 
 
 def test_scores_say_what_merges_first() -> None:
-    """Against what sentencepiece does: the best pair of all, until none is a token."""
+    """Compared with sentencepiece's rule: merge the best pair until no pair is a token."""
     draw = Random(0)
-    # Why no letter twice: the library has no equal ranks for two ways to make one token.
+    # Why no repeated letter: the library can't rank two ways to make one token equally.
     longer = ["".join(draw.sample("abcde▁", draw.randint(2, 4))) for _ in range(150)]
     tokens = list(dict.fromkeys(["<unk>", *"abcde▁", *longer]))
     scores = {token: draw.uniform(-9, 9) for token in tokens}
@@ -335,7 +335,7 @@ def test_spaces_are_put_in_front_only_if_asked() -> None:
 
 
 def test_user_defined_spaces_are_taken_whole() -> None:
-    for spaces in ("  ", "▁▁"):  # newer writers, and older ones
+    for spaces in ("  ", "▁▁"):  # written by newer tools, and by older ones
         said = scores_said(add_space_prefix=False)
         said["tokenizer.ggml.tokens"][-2:] = [spaces, "\n\n"]
         said["tokenizer.ggml.token_type"][-2:] = [4, 4]

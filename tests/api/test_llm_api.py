@@ -1,4 +1,4 @@
-"""LLM: forms of prompts, order, errors, streams, and that a call leaves nothing behind."""
+"""LLM: prompt formats, order, errors, streams; a call leaves no state in the engine."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_streams_of_a_byte_fallback_tokenizer_keep_spaces(make_llm: MakeLLM) -> 
 
 
 def test_rows_that_run_go_on_while_a_generator_has_none_at_present(make_llm: MakeLLM) -> None:
-    """A pause counts as no prompt, and where nothing runs it ends the stream."""
+    """A PAUSE adds no prompt; while nothing runs, it ends the stream."""
     with make_llm(ANSWERS, max_num_seqs=4) as llm:
         finished: list[int] = []
 

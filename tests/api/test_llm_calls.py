@@ -1,7 +1,7 @@
-"""Calls that meet: aborts inside of loops, calls inside of calls, threads, close, forks.
+"""Concurrent and nested calls: aborts inside loops, calls inside calls, threads, close, forks.
 
-All of these have once waited for ever. Here nothing can: an engine that is asked for too many steps
-fails, and a thread that does not come back fails its test.
+Each case is a former hang. No test here can hang: an engine that is stepped too often fails, and a
+thread that does not end fails its test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE_S = 20.0
 
 
 class Spinning(AssertionError):
-    """A loop has asked for far more steps than its requests need."""
+    """A loop has called far more steps than its requests need."""
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
@@ -52,7 +52,7 @@ def bound_steps(llm: LLM) -> None:
 
 
 def start(work: Callable[[], Any]) -> Future[Any]:
-    """Runs `work` in a thread that a test may leave behind."""
+    """Runs `work` in a daemon thread, so that a hanging one does not block the tests."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -74,7 +74,7 @@ def reasons(outputs: list[RequestOutput]) -> dict[int, str | None]:
 
 @pytest.mark.parametrize("kind", ["delta", "cumulative"])
 def test_an_aborted_request_of_a_stream_comes_with_reason_abort(llm: LLM, kind: str) -> None:
-    """3.8: the stream waited for the aborted request for ever."""
+    """Regression: the stream waited for the aborted request forever."""
     outputs = []
     for output in llm.stream(["€", "one", "dog"], LONG, kind=kind):  # type: ignore[arg-type]
         outputs.append(output)
@@ -86,7 +86,7 @@ def test_an_aborted_request_of_a_stream_comes_with_reason_abort(llm: LLM, kind: 
 
 
 def test_abort_all_in_a_stream_ends_all_of_it(llm: LLM) -> None:
-    """3.8: what was aborted keeps the text it had."""
+    """Aborted requests keep their text."""
     outputs = []
     for number, output in enumerate(llm.stream(["€", "one", "dog"], LONG, kind="cumulative")):
         outputs.append(output)
@@ -100,7 +100,7 @@ def test_abort_all_in_a_stream_ends_all_of_it(llm: LLM) -> None:
 
 
 def test_aborts_in_a_lazy_stream_make_room_for_the_next_prompts(make_llm: MakeLLM) -> None:
-    """3.8: prompts that are pulled go on when those before them are aborted."""
+    """Later prompts of the iterator are added when requests before them are aborted."""
     with make_llm(ANSWERS, max_num_seqs=2) as llm:
         bound_steps(llm)
         outputs = []
@@ -113,7 +113,7 @@ def test_aborts_in_a_lazy_stream_make_room_for_the_next_prompts(make_llm: MakeLL
 
 
 def test_a_request_of_several_answers_is_finished_once_it_is_aborted(llm: LLM) -> None:
-    """3.8: also before its prompt is computed, when the others have not been forked yet."""
+    """Also before its prompt is computed, when the other sequences have not been forked yet."""
     llm.engine.scheduler.long_prefill_threshold = 1
     params = SamplingParams(n=3, max_tokens=4)
     prompts = ["one", "the cat sat in the park and the dog"]
@@ -126,7 +126,7 @@ def test_a_request_of_several_answers_is_finished_once_it_is_aborted(llm: LLM) -
 
 
 def test_a_step_that_the_caller_takes_is_not_waited_for(llm: LLM) -> None:
-    """3.8: `engine.step()` tells who calls it what has finished, and the stream did not know."""
+    """Regression: `engine.step()` returns finished requests to its caller, and the stream hung."""
     outputs = []
     for output in llm.stream(["€", "one", "dog"], LONG, kind="delta"):
         outputs.append(output)
@@ -137,7 +137,7 @@ def test_a_step_that_the_caller_takes_is_not_waited_for(llm: LLM) -> None:
 
 
 def test_a_request_of_the_callers_own_does_not_disturb_a_stream(llm: LLM) -> None:
-    """3.8: the step returns it to the stream, which never asked for it."""
+    """A step also returns finished requests that the stream did not add."""
     own = None
     outputs = []
     for output in llm.stream(["€", "one"], LONG, kind="delta"):
@@ -157,7 +157,7 @@ def eager_bars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("eager_bars")
 def test_a_progress_bar_may_abort(llm: LLM) -> None:
-    """3.8: it is called inside of a step, between a commit and what the step returns."""
+    """The bar is updated within a step, after its commit and before it returns."""
     (first, second) = llm.generate(["€", "one"], LONG, use_tqdm=Bar(lambda: llm.engine.abort("0")))
     assert [o.outputs[0].finish_reason for o in (first, second)] == ["abort", "stop"]
     outputs = llm.generate(["€", "one"], LONG, use_tqdm=Bar(llm.engine.abort_all))
@@ -176,7 +176,7 @@ def test_a_progress_bar_may_abort(llm: LLM) -> None:
 
 @pytest.mark.usefixtures("eager_bars")
 def test_a_progress_bar_can_make_no_call(llm: LLM) -> None:
-    """3.8: the step that it watches would not be over."""
+    """The bar is updated within a step, so the step would never end."""
     for call in (
         lambda: llm.generate("one", LONG, use_tqdm=False),
         lambda: next(llm.stream("one", LONG)),
@@ -189,7 +189,7 @@ def test_a_progress_bar_can_make_no_call(llm: LLM) -> None:
 
 
 def test_a_call_inside_the_generator_of_prompts_cuts_its_stream_off(llm: LLM) -> None:
-    """3.8: the inner call is answered, and the stream says what has happened to it."""
+    """The inner call is answered, and the stream raises an error that explains it."""
     inner: list[str] = []
 
     def prompts() -> Iterator[str]:
@@ -206,12 +206,12 @@ def test_a_call_inside_the_generator_of_prompts_cuts_its_stream_off(llm: LLM) ->
 
 
 def test_calls_of_several_threads_wait_for_each_other(llm: LLM) -> None:
-    """3.8: one had a KeyError of the other's request, which waited for ever."""
+    """Regression: one call had a KeyError for the other's request, and the other call hung."""
     prompts = list(ANSWERS) * 5
     params = BeamSearchParams(beam_width=2, max_tokens=4)
     talk = [{"role": "user", "content": "hi"}]
     together = threading.Barrier(6, timeout=PATIENCE_S)
-    executor(llm).hook = lambda plan: time.sleep(0.0002)  # another thread has its turn
+    executor(llm).hook = lambda plan: time.sleep(0.0002)  # lets another thread run
 
     def at_once(call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: (together.wait(), call())[1]
@@ -232,7 +232,7 @@ def test_calls_of_several_threads_wait_for_each_other(llm: LLM) -> None:
 
 
 def test_a_suspended_stream_keeps_no_other_thread_waiting(llm: LLM) -> None:
-    """3.8: the other thread's call is the later one, so the stream is what ends."""
+    """The other thread's call is the later one, so the stream ends."""
     stream = llm.stream(["€"] * 3, LONG, kind="delta")
     next(stream)
     other = start(lambda: llm.generate("one", LONG, use_tqdm=False))
@@ -243,7 +243,7 @@ def test_a_suspended_stream_keeps_no_other_thread_waiting(llm: LLM) -> None:
 
 
 def test_a_stream_waits_until_another_threads_call_has_ended(llm: LLM) -> None:
-    """3.8: it would have cut a call off that nobody can start again."""
+    """Otherwise it would cut off a call that can't be restarted."""
     inside, go_on = threading.Event(), threading.Event()
     shown: list[RequestOutput] = []
 
@@ -264,7 +264,7 @@ def test_a_stream_waits_until_another_threads_call_has_ended(llm: LLM) -> None:
 
 
 def test_close_from_another_thread_ends_the_call_that_runs(llm: LLM) -> None:
-    """3.8: it raised an AttributeError of a runner without a model, or spun."""
+    """Regression: the call raised an AttributeError of a runner without a model, or looped."""
     run, inside, go_on = executor(llm), threading.Event(), threading.Event()
 
     def wait(plan: Any) -> None:
@@ -288,13 +288,13 @@ def test_close_from_another_thread_ends_the_call_that_runs(llm: LLM) -> None:
 
 
 def test_an_engine_may_be_told_to_abort_from_another_thread(llm: LLM) -> None:
-    """3.8: between two steps, not in the middle of one, nor when the last one is over."""
+    """The abort happens between two steps: neither within one, nor after the last one."""
     inside, at_door = threading.Event(), threading.Event()
 
     def wait(plan: Any) -> None:
         inside.set()
         assert at_door.wait(PATIENCE_S)
-        time.sleep(0.001)  # Why: steps of a script are over before another thread wakes up.
+        time.sleep(0.001)  # Why: scripted steps end before another thread wakes up.
 
     executor(llm).hook = wait
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -312,7 +312,7 @@ def test_an_engine_may_be_told_to_abort_from_another_thread(llm: LLM) -> None:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a forked child; its exit status, 0 if nothing was raised."""
+    """Runs `work` in a forked child and returns its exit status, 0 if nothing was raised."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -333,7 +333,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_is_told_that_it_has_no_engine(make_llm: MakeLLM) -> None:
-    """3.12: OpenMP ended it with a message of its own; also where a thread held the locks."""
+    """Regression: OpenMP ended the child with its own message. Also while a thread holds locks."""
     with make_llm(ANSWERS) as llm:
         stream = llm.stream("€", LONG, kind="delta")
         next(stream)

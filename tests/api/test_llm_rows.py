@@ -1,4 +1,4 @@
-"""Rows: whatever one of them holds is its own business, and forms that other scripts bring."""
+"""Rows: the content of one affects no other; prompt formats of other libraries are accepted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS = [5] * 40
 
 
 class Raising(dict[str, Any]):
-    """A row with a method that raises."""
+    """A row whose `get` raises."""
 
     def get(self, *args: object) -> Any:
         raise ZeroDivisionError("a row of a kind of its own")
@@ -76,7 +76,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
 def test_peer_bug_06_31_a_bad_prompt_is_named_before_anything_runs_or_recorded(
     make_llm: MakeLLM, row: Any, message: str
 ) -> None:
-    """2.6: some of these ended the call, or the step of all that ran."""
+    """Regression: some of these ended the call, or the step of all running requests."""
     prompts = ["one", row, "dog"]
     calls: list[Callable[[LLM, str], Any]] = [
         lambda llm, how: llm.generate(prompts, LONG, use_tqdm=False, on_error=how),
@@ -104,7 +104,7 @@ def test_peer_bug_06_31_a_bad_prompt_is_named_before_anything_runs_or_recorded(
 
 
 def test_a_closed_llm_is_no_rows_error(make_llm: MakeLLM) -> None:
-    """2.6: what ails the LLM and not the row is raised as what it is."""
+    """An error of the LLM, not of the row, is raised unchanged."""
     llm = make_llm(ANSWERS)
 
     def rows() -> Iterator[str]:
@@ -145,7 +145,7 @@ AS_JSON = "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"
 def test_parts_of_text_reach_a_template_in_the_form_it_takes(
     llm: LLM, template: str, shown: str
 ) -> None:
-    """2.7: templates that take strings printed the list, with its quotes and braces."""
+    """Regression: templates that take strings printed the list, with its quotes and braces."""
     parts = [{"type": "text", "text": "go"}, {"type": "text", "text": "home"}]
     options: dict[str, Any] = {"chat_template": template, "use_tqdm": False}
     for content in (parts, ["go", "home"], tuple(parts)):
@@ -154,7 +154,7 @@ def test_parts_of_text_reach_a_template_in_the_form_it_takes(
 
 
 def test_conversations_of_strings_are_left_as_they_are(llm: LLM) -> None:
-    """2.7: a template that prints JSON gets strings as strings."""
+    """For a template that prints JSON, strings stay strings."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (output,) = llm.chat(talk, LONG, chat_template=AS_JSON, use_tqdm=False)
     assert output.prompt == '"a""b"'
@@ -169,7 +169,7 @@ def test_a_message_that_the_template_leaves_out_fails_its_row_alone(llm: LLM) ->
     assert "leaves out the content of messages[0] with role 'system'" in (second.error or "")
 
 
-# --- doors ----------------------------------------------------------------------------------------
+# --- entry points ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_message_that_the_template_leaves_out_fails_its_row_alone(llm: LLM) ->
 def test_wrong_types_at_the_doors_of_an_engine_are_errors_of_the_tree(
     changes: dict[str, Any], message: str
 ) -> None:
-    """3.12, 2.6: a salt that nobody can encode ended the step of all requests."""
+    """Regression: a salt that can't be encoded ended the step of all requests."""
     engine = make_engine()
     engine.add_request("good", [1, 2, 3], SamplingParams(max_tokens=2))
     given: dict[str, Any] = {
@@ -210,7 +210,7 @@ def test_wrong_types_at_the_doors_of_an_engine_are_errors_of_the_tree(
 
 
 def test_numpys_integers_are_integers_at_every_door(llm: LLM) -> None:
-    """3.12: ids, priorities and block ids; what is queued holds plain ones."""
+    """Ids, priorities and block ids; queued requests hold Python integers."""
     (output,) = llm.generate([ids("one")], LONG, False, priority=[np.int64(3)])  # type: ignore[list-item]
     held = range(1, 9)
     assert output.outputs[0].text == ANSWERS["one"]
@@ -222,7 +222,7 @@ def test_numpys_integers_are_integers_at_every_door(llm: LLM) -> None:
 
 
 def test_a_prompt_refused_because_of_the_watermark_says_so() -> None:
-    """3.12: "needs 19 KV blocks, the pool has 22" explained nothing."""
+    """Regression: the message was "needs 19 KV blocks, the pool has 22", with no explanation."""
     engine = make_engine(num_blocks=23, watermark_frac=0.2)
     with pytest.raises(
         CapacityError, match=r"needs 19 KV blocks .* has 22, of which the watermark"
@@ -235,11 +235,11 @@ def test_a_prompt_refused_because_of_the_watermark_says_so() -> None:
         engine.add_request("a", [1] * 100, SamplingParams())
 
 
-# --- forms that other scripts bring ---------------------------------------------------------------
+# --- formats of other libraries -------------------------------------------------------------------
 
 
 def test_the_names_of_vllm_mean_the_same(make_llm: MakeLLM) -> None:
-    """4: get_tokenizer, get_default_sampling_params, use_tqdm in third place, no adapter."""
+    """get_tokenizer, get_default_sampling_params, use_tqdm as third argument, no LoRA adapter."""
     with make_llm(ANSWERS, generation_defaults={"temperature": 0.0}) as llm:
         assert llm.get_tokenizer() is llm.tokenizer.backend
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)
@@ -253,7 +253,7 @@ def test_the_names_of_vllm_mean_the_same(make_llm: MakeLLM) -> None:
 
 
 def test_prompts_of_vllms_classes_are_plain_dicts(llm: LLM) -> None:
-    """4: TextPrompt and TokensPrompt, and keys of media that hold nothing."""
+    """TextPrompt and TokensPrompt, with empty multimodal keys."""
     assert nanoengine.text.prompt_forms.TextPrompt is TextPrompt
     prompts = [
         TextPrompt(prompt="one"),
@@ -265,7 +265,7 @@ def test_prompts_of_vllms_classes_are_plain_dicts(llm: LLM) -> None:
 
 
 class Column:
-    """What a column of a data frame shows of itself."""
+    """The interface of a data frame's column."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = np.array(values, dtype=object)
@@ -282,7 +282,7 @@ class Column:
 
 
 def test_arrays_and_columns_of_prompts_are_lists_of_prompts(llm: LLM) -> None:
-    """4: `frame["question"]` and `frame["question"].values`."""
+    """`frame["question"]` and `frame["question"].values`."""
     prompts = list(ANSWERS)
     expected = list(ANSWERS.values())
     for given in (np.array(prompts), np.array(prompts, dtype=object), Column(prompts)):
@@ -346,7 +346,7 @@ for wrong in (None, SamplingParams(), 5):
 
 @pytest.mark.parametrize(("call", "message"), REFUSED_CALLS)
 def test_what_a_call_can_not_do_is_an_error_of_the_tree(llm, call, message):
-    """Some were TypeErrors and AttributeErrors from inside; a "no" was a yes."""
+    """Regression: some raised a TypeError or AttributeError, and "no" counted as true."""
     with pytest.raises((RequestError, ConfigError), match=message):
         call(llm)
     assert_idle(llm)
@@ -354,7 +354,7 @@ def test_what_a_call_can_not_do_is_an_error_of_the_tree(llm, call, message):
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_more_answers_than_rows_wait_for_rows(make_llm: MakeLLM, max_num_seqs: int) -> None:
-    """4: n above max_num_seqs was refused."""
+    """Regression: n above max_num_seqs was refused."""
     most, params = 0, SamplingParams(n=7, max_tokens=64)
 
     def count(plan: Any) -> None:

@@ -1,4 +1,4 @@
-"""Outputs: values with vLLM's meanings, and times computed from a request's marks."""
+"""Outputs: fields with vLLM's meanings, and times computed from a request's timestamps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fake_request(*marks: tuple[float | None, float | None, float | None, float |
     ("marks", "queued_s", "ttft_s", "itl_s", "e2e_s"),
     [
         ([(11.0, 13.0, 17.0, 18.0, 5)], 1.0, 3.0, 1.0, 8.0),
-        # of several sequences the first start and the last end
+        # for several sequences, the first start and the last end count
         ([(11.0, 13.0, 15.0, 15.0, 3), (12.0, 14.0, 20.0, 20.0, 4)], 1.0, 3.0, 8 / 5, 10.0),
         ([(None, None, None, 12.0, 0)], None, None, None, 2.0),
         ([(11.0, 12.0, 12.0, 12.0, 1)], 1.0, 2.0, None, 2.0),

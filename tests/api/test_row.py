@@ -1,4 +1,4 @@
-"""Row: a prompt with its own parameters, priority and key; what it leaves open is the call's."""
+"""Row: a prompt with its own parameters, priority and key; unset fields come from the call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ every_call = pytest.mark.parametrize("call", [generate, stream_a_list, stream_an
 
 @every_call
 def test_a_rows_own_parameters_win_over_the_calls(llm: LLM, call: Call) -> None:
-    """And are the call's where it has none; plain prompts stand between."""
+    """A row without parameters uses the call's; plain prompts may be mixed in."""
     own = SamplingParams(temperature=0, max_tokens=2)
     rows = [Row("€", sampling_params=own, key="a"), "€", Row("€"), Row({"prompt": "dog"}, key="d")]
     outputs = call(llm, rows, LONG)
@@ -47,7 +47,7 @@ def test_a_rows_own_parameters_win_over_the_calls(llm: LLM, call: Call) -> None:
 
 
 def executed(llm: LLM) -> list[int]:
-    """The tokens of the longest answer, with the EOS that ends it."""
+    """Returns the tokens of the longest answer, with its EOS."""
     return [*llm.tokenizer.encode(ANSWERS["€"], add_special_tokens=False), 0]
 
 
@@ -105,7 +105,7 @@ def test_a_beam_search_takes_rows_and_refuses_their_sampling_parameters(llm: LLM
 
 
 def test_each_prompt_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was checked when it was read, and again when it was queued."""
+    """Regression: it was checked when it was read and again when it was queued."""
     checked: list[list[int]] = []
     check = llm.engine.checker.check
 
@@ -159,8 +159,8 @@ def test_a_row_draws_by_its_key_in_any_order_alone_and_after_a_resume(demo: LLM)
 
 
 def test_the_key_and_the_seed_of_the_job_decide_together(demo: LLM) -> None:
-    """Equal keys draw equal numbers, other keys and other job seeds other ones; a row's own seed
-    stands above both, and a row without a key has a number of its arrival."""
+    """Equal keys give equal random numbers; other keys and other job seeds give different ones. A
+    row's own seed overrides both, and a row without a key uses its arrival index."""
     twins = [Row("Once", key="a"), Row("Once", key="a"), Row("Once", key="b"), Row("Once")]
     one, same, other, unnamed = (o.outputs[0].token_ids for o in generate(demo, twins, SAMPLED))
     assert one == same
@@ -174,7 +174,8 @@ def test_the_key_and_the_seed_of_the_job_decide_together(demo: LLM) -> None:
 
 
 def test_without_keys_seeds_are_those_of_arrival(llm: LLM) -> None:
-    """So no token of a call without keys has changed: xxh3_64 of "seed/arrival", halved."""
+    """The seed is xxh3_64 of "seed/arrival" shifted right by 1; so these calls keep their
+    tokens."""
     import xxhash
 
     requests = []

@@ -1,4 +1,4 @@
-"""`max_tokens=0` on the demo model: the scores are those of a request that goes on."""
+"""`max_tokens=0` on the demo model: prompt scores equal the scores of a request that decodes."""
 
 from __future__ import annotations
 

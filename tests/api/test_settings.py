@@ -1,4 +1,4 @@
-"""Settings and parameters: what each field takes, refuses and makes of a value, in every class."""
+"""Settings and parameters: accepted, refused and converted values of each field of each class."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ CLASSES: dict[type, tuple[dict[str, Any], type[Exception]]] = {
     DiskTier: ({"path": "p", "gib": 1}, ConfigError),
     Row: ({"prompt": "one"}, RequestError),
 }
-"""Class -> the least that it is built with, and what it raises."""
+"""Class -> its required arguments, and the exception that it raises."""
 
 WRONG: dict[Any, tuple[object, ...]] = {
     bool: ("false", "no", "", 0, 1, 0.0, [True]),
@@ -37,11 +37,11 @@ WRONG: dict[Any, tuple[object, ...]] = {
     dict: (5, "x", [1], {None: 1}),
     Mapping: (5, "x", [1]),
 }
-"""By the kind of a field: what it refuses; any kind refuses `OBJECTS` too."""
+"""Field type -> refused values; every type also refuses `OBJECTS`."""
 
 OBJECTS = (object(), b"x", 1j)
 OPEN = {(Row, "prompt"), (SamplingParams, "structured_outputs"), (SamplingParams, "stop")}
-"""Fields whose values are checked where they are used, by a class of their own, or below."""
+"""Fields that are checked where they are used, by their own class, or below."""
 
 FIELDS = [
     pytest.param(cls, name, kind, id=f"{cls.__name__}.{name}")
@@ -58,7 +58,7 @@ def test_a_value_of_another_type_is_refused_by_name(cls, name, hint):
     wrong = [*OBJECTS, *WRONG.get(get_origin(kinds[0]) or kinds[0], ())]
     if types.NoneType not in kinds and name not in vllm_names.LLM_OPTIONS:
         wrong.append(None)
-    if name in vllm_names.SAMPLING_PARAMS:  # vLLM's True is 1
+    if name in vllm_names.SAMPLING_PARAMS:  # vLLM's True means 1
         wrong = [value for value in wrong if not isinstance(value, bool | np.bool_)]
     for value in wrong:
         with pytest.raises(error, match=rf"{name}(\[.*\])? must be "):
@@ -141,7 +141,7 @@ def test_ranges_of_sampling_params(name, good, bad):
 
 @pytest.mark.parametrize("name", list(MOST_TEXTS))
 def test_strings_of_a_request_have_a_limit(name):
-    """50,000 stop strings took 5 ms for each token of each sequence."""
+    """Regression: 50,000 stop strings took 5 ms per token and sequence."""
     most, most_chars = MOST_TEXTS[name]
     assert len(getattr(SamplingParams(**{name: ["x"] * most}), name)) == most
     SamplingParams(**{name: ["x" * most_chars]})

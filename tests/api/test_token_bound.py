@@ -1,4 +1,5 @@
-"""The fewest tokens of a text: never more than it has, and many where it is far too long."""
+"""The lower bound on a text's tokens: never above the true count, and high for far too long
+texts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.support.text_fixtures import KINDS, byte_fallback, byte_level
 
 
 def changed(tokenizer: Tokenizer, *added: dict[str, Any], **parts: Any) -> Tokenizer:
-    """A tokenizer with other parts and more tokens."""
+    """Returns a tokenizer with other parts and more tokens."""
     spec = json.loads(tokenizer.definition()) | parts
     token = {"special": False, "single_word": False, "lstrip": False, "rstrip": False}
     token |= {"normalized": False}
@@ -78,7 +79,7 @@ BOUNDS = {name: TokenBound(tokenizer) for name, tokenizer in BOUND.items()}
 
 
 def is_bound(name: str, text: str) -> bool:
-    """Whether a text has at least as many tokens as is said of it."""
+    """Whether a text has at least as many tokens as the bound."""
     return BOUNDS[name].at_least(text) <= len(BOUND[name].encode(text, add_special_tokens=False))
 
 
@@ -95,7 +96,7 @@ def test_no_repeated_text_has_fewer_tokens_than_it_must(name: str) -> None:
 
 @pytest.mark.parametrize("name", BOUND)
 def test_long_texts_have_many_tokens(name: str) -> None:
-    """The longest of the tokens are 16 bytes; four normalizers may make 81 of one."""
+    """The longest tokens are 16 bytes; four normalizers may turn one character into 81."""
     most = 3000 if name == "normalized" else 40
     for text in ("x" * 10_000, "the dog and the cat " * 500, "你好" * 5000):
         assert BOUNDS[name].at_least(text) >= len(text) // most
@@ -130,7 +131,7 @@ def test_nothing_is_told_of_a_vocabulary_that_lacks_letters_or_has_affixes() -> 
 
 
 def test_nfc_leaves_the_ranges_alone_that_it_is_said_to() -> None:
-    """Each character by itself, and none is composed with one before it."""
+    """Each character is unchanged by NFC and composes with no character before it."""
     inert = re.compile(f"[{INERT}]")
     chars = [c for c in map(chr, range(0x110000)) if inert.match(c)]
     assert all(unicodedata.normalize("NFC", c) == c and not unicodedata.combining(c) for c in chars)
@@ -140,7 +141,7 @@ def test_nfc_leaves_the_ranges_alone_that_it_is_said_to() -> None:
     assert not inert.search("".join(map(chr, range(0x1161, 0x11C3))))  # Hangul, by arithmetic
 
 
-# --- where it is asked ----------------------------------------------------------------------------
+# --- where the bound is used ----------------------------------------------------------------------
 
 LONG = "the dog " * 10_000
 
@@ -148,7 +149,7 @@ LONG = "the dog " * 10_000
 def test_a_prompt_that_is_too_long_by_far_is_not_encoded(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """15 MB of text took 54 s and 4.2 GiB before they were refused."""
+    """Regression: 15 MB of text took 54 s and 4.2 GiB before it was refused."""
     llm = make_llm({"one": "two"})
     encode, lengths = Tokenizer.encode, []
 

@@ -1,4 +1,4 @@
-"""Detokenization and stop strings: exact for every tokenizer kind, token by token or at once."""
+"""Detokenization and stop strings: exact for every tokenizer type, incremental or at once."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def raw_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 def stream_text(
     stream: TextStream, token_ids: list[int], *, ends: bool = False
 ) -> tuple[str, list[str]]:
-    """Final text, and what was shown after each token. `ends`: the last id ends the output, so the
-    engine does not append it."""
+    """Returns the final text and the text after each token. With `ends`, the last id ends the
+    output, so the engine does not append it."""
     shown = []
     for token_id in token_ids[: len(token_ids) - ends]:
         stop = stream.append(token_id)
@@ -62,7 +62,7 @@ def assert_only_grows(shown: list[str], final: str) -> None:
 def test_streamed_text_equals_the_one_shot_decode(
     kind: str, data: st.DataObject, skip: bool, prompt: str
 ) -> None:
-    """Models sample any token: broken characters, half byte runs, special tokens in between."""
+    """Models may sample any token: broken characters, partial byte sequences, special tokens."""
     tokenizer = KINDS[kind]()
     bytes_or_any = st.one_of(
         st.integers(0, len(tokenizer.backend) - 1),
@@ -126,7 +126,7 @@ def test_an_output_that_begins_the_text_has_no_space_of_the_tokenizer() -> None:
 def run_stops(
     tokenizer: Tokenizer, text: str, **params: object
 ) -> tuple[str, int, str | None, list[str]]:
-    """Text, number of tokens taken, stop reason and everything shown on the way."""
+    """Returns text, number of tokens, stop reason, and the text after each token."""
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     stream = TextStream(tokenizer, sampling, prompt_token_ids=raw_ids(tokenizer, "a"))
     shown, reason, taken = [], None, 0
@@ -160,7 +160,7 @@ def test_include_stop_str_in_output_keeps_exactly_the_match() -> None:
     ("stop", "expected", "reason"),
     [
         (["g", "o"], "d", "o"),  # Both in one token: the earlier end wins.
-        (["dog", "g", "og"], "", "dog"),  # Equal ends: the order of the list.
+        (["dog", "g", "og"], "", "dog"),  # Equal ends: the order of the list decides.
         (["og", "dog"], "d", "og"),
         (["cat", "dog"], "", "dog"),
     ],
@@ -233,7 +233,7 @@ def test_peer_bug_23_eos_text_is_not_in_the_answer() -> None:
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_an_end_id_before_min_tokens_is_text_like_any_other(skip: bool) -> None:
-    """A complete grammar allows nothing else there, and what ends the output is the last id."""
+    """A complete grammar allows only end ids there; only the last id ends the output."""
     tokenizer = byte_level()
     eos = tokenizer.backend.eos_token_id
     ids = [*raw_ids(tokenizer, "go"), eos, eos, eos]
@@ -281,7 +281,7 @@ def test_encode_refuses_lone_surrogates() -> None:
 
 
 def test_a_pattern_that_gives_up_on_a_text_is_that_texts_error() -> None:
-    """The library panics then, and a panic is no Exception."""
+    """The library panics, and its panic exception is no subclass of Exception."""
     raw = RawTokenizer.from_str(byte_level().definition())
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
@@ -382,7 +382,7 @@ def test_a_renderer_outlives_interrupts_and_the_death_of_its_process() -> None:
 def test_special_tokens_that_are_normalized_are_skipped_in_streams_and_at_once(
     normalized: bool, data: st.DataObject
 ) -> None:
-    """Raw Llama 2 marks its special tokens so; the library shows them all the same."""
+    """Raw Llama 2 files mark special tokens as normalized; the library does not skip those."""
     raw = RawTokenizer.from_str(byte_fallback().backend.backend_tokenizer.to_str())
     raw.add_special_tokens(
         [AddedToken(name, special=True, normalized=normalized) for name in ("<s>", "</s>", "<unk>")]
@@ -476,7 +476,7 @@ def test_a_tokenizer_may_be_in_the_home_folder(
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "~/no", "no/", "a/b/c", "tokenizer.json/"])
 def test_a_name_that_is_no_hub_id_is_told_as_a_directory(name: str) -> None:
-    """The message was the hub library's, of characters that an id may have."""
+    """Regression: the hub library's message listed the characters that an id may have."""
     with pytest.raises(
         ConfigError, match=r"(?s)is no directory that exists, .*skip_tokenizer_init"
     ):

@@ -1,4 +1,4 @@
-"""A tokenizer.json read without transformers: equal in all that is asked of it, or not taken."""
+"""A tokenizer.json loaded without transformers: equal in every method, or left to transformers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TALK = [{"role": "user", "content": "go home"}, {"role": "assistant", "content":
 
 
 def save(directory: Path, kind: str = "byte_level", model_type: str = "llama") -> Path:
-    """What transformers saves of a tokenizer, and a model's type beside it."""
+    """Saves a tokenizer with transformers, and a config.json with the model type."""
     KINDS[kind]().backend.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     return directory
 
 
 def change(directory: Path, name: str, **values: Any) -> None:
-    """Sets entries of one of the directory's JSON files; None removes one."""
+    """Sets entries in one of the directory's JSON files; None removes an entry."""
     found = json.loads((directory / name).read_text(encoding="utf-8")) | values
     kept = {key: value for key, value in found.items() if value is not None}
     (directory / name).write_text(json.dumps(kept), encoding="utf-8")
@@ -42,7 +42,7 @@ def change(directory: Path, name: str, **values: Any) -> None:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Tokenizer]]:
-    """Without transformers, and with it."""
+    """Returns pairs of tokenizers: without transformers, and with it."""
     places = {kind: save(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
     places["demo"] = demo_model_path()
     found = {}

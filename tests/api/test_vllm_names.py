@@ -1,6 +1,6 @@
-"""Names of vLLM's: what their table in docs/moving_from_vllm.md does not show.
+"""vLLM's names: what their table in docs/moving_from_vllm.md does not show.
 
-tests/docs/test_moving.py executes each line of that table, and finds names that it lacks.
+tests/docs/test_moving.py executes each line of that table, and finds missing names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def config(**options: Any) -> EngineConfig:
 
 
 def changed(given: Any, default: Any) -> dict[str, Any]:
-    """The fields in which a value differs from the default one."""
+    """Returns the fields whose values differ from the defaults."""
     before, after = (dataclasses.asdict(one) for one in (default, given))
     return {name: value for name, value in after.items() if value != before[name]}
 
@@ -117,7 +117,7 @@ def test_values_of_sampling_params(options, ours):
     ],
 )
 def test_what_a_table_names_fails_the_check_of_fields(cls, table):
-    """Otherwise the table would not be asked, and vLLM's value would be taken as ours."""
+    """Otherwise the table would not be used, and vLLM's value would be accepted as ours."""
     kinds = get_type_hints(cls)
     for name, meaning in table.items():
         assert (name in kinds) == ("values" in meaning)

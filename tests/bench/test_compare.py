@@ -1,4 +1,4 @@
-"""`nanoengine compare`: its figures against those that transformers' logits give."""
+"""`nanoengine compare`: its figures against figures from transformers' logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS = ["The harbour was quiet.", "1 + 1 = 2, and 2 + 2 = 4", "def f(x):\n    r
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two checkpoints of one shape and tokenizer with different random weights."""
+    """Returns two checkpoints with equal shapes and tokenizer and different random weights."""
     return [text_checkpoint(tmp_path_factory.mktemp("model"), seed=seed) for seed in range(2)]
 
 
@@ -37,7 +37,7 @@ def compared(tmp_path: Path, *args: str) -> list[dict[str, Any]]:
 
 
 def distributions(model: Path, ids: list[int]) -> torch.Tensor:
-    """Log-probabilities by transformers, [T - 1, V] float64."""
+    """Returns log-probabilities by transformers, [T - 1, V] float64."""
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():
         return loaded(torch.tensor([ids])).logits[0, :-1].double().log_softmax(1)

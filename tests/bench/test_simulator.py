@@ -1,4 +1,4 @@
-"""The simulator: the same decisions as an engine makes, without a model."""
+"""The simulator: it makes the engine's decisions without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nanoengine bench`: its report, over the real engine with an executor that computes nothing."""
+"""`nanoengine bench`: its report, on the real engine with an executor that computes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = {"num_requests": 6, "input_len": (20, 40), "output_len": (3, 9)}
 
 @pytest.fixture
 def llm(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """Each step says that it took a second of forward."""
+    """Each step reports a forward time of one second."""
     run = ScriptedExecutor._run
 
     def timed(self: ScriptedExecutor, plan: Any) -> Any:
@@ -80,7 +80,7 @@ def test_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_hits_and_preemptions_of_the_timed_round_only(llm: LLM) -> None:
     report = report_of(llm, input_len=(1, 1), dataset="shared-prefix", prefix_len=64)
     # All six share eight blocks of 8; the first computes them, the others hit. The warm-up had
-    # other ids, so it left nothing to hit.
+    # other ids, so it left no blocks to hit.
     assert report["counters"]["cache_hit_tokens"] == 5 * 64
     assert report["hit_rate"] == pytest.approx(5 * 64 / (6 * 65))
     assert report["counters"]["preemptions"] == 0

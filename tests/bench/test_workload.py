@@ -1,4 +1,4 @@
-"""The workloads of the benchmark, to the token."""
+"""The token counts of the benchmark's workloads."""
 
 from __future__ import annotations
 

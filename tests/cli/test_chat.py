@@ -1,4 +1,4 @@
-"""`nanoengine chat`: turns, commands, and an answer that is stopped."""
+"""`nanoengine chat`: turns, commands, and interrupting an answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture
 def talk(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chat]:
-    """A conversation, behind what a person has typed; an exception is raised in its place."""
+    """Returns a function that runs a chat on scripted input; exceptions in the input are raised."""
 
     def talk(*typed: Any, system: str | None = None) -> Chat:
         said = iter(typed)
@@ -66,7 +66,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(
     llm: LLM, talk: Callable[..., Chat], capsys: Any
 ) -> None:
     class Interrupting:
-        """Ctrl-C in the fourth step."""
+        """Raises KeyboardInterrupt in the fourth step."""
 
         steps = 0
 

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(model: Path, *prompts: object) -> list[str]:
-    """What the library gives for greedy prompts of the tests."""
+    """Returns the library's greedy texts for these prompts."""
     with LLM(model, device="cpu", attention_backend="naive", num_kv_blocks=64) as llm:
         params = SamplingParams(temperature=0, max_tokens=6)
         outputs = llm.generate(list(prompts), params, use_tqdm=False)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def test_generate_writes_json_lines_where_no_terminal_is(
 def test_a_prompt_that_can_not_be_made_says_why(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It told of a prompt that was None."""
+    """Regression: the error was about a prompt that is None."""
     command = ["generate", str(model), "--prompt", "the dog", "--reasoning-parser", "auto"]
     assert cli.main([*command, *GREEDY]) == 1
     assert "shows no form that is known" in json.loads(capsys.readouterr().out)["error"]["message"]
@@ -274,7 +274,7 @@ def test_every_field_of_sampling_params_is_an_option() -> None:
 def test_generate_runs_a_file_into_records_and_keeps_bad_rows(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is a job: the same command again does nothing, and another one is refused."""
+    """It is a job: the same command again does nothing, and a different one is refused."""
     talk = {"messages": [{"role": "user", "content": "go home"}]}
     rows = ["the dog", {"prompt": ""}, talk, {"prompt_token_ids": [5, 6]}]
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -291,7 +291,7 @@ def test_generate_runs_a_file_into_records_and_keeps_bad_rows(
     assert cli.main([*command, "--top-k", "3"]) == 2
     told = capsys.readouterr().err
     assert "top_k: it was null, it is 3" in told
-    assert "as `nanoengine batch` does with --restart" in told  # this command has none
+    assert "as `nanoengine batch` does with --restart" in told  # this command has no such option
     assert sink.read_bytes() == kept
 
 
@@ -345,7 +345,7 @@ def test_two_real_llms_live_side_by_side_and_close(model: Path) -> None:
 
 
 def test_info_ends_without_a_word_of_what_it_has_loaded():
-    """Triton, which it asks for, told each object that was left at the end of the process."""
+    """Regression: at exit, Triton printed a message per leaked object."""
     command = [sys.executable, "-m", "nanoengine.cli.main", "info"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (done.stderr, "attention backends" in done.stdout) == ("", True)
@@ -358,7 +358,7 @@ def test_info_ends_without_a_word_of_what_it_has_loaded():
     ("target", "status"), [("| head -c 1 > /dev/null", 141), ("> /dev/full", 2)]
 )
 def test_output_that_nobody_takes_is_no_traceback(target: str, status: int) -> None:
-    """2.4: a closed pipe and a full disk behind standard output."""
+    """Covers a closed pipe and a full disk as standard output."""
     code = (
         "import sys; from nanoengine.cli import main as cli, info;"
         "info.main = lambda args: print('x' * 10**6) or 0;"

@@ -1,4 +1,4 @@
-"""`nanoengine embed`: a matrix or a table with a row a text."""
+"""`nanoengine embed`: a matrix or a table with one row per text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_matrix_has_the_vectors_of_the_api(tmp_path):
 
 
 def test_no_speed_of_output_is_shown_where_there_is_no_output(tmp_path, capsys):
-    """It was "output 0 tok/s"."""
+    """Regression: it showed "output 0 tok/s"."""
     assert run(tmp_path, "v.npy") == 0
     told = capsys.readouterr().err
     assert "prefill" in told and "output" not in told

@@ -1,4 +1,4 @@
-"""The help of commands, in groups."""
+"""The grouped help of each command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def boxes(shown: str) -> dict[str, list[str]]:
-    """The options of each box of a help."""
+    """Returns the options in each box of a help text."""
     found: dict[str, list[str]] = {}
     for line in shown.splitlines():
         if title := re.match(r"╭─ (.*?) ─+╮", line):
@@ -71,7 +71,7 @@ def test_help_has_every_option_once_and_says_what_it_does(
     not_told = {"kv_tiers", "logits_processors", "sampling", "inputs"}
     names = {field.name for field in dataclasses.fields(cls)} - not_told
     missing = {name.replace("_", "-") for name in names} - set(told)
-    assert missing <= {"model", "recording", "reference", "models"}  # which are positional
+    assert missing <= {"model", "recording", "reference", "models"}  # these are positional
     docs = field_docs(cls)
     assert all(docs[name] for name in names)
 

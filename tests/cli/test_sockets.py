@@ -1,4 +1,4 @@
-"""No command resolves a name or opens a connection when its model and its files are local."""
+"""No command resolves a name or opens a connection when its model and files are local."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.text_fixtures import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 100_300
-"""Above 100,000 tokens transformers asks the hub which model a tokenizer belongs to."""
+"""Above 100,000 tokens, transformers asks the hub which model a tokenizer belongs to."""
 
 BLOCKED = """
 import os, socket
@@ -37,7 +37,7 @@ for name in ("connect", "connect_ex"):
     method = getattr(socket.socket, name)
     setattr(socket.socket, name, lambda self, to, method=method: connect(self, to, method=method))
 """
-"""A sitecustomize.py: each process that Python starts here writes its attempts to a file."""
+"""A sitecustomize.py: each Python process started here writes its connection attempts to a file."""
 
 RUN = """
 import contextlib, io, json, sys
@@ -51,7 +51,7 @@ for command, stdin in json.load(open(sys.argv[1])):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A GGUF file and a checkpoint with a tokenizer of so many tokens."""
+    """Returns a GGUF file and a checkpoint whose tokenizer has `VOCAB_SIZE` tokens."""
     folder = tmp_path_factory.mktemp("large")
     tokens = ["</s>", "<|user|>", "<|assistant|>", *sorted(ByteLevel.alphabet()), "th"]
     tokens += [f"token {n}" for n in range(VOCAB_SIZE - len(tokens))]
@@ -69,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def attempts(folder: Path, commands: list[tuple[list[str], str]]) -> list[str]:
-    """What one process that runs the commands has tried to reach."""
+    """Runs the commands in one process and returns the addresses that it tried to reach."""
     (folder / "sitecustomize.py").write_text(BLOCKED)
     (folder / "commands.json").write_text(json.dumps(commands))
     log = folder / "attempts"
@@ -86,7 +86,7 @@ def attempts(folder: Path, commands: list[tuple[list[str], str]]) -> list[str]:
 
 
 def commands_on(model: Path, folder: Path) -> list[tuple[list[str], str]]:
-    """Each command that takes a model, with files of its own."""
+    """Returns each command that takes a model, with its own files."""
     folder.mkdir()
     rows, texts, trace = folder / "rows.jsonl", folder / "texts.txt", str(folder / "trace.jsonl")
     messages = [{"role": "user", "content": "the house"}]
@@ -124,7 +124,7 @@ def test_no_command_opens_a_socket_for_local_files(
 
 
 def test_an_attempt_is_noticed(tmp_path: Path) -> None:
-    """A hub id is looked up: what counts attempts does count them."""
+    """Looking up a hub id is counted as an attempt."""
     (tmp_path / "sitecustomize.py").touch()
     with pytest.raises(AssertionError, match="no local directory or file"):
         attempts(tmp_path, [(["info", "someone/something"], "")])

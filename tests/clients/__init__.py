@@ -1,2 +1,2 @@
 """Programs as users of vLLM's offline API write them; `test_clients.py` runs each on the demo
-model, with nothing but its import changed. Each checks its own results."""
+model with only its import changed. Each checks its own results."""

@@ -1,4 +1,4 @@
-"""A constructor with everything that a config file of a cluster sets, and the model's defaults."""
+"""A constructor with all arguments that a cluster's config file sets, and the model's defaults."""
 
 import os
 import sys

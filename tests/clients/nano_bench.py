@@ -1,4 +1,4 @@
-"""nano-vLLM's way: a path, token ids, a list of parameters, a time."""
+"""A program in nano-vLLM's style: a path, token ids, a list of parameters, a time."""
 
 import os
 import sys

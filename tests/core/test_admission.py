@@ -1,4 +1,4 @@
-"""Admission policies: who is held back, and that nobody waits for ever."""
+"""Admission policies: which sequences wait, and that none waits forever."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def exactly(max_tokens: int) -> SamplingParams:
 
 
 def test_hysteresis_closes_at_one_pressure_and_opens_at_another():
-    # 20 usable blocks of 4; each request holds 4 of them from its admission to its end.
+    # 20 usable blocks of 4 tokens; each request holds 4 blocks while it runs.
     engine = make_engine(
         num_blocks=21, policy=Hysteresis(0.7, 0.25), enable_prefix_caching=False, max_num_seqs=8
     )
@@ -30,8 +30,8 @@ def test_hysteresis_closes_at_one_pressure_and_opens_at_another():
         engine.add_request(str(i), [i + 1] * 13, exactly(length))
     run(engine)
     admitted = [[new.seq_id for new in plan.admitted] for plan in engine.executor.plans]
-    # Three fit under 14 blocks. At 8 the gate stays closed, at 4 (under 5) it opens for two. The
-    # last one waits until nothing runs, for which no policy is asked.
+    # Three fit under 14 blocks. At 8 the gate stays closed; at 4 (under 5) it admits two. The last
+    # one waits until nothing runs; then the policy is not consulted.
     assert admitted == [[0, 1, 2], [], [3, 4], [], [], [5], [], []]
     assert engine.stats().preemptions == 0
 
@@ -40,7 +40,7 @@ def test_hysteresis_closes_at_one_pressure_and_opens_at_another():
 
 
 def test_known_lengths_are_never_over_committed():
-    # Each request starts with 2 blocks and ends with 5: all 9 fit now, at the peak only 4 do.
+    # Each request starts with 2 blocks and ends with 5: all 9 fit at first, only 4 at the peak.
     prompts = [[i + 1] * 8 for i in range(9)]
     preemptions = {}
     for policy in (None, Predictive()):
@@ -61,7 +61,7 @@ def test_known_lengths_are_never_over_committed():
 
 
 class Bounded(Predictive):
-    """Compares each prediction with the bound that is asked before it."""
+    """Compares each prediction with the upper bound that is computed before it."""
 
     num_compared, num_saved = 0, 0
 
@@ -101,7 +101,7 @@ def test_a_pool_with_room_for_all_is_not_predicted():
 
 
 def test_sequences_that_end_at_different_times_hand_their_blocks_on():
-    # The short one is gone before the long one needs its blocks, so both are admitted at once.
+    # The short one ends before the long one needs its blocks, so both are admitted at once.
     engine = make_engine(num_blocks=9, enable_prefix_caching=False, policy=Predictive())
     engine.add_request("long", [1] * 4, exactly(25))  # ends with 7 of 8 blocks
     engine.add_request("short", [2] * 4, exactly(4))  # ends with 2 when the long one has 2
@@ -142,7 +142,7 @@ def test_aborted_sequences_teach_nothing():
 
 
 def test_shared_blocks_count_once():
-    # Eight requests share a prefix of 8 blocks; counted apiece they would not fit 40 blocks.
+    # Eight requests share a prefix of 8 blocks; counted separately they would not fit in 40 blocks.
     prefix = list(range(1, 33))
     engine = make_engine(num_blocks=41, policy=Predictive(), max_num_batched_tokens=256)
     for i in range(8):
@@ -155,7 +155,7 @@ def test_a_window_holds_its_window_only():
     engine = make_engine(
         num_blocks=25, windows=(8,), policy=Predictive(), max_num_batched_tokens=16, max_num_seqs=4
     )
-    for i in range(3):  # 60 tokens are 15 blocks, of which a window of 8 and its chunk hold 7
+    for i in range(3):  # 60 tokens are 15 blocks; a window of 8 and its chunk need 7
         engine.add_request(str(i), [i + 1] * 4, exactly(56))
     engine.step()
     assert engine.stats().num_running == 3
@@ -173,7 +173,7 @@ def test_the_last_few_that_wait_go_longest_first():
         plans = engine.executor.plans
         order[type(policy)] = [new.seq_id for plan in plans for new in plan.admitted]
     assert order[type(None)] == order[Hysteresis] == [0, 1, 2, 3, 4, 5, 6]
-    # Two run when the last two wait, and the later one is longer.
+    # Two run while the last two wait, and the later one is longer.
     assert order[Predictive] == [0, 1, 2, 3, 4, 6, 5]
 
 
@@ -207,7 +207,7 @@ def test_settings_are_checked():
             EngineConfig(model="m", **bad)
 
 
-# --- nobody starves -------------------------------------------------------------------------------
+# --- no starvation --------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -221,13 +221,13 @@ def test_settings_are_checked():
 def test_every_request_finishes_in_a_bounded_number_of_steps(
     lengths, newcomers, num_blocks, policy, max_num_seqs
 ):
-    """Among equal priorities request i ends within (i + 1) * (2 * rows + overtakers + 1) * longest.
+    """With equal priorities, request i ends within (i + 1) * (2 * rows + overtakers + 1) * longest.
 
-    Why it holds: of the running sequences the first in order computes a token each step and is
-    never the victim. If the first request of all waits, what runs, the MAX_OVERTAKEN that may pass
-    it and, where the last few go longest first, those of them that waited with it (at most as many
-    as ran) end one after another, `longest` steps each; then it runs, and ends. New requests come
-    all the while.
+    Proof: the first running sequence in order computes a token in each step and is never preempted.
+    If the first unfinished request waits, three sets of requests end one after another, at most
+    `longest` steps each: the running ones; the MAX_OVERTAKEN that may pass it; and, where the last
+    few run longest first, the ones that waited with it (at most as many as ran). Then it runs and
+    ends. New requests arrive all the time.
     """
     engine = make_engine(
         num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=8,

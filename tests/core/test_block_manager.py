@@ -1,4 +1,4 @@
-"""BlockManager: admission, growth, copy-on-write, windows, the end; without a scheduler."""
+"""BlockManager without a scheduler: admission, growth, copy-on-write, windows, deallocation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_shared_blocks_reduce_the_need_and_revived_ones_count():
     manager.deallocate(first)
     revived = manager.can_allocate(make_sequence([*tokens, 1, 2, 3, 4]))
     assert (revived.num_cached_tokens, revived.num_needed_blocks) == (24, 7)
-    # 5 of 10 blocks are taken: the hit fits, but 6 revived ones would not leave room.
+    # 5 of 10 blocks are in use: the hit fits, but its 6 revived blocks would leave too few.
     admit(manager, make_sequence([40] * 20))
     assert manager.can_allocate(make_sequence(tokens)).verdict is Verdict.LATER
 
@@ -154,7 +154,7 @@ def test_admission_counts_the_window_not_the_length():
     long = make_sequence([1] * 400)
     admission = manager.can_allocate(long)
     assert admission.verdict is Verdict.OK
-    assert admission.num_needed_blocks == 5  # window - 1 + chunk = 15 tokens: 4 blocks, and 1
+    assert admission.num_needed_blocks == 5  # window - 1 + chunk = 15 tokens: 4 blocks, plus 1
     assert make_manager(num_blocks=12, block_size=4).can_allocate(long).verdict is Verdict.NEVER
     manager.allocate(long, admission)
     while long.num_computed_tokens < 400:
@@ -187,11 +187,11 @@ def test_hybrid_groups_share_one_pool_and_hit_together():
     assert not set(full) & set(windowed)
     manager.deallocate(first)
     assert cached(manager, [*range(20), 30]) == 20
-    manager.pool.evict(windowed[9:])  # the window group loses its tail: its hit ends at 18
+    manager.pool.evict(windowed[9:])  # the window group loses its last block: its hit ends at 18
     assert cached(manager, [*range(20), 30]) == 18
-    manager.pool.evict(full[5:6])  # the full group ends at 10 now, and there the window holds
+    manager.pool.evict(full[5:6])  # the full group's hit ends at 10 now, a hit of both
     assert cached(manager, [*range(20), 30]) == 10
-    manager.pool.evict(windowed[4:5])  # not there: each length needs two blocks of the window
+    manager.pool.evict(windowed[4:5])  # no longer: each length needs two blocks of the window
     assert cached(manager, [*range(20), 30]) == 8
 
 
@@ -218,8 +218,8 @@ def test_groups_are_freed_side_by_side_so_that_evictions_shorten_the_hit_evenly(
 
 
 def test_a_full_block_whose_last_token_is_not_known_yet_is_asked_for_again():
-    """Where steps overlap. With a block behind it that refused drafts had left, it was indexed when
-    that one was full too."""
+    """With overlapped steps. Regression: if a later block, left by rejected drafts, was full too,
+    the block was indexed."""
     manager = make_manager(block_size=4)
     seq = computed(manager, [1, 2, 3])
     assert manager.may_append(seq, 3)  # a token and two drafts

@@ -1,4 +1,4 @@
-"""BlockPool, operation by operation; tests/core/test_core_machines.py holds their combinations."""
+"""BlockPool, one operation at a time; tests/core/test_core_machines.py tests combinations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = Prefix(b"x", None, pack([1]))
 
 
 def filled(pool: BlockPool, count: int) -> list[int]:
-    """Allocates blocks and gives them the contents of one chain."""
+    """Allocates blocks and registers one chain of contents in them."""
     table = pool.allocate(count)
     prefixes = Prefixes()
     pool.register(table, 0, prefixes.follow(prefixes.root(None), range(count), 1))
@@ -125,8 +125,8 @@ check_pool(pool)
 
 
 def test_peer_bug_16_no_operation_walks_the_free_queue():
-    # Why a process of its own: Python 3.11 was seen to trace a line for ever in one where thousands
-    # of other tests had run.
+    # Why a separate process: in a process that had run thousands of other tests, Python 3.11 once
+    # traced one line forever.
     done = subprocess.run(
         [sys.executable, "-c", COUNT_EVENTS], capture_output=True, text=True, check=False,
         cwd=Path(__file__).parents[2],

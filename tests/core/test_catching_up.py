@@ -1,4 +1,4 @@
-"""Equal prompts prefilled side by side in chunks: each prefix is computed once, in turns."""
+"""Equal prompts prefilled in parallel chunks: each prefix is computed once, in alternation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(66)]
 
 
 def num_computed(prompts: list[list[int]], loop, **options) -> int:
-    """Tokens computed for prompts that arrive together; their outputs are checked."""
+    """Returns the tokens computed for prompts that arrive together; checks their outputs."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     engine = make_engine(257, 4, max_num_batched_tokens=64, **options)
     requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
@@ -27,7 +27,7 @@ def test_the_work_is_shared_block_by_block(windows, count, loop):
     options = {"windows": windows, "long_prefill_threshold": 8}
     once = num_computed([PROMPT], loop, **options)
     assert once == 66
-    # Each computes the 2 tokens behind the last full block itself.
+    # Each computes the 2 tokens after the last full block itself.
     assert num_computed([PROMPT] * count, loop, **options) == 66 + 2 * (count - 1)
 
 
@@ -43,7 +43,7 @@ def test_where_the_prompts_part_each_goes_on_alone():
 
 
 def test_who_was_admitted_before_the_other_was_known_catches_up():
-    """The later one leads: it was given what the first had, and more of the budget."""
+    """The later one leads: it hits the first one's blocks and gets more of the budget."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     engine = make_engine(257, 4, max_num_batched_tokens=20, long_prefill_threshold=4)
     engine.add_request("first", PROMPT, params)

@@ -1,7 +1,7 @@
-"""A Hypothesis machine: the pool against a plain model of it.
+"""A Hypothesis state machine: the pool against a simple model of it.
 
-Among others I7: eviction is least recently used first, tails before heads. The engine's machine,
-and all invariants, are in tests/core/test_engine_machine.py.
+It covers I7, among others: eviction is least recently used first, tails before heads. The engine's
+machine and all invariants are in tests/core/test_engine_machine.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTENTS = st.tuples(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A BlockPool beside lists and dicts that do the same the slow way."""
+    """A BlockPool and a slow model of it made of lists and dicts."""
 
     NUM_BLOCKS = 9
 

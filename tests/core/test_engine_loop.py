@@ -72,7 +72,7 @@ def test_peer_bug_07_nothing_leaks_after_an_exception(where, overlap):
 
 
 def error_behind(error: BaseException, cause: BaseException, *, is_context: bool) -> BaseException:
-    """An error as CPython chains it when compiled code returns although one is to be raised."""
+    """Returns an error chained as by CPython when compiled code returns with an exception set."""
     error.__cause__, error.__context__ = (None, cause) if is_context else (cause, cause)
     return error
 
@@ -81,7 +81,7 @@ def error_behind(error: BaseException, cause: BaseException, *, is_context: bool
 @pytest.mark.parametrize("where", ["launch", "result", "settle"])
 @pytest.mark.parametrize("is_context", [False, True])
 def test_an_interrupt_inside_of_a_kernel_is_a_keyboard_interrupt(overlap, where, is_context):
-    """3.12: "SystemError: ... returned a result with an exception set" in its place."""
+    """Regression: "SystemError: ... returned a result with an exception set" was raised instead."""
     engine = make_engine(overlap=overlap)
     told = error_behind(
         SystemError("a kernel returned a result with an exception set"),
@@ -98,7 +98,7 @@ def test_an_interrupt_inside_of_a_kernel_is_a_keyboard_interrupt(overlap, where,
     setattr(fake(engine), name, fail)
     steps = engine.settle if where == "settle" else engine.step
     if where == "settle" and not overlap:
-        engine.settle()  # nothing is under way
+        engine.settle()  # nothing is in flight
         steps = engine.step
     with pytest.raises(KeyboardInterrupt) as caught:
         steps()
@@ -108,7 +108,7 @@ def test_an_interrupt_inside_of_a_kernel_is_a_keyboard_interrupt(overlap, where,
 
 
 def test_a_system_error_of_another_kind_stays_one():
-    """3.12: only an interrupt is made of it."""
+    """Only a SystemError caused by an interrupt becomes a KeyboardInterrupt."""
     for behind in (None, ValueError()):
         engine = make_engine()
         engine.add_request("a", [1, 2], params())
@@ -169,7 +169,7 @@ def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at, overlap):
     assert_outputs(*new)
 
 
-# --- requests: what is refused, and how sequences end ---------------------------------------------
+# --- requests: refusals, and how sequences end ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -269,9 +269,9 @@ def test_stop_ids_of_the_model_and_of_the_request(loop):
 @LOOPS
 @pytest.mark.parametrize(("min_tokens", "length"), [(0, 1), (1, 1), (2, 2), (5, 5)])
 def test_a_stop_id_counts_from_the_last_of_min_tokens_on(loop, min_tokens, length):
-    """The token that makes the output long enough may itself be the one that ends it."""
+    """The token that reaches min_tokens may itself end the output."""
     engine = make_engine()
-    fake(engine).sample = lambda prefix, seed: 0  # EOS, always
+    fake(engine).sample = lambda prefix, seed: 0  # always EOS
     request = engine.add_request("a", [1, 2], params(9, min_tokens=min_tokens))
     loop(engine)
     (seq,) = request.sequences
@@ -280,9 +280,9 @@ def test_a_stop_id_counts_from_the_last_of_min_tokens_on(loop, min_tokens, lengt
 
 @LOOPS
 def test_an_eos_id_ends_a_structured_output_before_min_tokens(loop):
-    """It was filled with EOS ids: behind a complete text nothing else can be sampled."""
+    """Regression: it was filled with EOS ids, since after a complete text only EOS is allowed."""
     engine = make_engine()
-    fake(engine).sample = lambda prefix, seed: 0  # EOS, always
+    fake(engine).sample = lambda prefix, seed: 0  # always EOS
     asked = params(9, min_tokens=5, structured_outputs={"choice": ["x"]})
     request = engine.add_request("a", [1, 2], asked)
     loop(engine)

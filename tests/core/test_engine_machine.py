@@ -1,17 +1,17 @@
-"""One machine for all that the core does at once, against an oracle and the SlowScheduler.
+"""One state machine for all features of the core, against an oracle and the SlowScheduler.
 
-Requests with shared prefixes over small pools, in the plain and in the overlapped loop: forks,
-copy-on-write, cancelled requests, priorities, sliding windows and hybrid groups, preemption, equal
-prompts in one step, and tiers whose copies come late, fail, or are cut off. After each step all
-invariants are checked:
+Requests with shared prefixes run over small pools, in the plain and in the overlapped loop. Runs
+include forks, copy-on-write, aborts, priorities, sliding windows and hybrid groups, preemption,
+equal prompts in one step, and tiers whose copies are late, fail or are cancelled. After each step
+all invariants are checked:
 
-I1 free + used + null = total. I2 a reference count is the number of table entries. I3 free if and
-only if the count is 0. I4 the index names only full blocks whose chain matches. I5 a shared block
-is never written. I6 the null block is never allocated, hashed or freed. I7 eviction is least
-recently used first, tails before heads (tests/core/test_core_machines.py). The fake executor holds
-I5, and that whatever a sequence reads was written for exactly its tokens: a stale, torn or mixed-up
-block in any tier is found at the first read. At the end every output is compared. Beside the
-Scheduler a SlowScheduler leads the same life, and each step's plan must be the same.
+I1 free + used + null = total. I2 a reference count is the number of table entries. I3 a block is
+free exactly when its count is 0. I4 the index names only full blocks whose chain matches. I5 a
+shared block is never written. I6 the null block is never allocated, hashed or freed. I7 eviction is
+least recently used first, tails before heads (tests/core/test_core_machines.py). The fake executor
+checks I5, and that each block that a sequence reads was written for exactly its tokens: it finds a
+stale, torn or mixed-up block of any tier at the first read. At the end every output is compared. A
+SlowScheduler runs the same events, and each step's plan must be the same.
 """
 
 from __future__ import annotations
@@ -58,22 +58,23 @@ from tests.support.fake_executor import (
 from tests.support.replayed_trace import ReplayedTrace
 from tests.support.slow_scheduler import SlowScheduler
 
-# Why so many: a prefix must have left the device when it comes again, for a tier to have it.
+# Why so many: a tier only serves a prefix that the device has evicted before it is requested again.
 FAMILIES = [[(3 + k * i + i * i) % 43 for i in range(90)] for k in range(7)]
 LONGEST = 80
 
 EVENTS: Counter[str] = Counter()
-"""What has happened in all examples of a run, so that a test can hold that it did happen."""
+"""Counts of events in all examples of a run, so that a test can check that they occurred."""
 
 
 class EngineRun:
-    """An engine on a fake executor; its methods are what a caller and a device may do."""
+    """An engine on a fake executor; its methods are the actions of a caller and a device."""
 
     def __init__(
         self, scheduler_class: type[Scheduler], *, is_checked: bool = True, **options: Any
     ) -> None:
-        one = SimpleNamespace(**options)  # of each of OPTIONS
-        # Why more than the seed: Hypothesis likes the same few, and tiers would be the same few.
+        one = SimpleNamespace(**options)  # one value for each of OPTIONS
+        # Why more than the seed: Hypothesis prefers few seeds, and the tiers would repeat with
+        # them.
         self.random = Random(
             f"{one.seed} {one.num_blocks} {one.block_size} {one.windows} {one.states} {one.budget}"
             f" {one.admission} {one.late}"
@@ -95,7 +96,7 @@ class EngineRun:
             policy=make_policy(one.admission),
             make_tiers=self.make_tiers if one.caching and self.random.random() < 0.85 else None,
             overlap=one.late,
-            debug_checks=False,  # `holds` looks after each step
+            debug_checks=False,  # `holds` checks after each step
             scheduler_class=scheduler_class,
             proposer=self,
         )
@@ -105,15 +106,15 @@ class EngineRun:
         self.executor.row_errors = lambda row: "NaN" if row.seq_id in self.broken else None
         self.scheduler = self.engine.scheduler
         self.manager = self.scheduler.block_manager
-        # Why this bound: nothing is ever refused, so that every output is the oracle's.
+        # Why this bound: no request is refused, so every output equals the oracle's.
         self.max_total = max(n for n in range(1, LONGEST) if self.manager.can_ever_allocate(n))
-        # Why not for both: a SlowScheduler's plans are the same. Why a third: it takes its time.
+        # Why not for both: a SlowScheduler's plans are the same. Why a third: replays take time.
         is_traced = is_checked and one.seed % 3 == 0
         self.trace = ReplayedTrace(self.engine) if is_traced else None
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
         self.broken: set[int] = set()
-        self.given: dict[int, list[int]] = {}  # seq_id of a fork -> the output it starts with
+        self.given: dict[int, list[int]] = {}  # seq_id of a fork -> initial output
         self.finished: list[str] = []
         self.events = Counter({"examples": 1, "late examples": one.late})
 
@@ -124,7 +125,7 @@ class EngineRun:
             host=LoadCost(1, 0.001, random.choice(["auto", "load", "load", "load"])),
             disk=LoadCost(1, 0.001, random.choice(["auto", "load", "load", "load", "recompute"])),
         )
-        if random.random() < 0.5:  # else nothing is measured, and auto loads
+        if random.random() < 0.5:  # otherwise nothing is measured, and auto loads
             cost.prefill = Rate(random.choice([1.0, 2000.0, 1e6]), 1.0)
             cost.host.rate, cost.disk.rate = Rate(500.0, 1.0), Rate(500.0, 1.0)
         self.tiers = TieredPrefixCache(
@@ -138,10 +139,10 @@ class EngineRun:
         )
         return self.tiers
 
-    # --- what a caller does -------------------------------------------------------------------
+    # --- actions of a caller ------------------------------------------------------------------
 
     # Why a seed instead of a strategy for each value: Hypothesis prefers small values and short
-    # runs, and pressure on the pool comes from many and long requests.
+    # runs, but pressure on the pool needs many long requests.
     def add(self, seed: int, count: int) -> None:
         random = Random(seed ^ self.random.getrandbits(20))
         for _ in range(count):
@@ -180,7 +181,7 @@ class EngineRun:
 
     def propose(self, sequences: Sequence[CoreSequence]) -> list[tuple[int, ...]]:
         if self.random.random() < 0.7 or self.executor.layout.num_states:
-            return [()] * len(sequences)  # a state can't step back
+            return [()] * len(sequences)  # a recurrent state can't be rolled back
         return [self.drafts(seq) for seq in sequences]
 
     def drafts(self, seq: CoreSequence) -> tuple[int, ...]:
@@ -193,9 +194,9 @@ class EngineRun:
         return tuple(drafts)
 
     def steps(self, count: int, seed: int) -> None:
-        """Several, with what may come between any two of them: now and then, as in a long run."""
-        # Why mixed: Hypothesis likes the same few seeds, more so the more modules are loaded whose
-        # constants it has seen, and some events then never came.
+        """Runs several steps, with random events between them at the rate of a long run."""
+        # Why mixed: Hypothesis prefers few seeds, the more so the more loaded modules it has read
+        # constants from, and some events then never occurred.
         random = Random(seed ^ self.random.getrandbits(20))
         for _ in range(count):
             self.step()
@@ -232,7 +233,7 @@ class EngineRun:
         self.fork(random.getrandbits(20), 1)
 
     def fork(self, seed: int, count: int) -> None:
-        """Between steps, of any unfinished sequence, with the same next token or another one."""
+        """Forks any unfinished sequence between steps, with the same next token or another one."""
         random = Random(seed)
         self.engine.settle()
         for _ in range(count):
@@ -273,14 +274,14 @@ class EngineRun:
         self.events["failed steps"] += 1
 
     def run_on(self) -> None:
-        for _ in range(3):  # Why: a step that overlaps fails when it is waited for
+        for _ in range(3):  # Why: an overlapped step fails when its result is awaited
             self.finished += [request.request_id for request in self.engine.step()]
 
     def disk_is_full(self) -> None:
         if self.tiers is not None:
             self.disk.can_write = False
 
-    # --- what holds ---------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------
 
     def holds(self) -> None:
         if self.is_checked:
@@ -294,14 +295,14 @@ class EngineRun:
         assert not self.engine.has_unfinished() and not self.scheduler.has_unfinished
 
     def nothing_is_held(self) -> None:
-        """No block, on the device or for a step's copy in the host tier."""
+        """Checks that no block is in use, on the device or for a step's copy in the host tier."""
         assert self.manager.pool.num_active == 0
         if self.tiers is not None:
             held = self.tiers.host.counts()["active"]
             assert held == len(self.tiers.disk.held_host_ids()), "a step's copy is never let go"
 
     def finish(self) -> None:
-        """Steps until nothing is left; every output is then the oracle's."""
+        """Steps until nothing is left; then checks that every output equals the oracle's."""
         for _ in range(5_000):
             if not self.engine.has_unfinished():
                 break
@@ -386,10 +387,9 @@ OPTIONS: dict[str, list[Any]] = {
 
 
 class Twins:
-    """The same life of two engines, one with the shortcut for easy decodes, one without.
+    """Two engines with the same events: one with the fast path for decodes, one without.
 
-    The plain one makes the plans that the other is held to, step by step; whatever else holds is
-    looked for in the other.
+    Their plans must be equal in each step. All other checks run on the fast one.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -411,7 +411,7 @@ class Twins:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Hypothesis leads the lives, and makes one that fails as short as it can."""
+    """Lets Hypothesis choose the events, and shrink a failing run."""
 
     @initialize(**{name: st.sampled_from(values) for name, values in OPTIONS.items()})
     def start(self, **options: Any) -> None:
@@ -458,7 +458,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def live(seed: int) -> None:
-    """A long life, led by plain chance."""
+    """Runs a long sequence of events, chosen by a pseudorandom generator."""
     random = Random(seed)
     twins = Twins(**{name: random.choice(values) for name, values in OPTIONS.items()})
     for _ in range(10):
@@ -509,10 +509,10 @@ OFTEN = {
     "disk stores": 200,
     "disk failures": 20,
 }
-"""What must have happened in a run of the suite, and how often: else it proves little.
+"""Minimum count of each event in a run of the suite; with fewer it proves little.
 
-The lives led by chance are the same in each run and have nearly all of it. Hypothesis alone had 0
-to 600 disk loads: it draws constants of all modules that are loaded, so each run is a new sample.
+The pseudorandom runs are always the same and have nearly all events. Hypothesis alone had 0 to 600
+disk loads: it draws constants from all loaded modules, so each run is a new sample.
 """
 
 

@@ -1,4 +1,4 @@
-"""What a thread asks of an engine inside of its own step, as a signal handler may at any moment."""
+"""Engine calls from a thread within its own step, as a signal handler may make at any moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 def inside_a_step(
     monkeypatch: pytest.MonkeyPatch, engine: LLMEngine, call: Callable[[], Any]
 ) -> list[Any]:
-    """Makes the call in the middle of the second plan; its list has what came of it."""
+    """Makes the call in the middle of the second plan; the returned list gets its result."""
     came: list[Any] = []
     plain = BlockManager.may_append
 
@@ -39,7 +39,7 @@ def inside_a_step(
 def test_an_abort_waits_for_the_end_of_the_step(
     monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool
 ) -> None:
-    """It took the blocks of a sequence that the plan was at, and gave them to others."""
+    """Regression: it freed blocks of a sequence that was being planned, and others got them."""
     engine = make_engine(overlap=overlap)
     first = engine.add_request("first", range(1, 8), PARAMS)
     other = engine.add_request("other", range(11, 18), PARAMS)
@@ -66,7 +66,7 @@ def test_a_close_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_put_off_happens_though_the_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler closes, and exits."""
+    """A signal handler calls close() and exits."""
     engine = make_engine()
     engine.add_request("a", range(1, 8), PARAMS)
 

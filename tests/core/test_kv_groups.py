@@ -1,4 +1,4 @@
-"""Retention rules: what a group needs, drops, and can start from."""
+"""Retention rules: the blocks that a group needs and drops, and where a hit may end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def window(size: int) -> KVGroup:
 
 
 def test_a_window_drops_what_no_later_query_sees():
-    # block size 2, window 4: after 4/5/6/7/11 computed tokens 0/1/1/2/4 nulls
+    # block size 2, window 4: after 4/5/6/7/11 computed tokens there are 0/1/1/2/4 null blocks
     dropped = [num_dropped_blocks(window(4), n, 2) for n in (4, 5, 6, 7, 11)]
     assert dropped == [0, 1, 1, 2, 4]
     assert num_dropped_blocks(FULL, 1_000, 2) == 0

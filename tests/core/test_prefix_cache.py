@@ -1,4 +1,4 @@
-"""PrefixCache: what prompts find, what is registered, dropped and counted; no scheduler."""
+"""PrefixCache without a scheduler: hits, registration, invalidation and counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_full_blocks_only_and_one_token_left_to_compute():
 
 
 def test_a_block_behind_one_that_is_gone_is_no_part_of_the_prefix():
-    """It would take the place of the one that is gone."""
+    """Otherwise it would be used at the position of the evicted block."""
     manager = make_manager()
     first = computed(manager, list(range(70)))
     [table] = first.block_tables
@@ -66,7 +66,7 @@ def test_prompt_logprobs_from_a_token_on_read_what_comes_before_it():
         start: cached(manager, list(range(40)), prompt_logprobs=0, prompt_logprobs_start=start)
         for start in (0, 1, 16, 17, 18, 33, 40, 99)
     }
-    # Why 17: token 17 is scored by position 16, the first that is not in the first block.
+    # Why 17: position 16, the first after the first block, gives the score of token 17.
     assert found == {0: 0, 1: 0, 16: 0, 17: 16, 18: 16, 33: 32, 40: 32, 99: 32}
 
 

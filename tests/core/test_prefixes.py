@@ -1,4 +1,4 @@
-"""Prefixes: equal content is one object, and nothing rests on the hash, ancestors included."""
+"""Prefixes: equal content is one object; correctness does not depend on hashes of any ancestor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_a_name_is_kept_while_a_descendant_lives(weak_hash):
 
 
 def test_a_digest_names_the_whole_prefix():
-    """Events and files name a block by its digest alone, and another process makes it anew."""
+    """Events and files identify a block only by its digest, and other processes compute it
+    again."""
 
     def digests(salt: str | None, *blocks: list[int]) -> list[bytes]:
         prefixes = Prefixes()
@@ -97,8 +98,8 @@ def test_peer_bug_26_a_hit_compares_tokens_and_parent(weak_hash):
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
 def test_a_hit_compares_every_ancestor(weak_hash, windows):
-    """Q is not P, but their digests are equal, so that the blocks after them have equal digests,
-    parent digests and tokens; a hit that compared only these would read P's keys and values."""
+    """Q differs from P, but their digests are equal. So later blocks have equal digests, parent
+    digests and tokens; a hit that compared only these would read P's keys and values."""
     engine = make_engine(64 * len(windows), 4, windows=windows)
     p, q, after = [1, 2, 3, 4], [5, 6, 7, 8], [9] * 4
     params = SamplingParams(max_tokens=4, ignore_eos=True)

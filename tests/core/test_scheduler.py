@@ -29,7 +29,7 @@ def plans(engine: LLMEngine) -> list[StepPlan]:
 
 
 def admission_order(engine: LLMEngine) -> list[int]:
-    """Sequence ids in the order of their admissions."""
+    """Returns sequence ids in the order of their admissions."""
     return [new.seq_id for plan in plans(engine) for new in plan.admitted]
 
 
@@ -37,7 +37,8 @@ def admission_order(engine: LLMEngine) -> list[int]:
 
 
 def test_a_head_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
-    # The runner holds half of the pool for 60 steps; the head needs more than the other half.
+    # The running request has half of the pool for 60 steps; the first waiting one needs more than
+    # that.
     engine = make_engine(num_blocks=41, max_num_seqs=8, max_num_batched_tokens=256)
     engine.add_request("runner", range(1, 17), params(60))
     engine.step()
@@ -65,7 +66,7 @@ def test_a_preempted_sequence_is_not_refused_for_the_watermark():
 
 
 def test_drafts_that_the_pool_has_no_block_for_are_dropped():
-    """They are guesses: nobody is preempted for them, and nobody fails by them."""
+    """Drafts are only guesses: they cause no preemption and no failure."""
     engine = make_engine(9, 2, windows=(3, None, 9), max_num_batched_tokens=6)
     request = engine.add_request("0", [1, 2, 3], params(3))
     engine.step()

@@ -1,4 +1,4 @@
-"""`max_tokens=0`: a prompt is scored whole, in as many steps as it has chunks, and none decodes."""
+"""`max_tokens=0`: the whole prompt is scored, in one step per chunk, without a decode step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State groups: which states stay behind as snapshots, who finds them, and how few a pool needs."""
+"""State groups: which recurrent states are kept as snapshots, hits on them, and the pool size."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(60)]
 
 
 def engine_of(num_states: int = 20, snapshot_every: int = 4, **options):
-    """Blocks of 4 tokens; a regular snapshot after each 16."""
+    """Creates an engine with blocks of 4 tokens and a regular snapshot every 16 tokens."""
     return make_engine(129, 4, num_states=num_states, snapshot_every=snapshot_every, **options)
 
 
 def ask(engine, prompt: list[int], loop=run, **params):
-    """Runs one prompt alone; its outputs must be those of a sequence that runs alone."""
+    """Runs one prompt alone and checks its outputs against the oracle."""
     defaults = {"max_tokens": 1, "ignore_eos": True}
     number = str(len(engine.executor.plans))
     request = engine.add_request(number, prompt, SamplingParams(**(defaults | params)))
@@ -29,7 +29,7 @@ def ask(engine, prompt: list[int], loop=run, **params):
 
 
 def most_states(engine, steps: int = 1000) -> int:
-    """Runs to the end; most states that were active between two steps."""
+    """Runs to the end; returns the maximum number of active states between two steps."""
     most = 0
     for _ in range(steps):
         if not engine.has_unfinished():
@@ -44,7 +44,7 @@ def most_states(engine, steps: int = 1000) -> int:
 def test_a_prompt_starts_from_the_deepest_snapshot(loop):
     engine = engine_of()
     ask(engine, PROMPT[:50], loop)
-    # Regular ones behind 16, 32 and 48 tokens; the last full block of the prompt ends at 48.
+    # Regular snapshots after 16, 32 and 48 tokens; the last full block of the prompt ends at 48.
     assert ask(engine, PROMPT[:50], loop).num_cached_tokens == 48
     assert ask(engine, PROMPT[:40], loop).num_cached_tokens == 32
     assert ask(engine, PROMPT[:15], loop).num_cached_tokens == 0
@@ -58,8 +58,8 @@ def test_the_end_of_a_prompt_is_kept():
 
 
 def test_where_prompts_branch_the_third_one_starts():
-    """The first leaves no snapshot there, because nothing is known yet; the second finds its
-    blocks of keys and values and leaves one."""
+    """The first prompt leaves no snapshot there, because the branch is unknown; the second one hits
+    its KV blocks and leaves one."""
     engine = engine_of(snapshot_every=100)
     found = [ask(engine, [*PROMPT[:30], number] * 2).num_cached_tokens for number in (1, 2, 3)]
     assert found == [0, 0, 28]
@@ -91,7 +91,7 @@ def test_a_decode_holds_one_state_however_long_it_is(caching):
     while engine.has_unfinished():
         engine.step()
         held.append(engine.scheduler.block_manager.pool.queues[1].counts()["active"])
-    # Two each in the step behind a snapshot, which reads it and writes another.
+    # Two per sequence in the step after a snapshot, which reads it and writes another state.
     assert held.count(3) > 60 and max(held) <= 6
     assert engine.executor.num_copies == 0
     if not caching:

@@ -1,4 +1,4 @@
-"""Content that may be wrong leaves every tier; what ends early lets go of every block."""
+"""Possibly invalid content leaves every tier; an early end releases every block."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def ask(engine: LLMEngine, name: str, prompt: list[int] = PROMPT):
 
 
 def contents(engine: LLMEngine, prompt: list[int]) -> list[Content]:
-    """What the prompt's full blocks hold, in each group."""
+    """Returns the contents of the prompt's full blocks, in each group."""
     manager = engine.scheduler.block_manager
     seq = make_sequence(prompt)
     prefixes = manager.prefix_cache._prefixes_of(seq, len(prompt) // manager.block_size)
     return [Content(g, prefix) for prefix in prefixes for g in range(len(manager.layout.groups))]
 
 
-# --- content that may be wrong --------------------------------------------------------------------
+# --- possibly invalid content ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
@@ -55,7 +55,7 @@ def test_invalid_content_leaves_host_and_disk(windows):
     assert ask(engine, "good").num_cached_tokens == 0
     ask(engine, "other", [1, 2, 3] * 5)
     kept, invalid = contents(engine, [1, 2, 3] * 5), contents(engine, PROMPT)
-    if len(windows) == 2:  # the broken sequence never reads what left its window
+    if len(windows) == 2:  # the broken sequence never reads blocks outside its window
         kept, invalid = kept + invalid[1:4:2], [invalid[0], invalid[2], *invalid[4:]]
     assert all(tiers.lookup(content)[0] is Level.HOST for content in invalid + kept)
     assert set(invalid + kept) <= set(disk.files)
@@ -98,7 +98,7 @@ def test_content_under_way_to_a_tier_is_dropped_when_it_has_come():
 
 
 def test_each_group_of_a_prefix_is_copied():
-    """The same prefix in two groups is two contents, stored, written and read side by side."""
+    """One prefix in two groups is two contents, stored, written and read separately."""
     engine, tiers, disk = engine_with_tiers(windows=(None, 9))
     ask(engine, "one")
     ask(engine, "later", [4, 5, 6])
@@ -108,7 +108,7 @@ def test_each_group_of_a_prefix_is_copied():
     tiers.disk.drain(and_write=True)
     assert engine.scheduler.block_manager.pool.reset() and tiers.host.reset()
     again = ask(engine, "two")
-    # The full group needs 4 blocks of the prefix, the window 2; each is read once.
+    # The full group needs 4 blocks of the prefix, the window group 2; each is read once.
     assert (tiers.tier_stats()[1].loaded_blocks, tiers.tier_stats()[0].loaded_blocks) == (6, 6)
     assert again.num_cached_tokens == 16
     assert again.output_token_ids == expected_output(PROMPT, again.seed, 2)
@@ -125,7 +125,7 @@ def test_a_step_under_way_lets_go_of_its_copies_when_all_is_aborted(way):
         engine.abort("r")
     else:
         getattr(engine, way)()
-    # What is left belongs to writes to disk, which end by themselves.
+    # The remaining blocks belong to disk writes, which end independently.
     assert tiers.host.counts()["active"] == len(tiers.disk.held_host_ids())
     assert not engine.scheduler.has_unfinished
     if way != "close":
@@ -136,7 +136,7 @@ def test_a_step_under_way_lets_go_of_its_copies_when_all_is_aborted(way):
 def test_what_waits_for_the_disk_is_written_at_the_end_and_forgotten_at_a_reset(way):
     engine, tiers, disk = engine_with_tiers()
     collect = disk.collect
-    disk.collect = lambda wait_s: collect(wait_s) if wait_s else []  # no copy ends by itself
+    disk.collect = lambda wait_s: collect(wait_s) if wait_s else []  # no copy ends unless awaited
     ask(engine, "one", [*range(3, 43)] * 2)
     waiting = len(tiers.disk.to_write)
     assert waiting and len(disk.queue) + waiting == 20

@@ -1,4 +1,4 @@
-"""What the pages name is there: links, mechanisms and their tests, rooms, files."""
+"""Everything that the pages name exists: links, mechanisms and their tests, packages, files."""
 
 import ast
 import functools
@@ -34,7 +34,7 @@ REFERENCE = re.compile(r"`((?:\w+/)*\w+\.py)::([\w.]+)`")
 
 @functools.cache
 def names_in(path: Path) -> set[str]:
-    """What a file defines: functions, classes and their methods (`Class.method`), constants."""
+    """Returns the names defined in a file: functions, classes, `Class.method`, constants."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -49,7 +49,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def missing(cell: str, folder: Path) -> list[str]:
-    """References of a cell that lead nowhere; at least one must be there."""
+    """Returns the references of a cell that don't resolve; the cell must have at least one."""
     references = REFERENCE.findall(cell)
     if not references:
         return [f"no reference in {cell!r}"]
@@ -86,7 +86,7 @@ FAST_PATHS = (ROOT / "tests/fast_paths.md").read_text(encoding="utf-8")
 TWINS = re.findall(r"^\| (.*`.*) \| (.*`.*) \| (`(?:\w+/)?test_.*) \|$", FAST_PATHS, re.MULTILINE)
 ROW_OF_A_ROOM = re.compile(r"^\| `([\w/]+)/` \| .* \| .* \| (.*) \|$", re.MULTILINE)
 ROOMS = dict(ROW_OF_A_ROOM.findall(DESIGN.partition("## Principles")[0]))
-"""The files to read first, by room."""
+"""The files to read first, by package."""
 
 
 def test_each_room_stands_in_the_table_with_a_file_to_read_first():
@@ -106,11 +106,11 @@ FILES = {
     for path in (ROOT / folder).rglob("*.py")
 } | {path.name for path in ROOT.glob("*.py")}
 ELSEWHERE = re.compile(r"^# (\S+\.py)$|(modular_\S+\.py|convert_hf_to_gguf\.py)", re.MULTILINE)
-"""Files that a page writes itself, and those of other projects."""
+"""Files that a page writes itself, and files of other projects."""
 
 
 def unknown_files(text: str) -> set[str]:
-    """Names of Python files in `code` that end the path of no file in the repository."""
+    """Returns names of Python files in `code` that match the end of no path in the repository."""
     others = {name for pair in ELSEWHERE.findall(text) for name in pair}
     named = set(re.findall(r"`([\w/]+\.py)\b", text)) - others
     return {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in FILES)}

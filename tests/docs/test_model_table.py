@@ -1,4 +1,4 @@
-"""The table of docs/models.md says of each supported family that it was tried, and of no other."""
+"""The table of docs/models.md lists exactly the supported families, each with a tested model."""
 
 from __future__ import annotations
 

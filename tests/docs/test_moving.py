@@ -1,4 +1,4 @@
-"""docs/moving_from_vllm.md: each row of its tables is executed, and none is missing."""
+"""docs/moving_from_vllm.md: each row of its tables is executed, and no name is missing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Row(NamedTuple):
 
 
 def rows(section: str) -> list[Row]:
-    """The rows of the tables in a section, one of each kind; one that names several things is a row
-    of each."""
+    """Returns the rows of a section's tables (one table per kind). A row that lists several names
+    becomes one row per name."""
     text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     kind, found = "", []
     for line in text.splitlines():
@@ -53,12 +53,12 @@ def rows(section: str) -> list[Row]:
 
 
 def given(code: str) -> dict[str, Any]:
-    """The keywords in `name=value, ...`."""
+    """Parses the keywords of `name=value, ...`."""
     return eval(f"dict({code})")
 
 
 def make_config(**options: Any) -> EngineConfig:
-    """What a GPU would be given."""
+    """Builds a config with GPU defaults."""
     config = EngineConfig.from_kwargs(**{"model": "m"} | options)
     return share_of_memory(config, torch.device("cuda"))
 
@@ -144,7 +144,7 @@ def test_fields_come_in_the_order_of_the_page(section: str, settings: Any, own: 
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[dict[str, Any]]:
-    """What the code of the page may use."""
+    """Yields the names that the page's code may use."""
     params = SamplingParams(max_tokens=2, logprobs=1)
     with LLM(demo_model_path(), max_num_seqs=8, num_kv_blocks=64) as llm:
         (output,) = llm.generate("Once", params, use_tqdm=False)
@@ -168,7 +168,7 @@ CODE = ("Methods", "Outputs")
 def test_code_does_what_the_page_says(section: str, row: Row, names: dict[str, Any]) -> None:
     assert row.kind in ("same", "differs", "refused")
     if row.kind == "refused":
-        # AttributeError covers assignments to what is frozen, TypeError unknown arguments.
+        # AttributeError covers assignments to frozen objects, TypeError covers unknown arguments.
         with pytest.raises((NanoEngineError, AttributeError, TypeError)) as refused:
             eval(row.code, dict(names))
         lacking = row.code.removeprefix("llm.")

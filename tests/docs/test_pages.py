@@ -1,6 +1,6 @@
-"""Every code block of README and docs runs as it stands, and prints what the page shows.
+"""Every code block of README and docs runs unchanged and prints what the page shows.
 
-What each kind of block is: `tests/support/pages.py`.
+The kinds of blocks are described in `tests/support/pages.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support import pages
 from tests.support.pages import ROOT, Block
 
 NEEDS = "StructuredOutputs("
-"""In scripts that need an extra."""
+"""Marks scripts that need an optional package."""
 GRAMMARS = [
     pytest.mark.extra,
     pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs llguidance"),
@@ -44,8 +44,8 @@ def params(blocks: list[Block]) -> list[object]:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory; what is imported from there is forgotten afterwards, and so is
-    what it added to the engine's tables."""
+    """Creates an empty working directory. Afterwards, modules imported from it are unloaded, and
+    entries that they added to the engine's tables are removed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before, tables = set(sys.modules), [(table, dict(table)) for table in (FAMILIES, BACKENDS)]
@@ -59,7 +59,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def write_files(page: str, scratch: Path) -> None:
-    """The files that a page shows, as packages: directories get an `__init__.py`."""
+    """Writes the files that a page shows; directories get an `__init__.py`."""
     for block in pages.of_kind("file"):
         if block.page == page:
             path = scratch / block.path
@@ -115,7 +115,7 @@ def test_a_script_runs_and_prints_what_is_shown(
 
 @contextlib.contextmanager
 def ends_well() -> Iterator[None]:
-    """A program may end by leaving the interpreter, with status 0."""
+    """A program may end with SystemExit and status 0."""
     try:
         yield
     except SystemExit as end:
@@ -125,7 +125,7 @@ def ends_well() -> Iterator[None]:
 
 def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs `nanoengine ...`, `python -m ...` or `python script.py ...` in this process, and returns
-    what it prints."""
+    its output."""
     program, *rest = arguments
     printed = io.StringIO()
     rest, target = (rest[: rest.index(">")], rest[-1]) if ">" in rest else (rest, None)
@@ -174,7 +174,7 @@ def targets() -> set[str]:
 
 
 def why_wrong(arguments: list[str]) -> str:
-    """Why a command could not run as it is written, whatever the machine; "" if it could."""
+    """Returns why a command could not run on any machine; "" if it could."""
     while arguments and re.match(r"\w+=", arguments[0]):
         arguments = arguments[1:]
     if not arguments or arguments[0].startswith("$"):
@@ -237,7 +237,7 @@ def test_a_command_that_is_not_there_is_noticed(line: str, why: str, tmp_path: P
 
 
 def test_no_page_shows_an_output_of_nothing() -> None:
-    """Else it would be compared with nothing."""
+    """An output without a command would be compared with nothing."""
     kinds = ("script", "session", "diff", "output")
     for page in pages.PAGES:
         blocks = pages.blocks_of(page)
@@ -263,7 +263,7 @@ def test_a_difference_is_noticed_and_what_varies_is_not() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=str)
 def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
-    """`make test-extras` runs it, from top to bottom."""
+    """`make test-extras` runs the whole notebook."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert len(code) > 5

@@ -1,4 +1,4 @@
-"""The site: every page stands in it, and no link or anchor leads nowhere."""
+"""The site: it has every page, and all links and anchors resolve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def pages_in(nav: list[Any]) -> list[str]:
-    """The pages of a navigation, whose entries are pages or sections of entries."""
+    """Returns the pages of a navigation, whose entries are pages or sections of entries."""
     found: list[str] = []
     for entry in nav:
         if isinstance(entry, str):
@@ -38,7 +38,7 @@ def test_every_page_stands_in_the_site_once() -> None:
 
 
 def test_links_of_pages_stay_among_the_pages() -> None:
-    """On the site there is nothing else: name a file of the repository in `code`."""
+    """The site has only pages: name a file of the repository in `code` instead of linking to it."""
     outside = {
         page.name: links
         for page in PAGES
@@ -48,7 +48,7 @@ def test_links_of_pages_stay_among_the_pages() -> None:
 
 
 def build(root: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    # Why not --quiet: warnings that are not logged are not counted either.
+    # Why not --quiet: warnings that are not logged are not counted.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
     return subprocess.run([*command, str(target)], cwd=root, capture_output=True, text=True)
 

@@ -1,8 +1,8 @@
-"""Functions and questions of the Berkeley Function Calling Leaderboard, with calls that must be.
+"""Functions and questions of the Berkeley Function Calling Leaderboard, with forced tool calls.
 
-The package bfcl-eval brings them (`pip install --no-deps bfcl-eval` does). A model of little
-stories says nothing sensible about them: what is shown is that an answer which has come to its end
-is calls of the given functions, by their schemas.
+The data comes with the package bfcl-eval (`pip install --no-deps bfcl-eval`). The demo model gives
+no sensible answers. The test shows that each finished answer consists of calls of the given
+functions that follow their schemas.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CATEGORIES = {
     "live_simple": 40,
     "live_multiple": 40,
 }
-"""How many rows of each."""
+"""The number of rows per category."""
 
 TYPES = {
     **{"dict": "object", "HashMap": "object", "tuple": "array", "Array": "array"},
     **{"ArrayList": "array", "float": "number", "double": "number", "long": "integer"},
     **{"String": "string", "char": "string", "Boolean": "boolean"},
 }
-"""The leaderboard's names of types, where they are not those of JSON Schema."""
+"""The leaderboard's type names that differ from JSON Schema's."""
 
 ENDS = {'"': 32.0, "}": 28.0, "]": 30.0, ",": 20.0}
-"""What is added to the logits of the marks by which JSON ends."""
+"""Logit bias for the characters that end JSON values."""
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{{ tools[0]['function']['name'] }}"
@@ -48,7 +48,7 @@ TEMPLATE = (
 
 
 def schema(given: Any) -> Any:
-    """A schema of the leaderboard's as JSON Schema; a type that is none of it is any."""
+    """Converts a leaderboard schema to JSON Schema; an unknown type allows any value."""
     if isinstance(given, list):
         return [schema(one) for one in given]
     if not isinstance(given, dict):
@@ -63,7 +63,7 @@ def schema(given: Any) -> Any:
 
 
 def rows(folder: Path, counts: dict[str, int]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
-    """Id, question, tools."""
+    """Yields id, question, tools."""
     for name, count in counts.items():
         lines = (folder / f"BFCL_v4_{name}.json").read_text(encoding="utf-8").splitlines()
         for line in lines[:: max(len(lines) // count, 1)][:count]:
@@ -76,7 +76,7 @@ def rows(folder: Path, counts: dict[str, int]) -> Iterator[tuple[str, str, list[
 
 
 def outcome(completion: Any, tools: list[dict[str, Any]]) -> str:
-    """What has become of an answer; raises where a whole one breaks its schema."""
+    """Returns the outcome of an answer; raises if a finished one violates its schema."""
     if completion.error is not None:
         return completion.error
     if completion.finish_reason == "length":
@@ -93,10 +93,10 @@ def outcome(completion: Any, tools: list[dict[str, Any]]) -> str:
 
 
 def count(folder: Path, llm: LLM, max_tokens: int) -> collections.Counter[str]:
-    """The outcomes; each row is a call of its own, as its tools are."""
+    """Counts the outcomes; each row is a separate call with its own tools."""
     found = collections.Counter[str]()
     encode = llm.get_tokenizer().encode
-    # Why: the model ends no string and no number by itself.
+    # Why: the model never ends a string or a number without the bias.
     bias = {encode(mark, add_special_tokens=False)[-1]: size for mark, size in ENDS.items()}
     for number, (name, question, tools) in enumerate(rows(folder, CATEGORIES)):
         (output,) = llm.chat(
@@ -117,7 +117,7 @@ def count(folder: Path, llm: LLM, max_tokens: int) -> collections.Counter[str]:
 
 @pytest.mark.extra
 def test_calls_that_must_be_are_calls_by_their_schemas() -> None:
-    """Of 350 rows none is refused, and none that ends breaks a schema; some are cut off."""
+    """Of 350 rows, none is refused and no finished one violates a schema; some are truncated."""
     pytest.importorskip("llguidance")
     spec = importlib.util.find_spec("bfcl_eval")
     if spec is None:

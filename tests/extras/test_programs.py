@@ -1,6 +1,6 @@
-"""Programs that others wrote, unchanged, with nanoengine in the place of vLLM.
+"""Unmodified third-party programs, with nanoengine in place of vLLM.
 
-Each runs as its users start it, in a process of its own.
+Each runs in a separate process, started as its users start it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ if __name__ == "__main__":
 
 @pytest.mark.extra
 def test_distilabel_runs_a_pipeline_of_two_steps(tmp_path: Path) -> None:
-    """Each step has an LLM in a process of its own."""
+    """Each step has an LLM in a separate process."""
     pytest.importorskip("distilabel")
     out = run_program(tmp_path, DISTILABEL, str(tmp_path / "cache"))
     found = json.loads(re.findall("FOUND (.*)", out)[0])
@@ -150,7 +150,7 @@ print("FOUND", found.scores["test"][0]["main_score"])
 
 @pytest.mark.extra
 def test_mteb_evaluates_vectors(tmp_path: Path) -> None:
-    """Ranks of the cosines of `LLM.embed`, given as what people said, are met wholly."""
+    """The expected scores are the cosines of `LLM.embed`, so the rank correlation is 1."""
     pytest.importorskip("mteb")
     first = ["Tom had a dog.", "A red bird sang.", "The cat slept.", "Once upon a time"]
     second = ["Tom had a cat.", "The bird was red.", "He ran to the park.", "Long ago"]
@@ -182,7 +182,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.eval
 def test_the_harness_gets_of_vllm_what_it_gets_of_transformers(tmp_path: Path) -> None:
-    """Log-likelihoods within 1e-3, and the same texts."""
+    """Log-likelihoods agree within 1e-3, and the texts are equal."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate")
     docs = [
@@ -209,7 +209,7 @@ def test_the_harness_gets_of_vllm_what_it_gets_of_transformers(tmp_path: Path) -
 
 
 def of_the_program(folder: Path) -> dict[str, list[Any]]:
-    """What the harness got of `--model vllm` for each row, by task."""
+    """Returns the harness's results of `--model vllm` for each row, by task."""
     run_apart(
         *("-m", "lm_eval", "--model", "vllm", "--tasks", ",".join(TASKS), "--log_samples"),
         *("--model_args", f"pretrained={MODEL},dtype=float32", "--include_path", str(folder)),
@@ -225,7 +225,7 @@ def of_the_program(folder: Path) -> dict[str, list[Any]]:
 
 
 def of_transformers(folder: Path) -> dict[str, list[Any]]:
-    """The same of the harness's own model, in this process: another one took ten seconds more."""
+    """Returns the same for the harness's own model in this process; another takes 10 s more."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -242,6 +242,6 @@ def of_transformers(folder: Path) -> dict[str, list[Any]]:
 
 
 def responses(rows: Iterable[Any]) -> list[Any]:
-    """Of each row, in their order."""
+    """Returns the response of each row, in order."""
     ordered = sorted(rows, key=lambda row: row["doc_id"])
     return [[answer[0] for answer in row["resps"]] for row in ordered]

@@ -1,9 +1,9 @@
-"""What rounding costs on a trained model, SmolLM2-135M-Instruct: KL to its weights in float32.
+"""Quantization error of a trained model, SmolLM2-135M-Instruct: KL to its float32 weights.
 
-Random weights and the demo model have no outliers among activations, and hide what these cost. Each
-bound is 1.3 times what was measured; with one activation scale per token, the GGUF file has 0.049
-and int8 0.053, with a group's largest weight at -8, int4 has 0.42, and an int8 cache without a
-Hadamard matrix 0.0008.
+Random weights and the demo model have no activation outliers, and hide their cost. Each bound is
+1.3 times the measured value. With one activation scale per token, the GGUF file has 0.049 and int8
+0.053; with a group's largest weight at -8, int4 has 0.42; and an int8 cache without a Hadamard
+matrix has 0.0008.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BOUNDS = {
     "@dtype=float32,quantization=int4": 0.0145,
     "@dtype=float32,kv_cache_dtype=int8": 0.00028,
 }
-"""Settings after a path -> most mean KL [nats]."""
+"""Settings after a path -> largest mean KL [nats]."""
 
 
 @pytest.mark.timeout(600)

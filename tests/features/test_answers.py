@@ -1,6 +1,6 @@
-"""Answers taken apart: reasoning, calls, and what is left; by the form that a template shows.
+"""Parsing outputs into reasoning, tool calls and the rest, by the format of a chat template.
 
-The forms are those of vLLM's tests of its parsers, with texts of our own.
+The formats are the same as in vLLM's parser tests; the texts are our own.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def test_answers_that_a_grammar_binds_are_calls_and_nothing_else():
 
 QWEN3 = r'{{ "<tool_call>\n{\"name\": <function-name>, \"arguments\": ...}" }}<think>\n\n</think>'
 TEMPLATES = {
-    # a template's words: reasoning, calls
+    # chat template: reasoning format, tool call format
     QWEN3: ("qwen3", "hermes"),
     "<tool_call>\n<function=example>\n<parameter=a>": (None, "qwen3_coder"),
     "{{ x }}<|Assistant|><think>\\n": ("deepseek_r1", None),

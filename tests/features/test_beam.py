@@ -39,7 +39,7 @@ def make_llm(**options: object) -> LLM:
 
 
 def found(llm: LLM, params: BeamSearchParams, eos: tuple[int, ...]) -> list:
-    """(tokens, score, sum) of each sequence of each prompt."""
+    """Returns (tokens, score, sum) of each sequence of each prompt."""
     engine = llm.engine
     engine.info = engine.checker.info = dataclasses.replace(engine.info, eos_token_ids=eos)
     outputs = llm.beam_search(random_prompts(4, LENGTHS), params, use_tqdm=False)
@@ -49,7 +49,7 @@ def found(llm: LLM, params: BeamSearchParams, eos: tuple[int, ...]) -> list:
 
 
 def expected(params: BeamSearchParams, eos: tuple[int, ...]) -> list:
-    """The same from transformers."""
+    """Returns the same from transformers."""
     model = reference(checkpoint("qwen3"), torch.float64)
     results = []
     for prompt in random_prompts(4, LENGTHS):
@@ -85,7 +85,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def likely(llm: LLM) -> list[int]:
-    """The tokens that occur most in searches without an end: those that are worth being an EOS."""
+    """Returns the most frequent tokens in searches without EOS: they make good EOS ids."""
     sequences = found(llm, BeamSearchParams(beam_width=4, max_tokens=NUM_TOKENS), ())
     counts = Counter(t for beams in sequences for tokens, _ in beams for t in tokens[2:])
     return [token_id for token_id, _ in counts.most_common(6)]
@@ -120,7 +120,7 @@ def test_sequences_and_scores_are_those_of_transformers(
     ]
     for beams, reference_beams in zip(ours, theirs, strict=True):
         assert [s for _, s in beams] == pytest.approx([s for _, s in reference_beams], abs=1e-4)
-    if penalty <= 1 and eos:  # above, the longest score best
+    if penalty <= 1 and eos:  # with a larger penalty, the longest sequence scores best
         assert any(tokens[-1] in eos for beams in ours for tokens, _ in beams), "no EOS was met"
 
 
@@ -138,7 +138,7 @@ def test_ignored_eos_ids_end_nothing(llm, likely):
     assert found(llm, params, tuple(likely)) == found(llm, plain, ())
 
 
-# --- on the fake executor: whatever else runs, what a search finds alone -------------------------
+# --- on the fake executor: a search finds the same, whatever else runs ---------------------------
 
 
 def add_search(engine, name: str, prompt: list[int], params: BeamSearchParams):
@@ -150,7 +150,7 @@ def add_search(engine, name: str, prompt: list[int], params: BeamSearchParams):
 
 
 def found_alone(prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
-    """Tokens and scores of a search that has a large pool to itself."""
+    """Returns tokens and scores of a search that has a large pool to itself."""
     engine = make_engine(num_blocks=200)
     search, _ = add_search(engine, "alone", prompt, params)
     run(engine)
@@ -201,7 +201,7 @@ def test_beams_share_what_they_have_in_common():
     assert [plan.num_tokens for plan in executor.plans] == [30, *[3] * 7]
     assert executor.plans[1].forks, "beams are forked, not admitted"
     assert sum(len(plan.admitted) for plan in executor.plans) == 1
-    # Two beams copy the block of tokens 28 to 30; whoever is alone again writes in place.
+    # Two beams copy the block of tokens 28 to 30; a beam that no longer shares it writes in place.
     assert len(executor.plans[1].block_copies) == 2
 
 

@@ -1,6 +1,6 @@
-"""A draft model in whole engines: tokens never change, and its keys and values are right.
+"""A draft model in whole engines: tokens never change, and its KV cache is correct.
 
-Where the draft model is the target itself, drafts are right if and only if its keys and values are.
+With the target itself as draft model, drafts are right exactly when the KV cache is correct.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PARAMS = {
 
 
 def prompts() -> list[list[int]]:
-    """Some share a prefix, two are equal."""
+    """Prompts; some share a prefix, two are equal."""
     distinct = random_prompts(4, [5, 17, 33, 40], seed=3)
     return [*distinct, distinct[3][:24] + distinct[1], distinct[2]]
 
@@ -58,7 +58,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(where, what):
     options, params = OPTIONS[where], PARAMS[what]
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts(), params))
     engine = drafting_engine(checkpoint("qwen3") + ":k=3", **options)
-    for _ in range(2):  # the second run finds what the first has cached
+    for _ in range(2):  # the second run hits the first run's cache
         assert tokens(run(engine, prompts(), params)) == expected
     stats = engine.stats()
     assert stats.drafted_tokens == stats.accepted_tokens > 100
@@ -76,7 +76,7 @@ def test_a_draft_model_that_is_mostly_wrong_and_has_windows_does_not_show():
 
 
 def test_blocks_that_were_filled_without_drafting_are_right():
-    """Answers that nobody drafted for lie in the cache, and the next prompt begins with one."""
+    """Outputs computed without drafting are in the cache, and the next prompt begins with one."""
     engine = make_engine(
         checkpoint("qwen3"), speculative=checkpoint("qwen3"), block_size=8, max_num_seqs=4
     )
@@ -109,7 +109,7 @@ class EverySecondTime:
 
 
 def test_wrong_drafts_leave_nothing_in_the_blocks():
-    """With penalties, which the draft model ignores, drafts are right and wrong in turn."""
+    """The draft model ignores penalties, so right and wrong drafts alternate."""
     penalized = SamplingParams(temperature=0, frequency_penalty=1.5, max_tokens=60, ignore_eos=True)
     engine = drafting_engine(checkpoint("qwen3"), block_size=8)
     engine.proposer = EverySecondTime(engine.proposer)

@@ -1,4 +1,4 @@
-"""When to draft: the decision on made-up texts and a made-up machine, whose clock is a formula."""
+"""When to draft: the decision on synthetic texts and a simulated machine with a computed clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nanoengine.settings.params import SamplingParams
 
 
 class Machine:
-    """A drafter whose drafts are right with chance `accept`, and a step that takes `cost(rows)`."""
+    """A drafter whose drafts are right with probability `accept`; a step takes `cost(rows)`."""
 
     always = False
     only_for = None
@@ -45,7 +45,7 @@ class Machine:
         hiccup: float = 1.0,
     ) -> None:
         self.accept, self.cost, self.k, self.draft_s = accept, cost, k, draft_s
-        self.look_s, self.hiccup = look_s, hiccup  # the latter times the fourth step takes longer
+        self.look_s, self.hiccup = look_s, hiccup  # hiccup: slowdown factor of the fourth step
         self.random = Random(0)
         self.now = 0.0
         self.tokens = self.rows = self.steps = self.drafted = self.looks = 0
@@ -95,29 +95,29 @@ class Machine:
 
     @property
     def speed_up(self) -> float:
-        """Tokens a second over those of a machine that never drafts."""
+        """Tokens per second relative to a machine that never drafts."""
         num_rows = len(self.sequences)
         return self.tokens / self.now * self.cost(num_rows) / num_rows
 
 
 def flat(rows: int) -> float:
-    """A step that reads weights: further rows are nearly free."""
+    """Cost of a memory-bound step: further rows are nearly free."""
     return 1 + 0.05 * (rows - 1)
 
 
 def steep(rows: int) -> float:
-    """A step that computes: each row costs as much as the first."""
+    """Cost of a compute-bound step: each row costs as much as the first."""
     return float(rows)
 
 
 def cliff(rows: int) -> float:
-    """Tiles of three rows: a fourth one takes another tile."""
+    """Cost with tiles of three rows: a fourth row takes another tile."""
     return 1.0 + (rows > 3) * 1.4 + 0.02 * rows
 
 
 BEST_OF_A_TILE = (1 + 0.8 + 0.64) * cliff(1) / cliff(3)
 MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
-    # the machine, what becomes of it after 300 steps, least speed-up from then on
+    # the machine, its changes after 300 steps, minimum speed-up from then on
     "good drafts are as long as they can be": ({"accept": 0.95}, {}, 4.5),
     "a drafter that takes a step's time": ({"accept": 0.7, "draft_s": 1.0}, {}, 0.9),
     "a quick drafter": ({"accept": 0.7, "draft_s": 0.02}, {}, 1.8),
@@ -156,7 +156,7 @@ def test_a_sequence_that_is_given_no_drafts_stays_a_plain_decode():
 
 
 def test_many_that_never_pay_are_hardly_tried():
-    """Also when others take their places: what tries in some have taught, new ones begin with."""
+    """Also when other sequences replace them: new ones start from the learned acceptance rate."""
     machine = Machine(0.02, steep, num_rows=32)
     machine.run(200)
     for _ in range(10):
@@ -170,7 +170,7 @@ def test_many_that_never_pay_are_hardly_tried():
 @pytest.mark.parametrize("num_rows", [1, 32, 256])
 @pytest.mark.parametrize("share", [0.02, 0.2])
 def test_looks_lose_a_percent_or_half_of_it_however_long_they_take(num_rows, share):
-    """`share`: of a step's time, what a look at all rows takes."""
+    """`share`: the time to look at all rows, as a fraction of the step time."""
     lost = 0.01 if num_rows == 1 else 0.005
     machine = Machine(0.0, steep, num_rows=num_rows, k=0, look_s=share)
     machine.run(400)
@@ -182,8 +182,8 @@ def test_looks_lose_a_percent_or_half_of_it_however_long_they_take(num_rows, sha
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_nothing_is_lost_on_a_machine_whose_times_are_noise(num_rows, right, noise):
-    """Where rows cost as much as they give at best, whatever the estimates say."""
-    random, extra = Random(1), 0.1 * num_rows  # what a step with any draft costs besides
+    """Drafts gain at most what their rows cost, however noisy the estimates are."""
+    random, extra = Random(1), 0.1 * num_rows  # extra cost of a step with any drafts
 
     def cost(rows: int) -> float:
         return (rows + extra * (rows > num_rows)) * (1 + noise * random.random())
@@ -195,7 +195,7 @@ def test_nothing_is_lost_on_a_machine_whose_times_are_noise(num_rows, right, noi
 
 
 def test_a_step_risks_no_more_than_is_left():
-    """A batch whose drafts were all right until they are all wrong."""
+    """All drafts of a batch are right until all are wrong."""
     machine = Machine(0.99, flat, num_rows=64)
     machine.run(100)
     machine.accept, machine.cost, before = 0.0, steep, machine.now

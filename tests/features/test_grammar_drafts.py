@@ -1,4 +1,4 @@
-"""Forced tokens as drafts: always right, before what another drafter guesses."""
+"""Forced tokens as drafts: always right, and preferred to proposals of another drafter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIST = {
     "options", [{}, {"speculative": "ngram:min=4", "overlap": True}, {"speculative": "ngram:min=4"}]
 )
 def test_what_a_processor_forces_is_drafted_and_right(options: dict[str, object]) -> None:
-    """Also by itself, without `speculative`."""
+    """Also alone, without `speculative`."""
     prompts = random_prompts(4, [1, 9, 20])
     engine = make_engine(
         checkpoint("qwen3"),
@@ -58,7 +58,7 @@ def test_what_a_processor_forces_is_drafted_and_right(options: dict[str, object]
 
 
 def test_nobody_is_asked_where_nothing_can_be_forced() -> None:
-    """A request without a grammar costs nothing for those that have one."""
+    """Grammars of other requests add no cost to a request without one."""
     engine = make_engine(checkpoint("qwen3"), logits_processors=[Marked()])
     asked: list[int] = []
     propose = engine.proposer.propose
@@ -78,7 +78,7 @@ def test_nobody_is_asked_where_nothing_can_be_forced() -> None:
 def test_an_exception_ends_its_row_and_no_other() -> None:
     prompts = random_prompts(3, [4, 9])
     texts = dict(zip(map(tuple, prompts), map(forced_text, prompts, [40] * 3), strict=True))
-    texts[tuple(prompts[1])] = []  # asked for its first token, it has none
+    texts[tuple(prompts[1])] = []  # it fails at the first token that is requested
     engine = make_engine(checkpoint("qwen3"), logits_processors=[Foretold(texts, right=False)])
     draft_always(engine)
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts, greedy(NUM_TOKENS)))
@@ -91,7 +91,7 @@ def test_an_exception_ends_its_row_and_no_other() -> None:
 
 
 class Marked(Dictation):
-    """Dictates to prompts of one token 7."""
+    """Forces the tokens of prompts that are the single token 7."""
 
     def admit(self, sequence):
         return super().admit(sequence) if list(sequence.token_ids[:1]) == [7] else None
@@ -116,7 +116,7 @@ def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
 
 
 def test_a_grammar_is_obeyed_and_saves_steps() -> None:
-    """Also where n-grams of the prompt leave the grammar."""
+    """Also where n-grams of the prompt violate the grammar."""
     pytest.importorskip("llguidance")
     from nanoengine import StructuredOutputs
 

@@ -1,4 +1,4 @@
-"""KV tiers: blocks come back from host memory and from disk, byte for byte, and nobody notices."""
+"""KV tiers: blocks are restored from host memory and disk byte for byte; outputs don't change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ NUM_TOKENS = 12
 
 
 def small_engine(tiers, **options) -> LLMEngine:
-    """An engine whose device pool holds two of the prompts, so that the others are evicted."""
+    """Creates an engine whose device pool holds two of the prompts, so that the others are
+    evicted."""
     options = {"block_size": 8, "num_kv_blocks": 25} | options
     return make_engine(checkpoint("qwen3"), kv_tiers=tiers, **options)
 
@@ -56,7 +57,8 @@ def test_what_the_device_evicts_comes_back_from_the_host(truth):
     loaded = before.loaded_blocks
     assert outputs(engine) == truth
     (host,) = engine.stats().tiers
-    # Each prompt's full blocks but the last: 4, 6 and 7 of 8 tokens, twice, less what is on device.
+    # Full blocks of 8 tokens per prompt but the last one: 4, 6, 7, twice, minus blocks on the
+    # device.
     assert 20 <= host.loaded_blocks - loaded <= 34
     assert host.hit_blocks == host.loaded_blocks
     assert host.block_bytes == engine.info.block_bytes
@@ -161,7 +163,7 @@ def test_the_plan_says_what_is_loaded_and_why():
     engine = small_engine([HostTier(gib=4 * MIB)])
     outputs(engine)
     reasons = []
-    for _ in range(2):  # the first load is what measures the rate
+    for _ in range(2):  # the first load measures the rate
         engine.add_request("again", PROMPTS[0], greedy(2))
         plan = engine.scheduler.schedule()
         reasons += plan.reasons
@@ -206,7 +208,7 @@ def test_a_round_trip_through_the_disk_is_exact(tmp_path):
     for i in (0, 1, 2):
         assert (host[4 - i] == before[i]).all()
     files.close()
-    for age, i in enumerate((2, 0, 1)):  # Why: the clock of files may not tell the reads apart.
+    for age, i in enumerate((2, 0, 1)):  # Why: file timestamps may be too coarse.
         digest = content(i).prefix.digest.hex()
         os.utime(tmp_path / "f" / f"0-{digest}.kv", ns=(age, age))
     again = DiskFiles(tmp_path, "f", host)
@@ -228,7 +230,7 @@ def test_the_fingerprint_tells_models_apart(tmp_path):
     second = model_fingerprint(files, facts)
     config.write_text("{ }")
     assert len({first, second, model_fingerprint(files, facts)}) == 3
-    config.write_text("{}a")  # what ends one file does not begin the next
+    config.write_text("{}a")  # the boundary between two files counts
     weights.write_bytes(b"a" * 98 + b"b")
     assert model_fingerprint(files, facts) not in (first, second)
 
@@ -249,7 +251,7 @@ def test_loading_wins_until_its_set_up_costs_more():
     dear = model(setup_s=0.01)
     assert not dear.prefer_load("host", num_host=1, num_disk=0, num_tokens=16)[0]
     assert dear.prefer_load("host", num_host=4, num_disk=0, num_tokens=64)[0]
-    # From disk a block pays for both ways, and for both set-ups.
+    # A block from disk pays both transfers and both set-up times.
     assert not dear.prefer_load("disk", num_host=4, num_disk=4, num_tokens=64)[0]
     # The set-up is not paid again for blocks that are loaded together with others.
     assert dear.prefer_load("disk", num_host=8, num_disk=4, num_tokens=64, num_host_before=4)[0]

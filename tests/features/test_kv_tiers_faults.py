@@ -1,4 +1,4 @@
-"""What a disk can do to a disk tier: right tokens every time, one warning, and no exception."""
+"""Disk faults of a disk tier: tokens are always right, with one warning and no exception."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def outputs(engine: LLMEngine) -> list[list[list[int]]]:
 
 
 def stats_of(path, truth, times: int = 1, **options) -> EngineStats:
-    """The counters of an engine over this directory, whose tokens are right, once it is closed."""
+    """Runs an engine on this directory, checks its tokens, and returns its counters after close."""
     engine = engine_on(path, **options)
     for _ in range(times):
         assert outputs(engine) == truth
@@ -62,7 +62,7 @@ def truth():
 
 @pytest.fixture
 def warm(tmp_path, truth) -> Path:
-    """A directory that an engine has filled."""
+    """Returns a directory that an engine has filled."""
     stats_of(tmp_path, truth)
     assert len(files(tmp_path)) == 24
     return tmp_path
@@ -73,7 +73,7 @@ def files(path: Path) -> list[Path]:
 
 
 def header(path: Path) -> str:
-    """The start of a file, as text."""
+    """Returns the header of a file as text."""
     return path.read_bytes()[:400].decode("ascii", "replace")
 
 
@@ -91,13 +91,13 @@ TOKEN_IDS = {
 
 
 def through_an_index(directory: Path, file: str) -> None:
-    """Has the index of a checkpoint name this file for all tensors."""
+    """Writes a checkpoint index that names this file for all tensors."""
     weight_map = dict.fromkeys(load_file(directory / file), file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def other_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The same tensors, those of the last layer with other values."""
+    """Returns the same tensors with other values in the last layer."""
     tensors = load_file(path)
     for name, tensor in tensors.items():
         if ".layers.1." in name and "norm" not in name:
@@ -129,7 +129,7 @@ def test_blocks_of_other_weights_are_never_served(how, tmp_path):
         through_an_index(directory, "b")
     elif how == "subdirectory":
         save_file(changed, weights, metadata={"format": "pt"})
-    else:  # of the same size and time, with the same start and end
+    else:  # same size and timestamp, same start and end
         before = weights.read_bytes()
         save_file(changed, weights, metadata={"format": "pt"})
         after = weights.read_bytes()
@@ -179,7 +179,7 @@ def test_a_damaged_file_is_a_miss_and_is_removed(what, warm, truth, caplog):
 
 
 def in_the_way(path: Path, what: str) -> None:
-    """Puts what is no file where a file is looked for."""
+    """Creates something that is not a regular file at `path`."""
     if what == "directory":
         path.mkdir()
         (path / "inside").write_text("x")
@@ -200,7 +200,7 @@ MISSES = [*THINGS, "another byte"]
 
 @pytest.mark.parametrize("what", THINGS)
 def test_what_is_no_file_is_damage_of_that_one(what, warm, truth, caplog):
-    """Found by a scan, and behind it all others."""
+    """The scan reports it and still finds all other files."""
     others = files(warm)
     (directory,) = warm.iterdir()
     in_the_way(directory / "!first.kv", what)
@@ -326,7 +326,7 @@ def test_an_engine_that_failed_while_it_started_gives_the_lock_back(
 
 def test_a_file_of_another_name_or_model_is_not_believed(warm, truth):
     first, second = files(warm)[:2]
-    shutil.copy(first, second)  # whole, with a right checksum, and not what its name says
+    shutil.copy(first, second)  # complete, with a valid checksum, but under another name
     other = warm / "0123456789abcdef"
     other.mkdir()
     shutil.copy(first, other / first.name)
@@ -335,7 +335,7 @@ def test_a_file_of_another_name_or_model_is_not_believed(warm, truth):
 
 
 class FullDisk:
-    """Stands in for `open`: writing fails as on a full disk, after some bytes."""
+    """Replaces `open`: after some bytes, writing fails as on a full disk."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -442,7 +442,7 @@ def test_a_process_killed_while_it_stores_leaves_a_directory_to_start_from(tmp_p
     child.send_signal(signal.SIGKILL)
     child.wait()
     (directory,) = tmp_path.iterdir()
-    (directory / "0-half.tmp").write_bytes(b"nanoKV01 torn")  # what it may have left
+    (directory / "0-half.tmp").write_bytes(b"nanoKV01 torn")  # as an interrupted write leaves it
     disk = stats_of(tmp_path, truth).tiers[1]
     assert not list(directory.glob("*.tmp"))
     assert disk.cached_blocks >= 60

@@ -1,4 +1,4 @@
-"""New weights in place: afterwards an LLM answers as one that was made of the new checkpoint."""
+"""New weights in place: afterwards an LLM answers like one loaded from the new checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ SMALL = {"num_kv_blocks": 32, "max_model_len": 128, "skip_tokenizer_init": True,
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """(family, overrides) -> two checkpoints of the same model with other weights."""
+    """Returns a function (family, overrides) -> two checkpoints of one model with different
+    weights."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def get(family: str, **overrides):
@@ -109,7 +110,7 @@ def test_as_an_llm_of_the_new_checkpoint(pair, family, overrides, options):
         assert answers(llm) == expected
         llm.load_weights(tensors_of(old))
         assert answers(llm) == before
-        for one in tensors_of(new).items():  # as training scripts give them
+        for one in tensors_of(new).items():  # as training scripts pass them
             assert llm.load_weights([one]) == {one[0]}
         assert answers(llm) == expected
 
@@ -120,7 +121,8 @@ def test_as_an_llm_of_the_new_checkpoint(pair, family, overrides, options):
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", *QUANTIZATIONS])
 @pytest.mark.parametrize(("first", "count"), [(0, 40), (16, 16), (5, 20), (30, 10), (17, 1)])
 def test_rows_come_in_place_of_rows(kind, first, count):
-    """Also where panels of 16 rows hold some of both, and where the last one is narrower."""
+    """Also where a panel of 16 rows contains old and new rows, and where the last one is
+    narrower."""
     old, new = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(first))
     quantization = resolve_quantization(kind, None, device="cpu") if "int" in kind else None
     dtype = torch.float32 if quantization else getattr(torch, kind)
@@ -133,7 +135,7 @@ def test_rows_come_in_place_of_rows(kind, first, count):
         method.create(weight.shape, dtype, torch.device("cpu"))
         method.load(weight[:16])
         method.load(weight[16:], 16)
-        place_buffers(torch.nn.ModuleList([torch.nn.BatchNorm1d(9), method]))  # as a model's are
+        place_buffers(torch.nn.ModuleList([torch.nn.BatchNorm1d(9), method]))  # as for a model
         return method
 
     expected, method = made(both), made(old)
@@ -163,7 +165,7 @@ def test_the_screen_of_a_head_is_of_the_new_weights(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"num_kv_blocks": 8, "block_size": 8}])
 def test_what_runs_goes_on_under_the_new_weights(pair, options):
-    """From its tokens, of which none is lost, with keys and values of the new weights."""
+    """No token is lost, and the KV cache is recomputed with the new weights."""
     old, new = pair("qwen3")
     engine = make_engine(str(old), **options)
     requests = [engine.add_request(f"{i}", p, greedy(12)) for i, p in enumerate(PROMPTS)]
@@ -235,7 +237,7 @@ def test_each_rank_takes_its_part(pair):
 
 
 def test_names_in_the_memory_of_transformers(pair):
-    """They differ from those of its files; a tied head is there twice."""
+    """They differ from the names in its files; a tied head appears twice."""
     from transformers import AutoModelForCausalLM
 
     for family, overrides in [("mixtral", {}), ("qwen3", {"tie_word_embeddings": True})]:
@@ -306,7 +308,7 @@ def test_models_that_take_no_new_weights(pair, tmp_path):
 
 
 def test_a_gguf_takes_the_place_of_a_gguf_alone(tmp_path):
-    """Why: Gemma's norms are stored plus 1 in one, as they are in the other, under one name."""
+    """Why: Gemma's norm weights are stored plus 1 in a GGUF file, under the same name."""
     old, new, other = (tmp_path / f"{name}.gguf" for name in ("old", "new", "other"))
     for seed, path in enumerate((old, new)):
         make_gguf(path, "gemma2", seed=seed, query_pre_attn_scalar=32)
@@ -330,7 +332,7 @@ def test_a_gguf_takes_the_place_of_a_gguf_alone(tmp_path):
 
 
 def test_a_file_that_breaks_off_ends_the_llm(pair):
-    """Why: the model has a part of the new weights."""
+    """Why: part of the model already has the new weights."""
     old, new = pair("qwen3")
     llm = LLM(old, **SMALL)
     with (
@@ -361,7 +363,7 @@ def test_digits_that_are_lost_are_told(pair):
 
 
 def test_the_policy_of_the_example_learns(monkeypatch):
-    """In a few short rounds; it is the sampler's own rewards that grow."""
+    """It trains for a few short rounds and checks that the sampler's own rewards grow."""
     example = runpy.run_path(str(ROOT / "examples" / "policy_gradient.py"))
     main = example["main"]
     short = replace(example["PARAMS"], n=48, max_tokens=10)

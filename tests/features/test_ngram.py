@@ -1,4 +1,4 @@
-"""The n-gram drafter: its index against a plain search, what sequences share, what it may hold."""
+"""The n-gram drafter: its index against a linear search, sharing between sequences, its limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW_IDS = st.lists(st.integers(0, 3), max_size=40)
 
 
 def searched(token_ids: list[int], shortest: int, longest: int) -> tuple[int, int] | None:
-    """(n, position) as the index finds them, by looking everywhere."""
+    """Returns (n, position) as the index does, by searching all positions."""
     end = len(token_ids)
     for n in range(min(longest, end), shortest - 1, -1):
         for position in range(end - 1, n - 1, -1):

@@ -1,4 +1,4 @@
-"""Vectors, scores, classes and rewards against transformers, and against each other."""
+"""Embeddings, scores, classes and rewards against transformers, and against each other."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_without_a_head_a_score_is_the_cosine_of_both_vectors(lm):
             llm.classify(TEXTS, **QUIET)
 
 
-# --- each token, and layers behind the pooling ----------------------------------------------------
+# --- per token, and layers after the pooling ------------------------------------------------------
 
 
 close = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=0)
@@ -360,7 +360,7 @@ def classes(tmp_path_factory):
 
 
 def test_each_token_has_its_vector_and_its_classes(classes):
-    """Prompts run in chunks, some of them beside each other."""
+    """Prompts are prefilled in chunks, some of them in one batch."""
     directory, model = classes
     with LLM(directory, **OPTIONS) as llm:
         raw = encode(llm, "token_embed", PROMPTS, PoolingParams(normalize=False, dimensions=5))
@@ -381,7 +381,7 @@ def test_each_token_has_its_vector_and_its_classes(classes):
 
 
 def test_layers_behind_the_pooling(tmp_path):
-    """Two of them, then cut and scaled; a cosine is that of what they give."""
+    """Two dense layers, then truncation and normalization; a cosine is computed from the result."""
     model = make_pooled(tmp_path, "model")
     kinds = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
     describe(tmp_path, {"pooling_mode": "mean"}, kinds)

@@ -1,4 +1,4 @@
-"""Vectors and scores against sentence-transformers, on checkpoints that it has written itself."""
+"""Embeddings and scores against sentence-transformers, on checkpoints that it has written."""
 
 from __future__ import annotations
 

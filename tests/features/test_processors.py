@@ -1,4 +1,5 @@
-"""A caller's logits processors: what they see, that no feature shows in them, and their errors."""
+"""A caller's logits processors: their inputs, equal outputs with every feature, and their
+errors."""
 
 from __future__ import annotations
 
@@ -125,8 +126,8 @@ def test_processors_run_in_their_order_the_callers_after_the_standard_ones() -> 
 
 
 class Stage:
-    """Edits rows whose prompt starts with `marked`; raises for them where `where` says, or in
-    "state" sets the error of their state."""
+    """Edits rows whose prompt starts with `marked`. For these rows, it raises at the place `where`,
+    or with "state" sets the error of their state."""
 
     def __init__(self, where: str, marked: int) -> None:
         self.where, self.marked = where, marked
@@ -193,7 +194,7 @@ def test_an_exception_ends_its_row_and_no_other(where: str, overlap: bool) -> No
 
 
 def run_to_errors(prompts: Any, params: SamplingParams, **options: Any) -> list[str | None]:
-    """The error of each request, None where it has ended well."""
+    """Returns the error of each request, None where it succeeded."""
     engine = make_engine(checkpoint("qwen3"), **options)
     requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     finish(engine)

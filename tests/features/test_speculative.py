@@ -1,4 +1,4 @@
-"""Speculation in whole engines: whatever is drafted, tokens are those of an engine without."""
+"""Speculative decoding in whole engines: tokens equal the tokens of an engine without drafts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NGRAM = "ngram:max=3,min=1,k=4"
 
 
 def prompts() -> list[list[int]]:
-    """Texts that repeat themselves, in part; two are equal."""
+    """Partly repetitive texts; two are equal."""
     parts = random_prompts(6, [3, 9, 14], seed=2)
     texts = [part * 3 for part in parts]
     return [*texts, parts[0] + parts[1] + parts[0] + parts[1][:4], texts[2]]
@@ -38,7 +38,7 @@ def drafting_engine(**options: object):
 
 
 def both(params: SamplingParams | list[SamplingParams], **options: object):
-    """Requests of an engine without drafts, those of one with, and its counters."""
+    """Returns the requests of engines without and with drafts, and the counters of the latter."""
     plain = run(make_engine(checkpoint("qwen3")), prompts(), params)
     engine = drafting_engine(**options)
     requests = run(engine, prompts(), params)
@@ -165,7 +165,7 @@ def test_forks_between_steps_and_aborts(tmp_path: Path):
 
 
 def test_measured_decisions_change_no_token():
-    """The same with the decision left to the clock, whatever it says here."""
+    """The decision depends on measured times; tokens are the same whatever it is."""
     engine = make_engine(checkpoint("qwen3"), speculative="ngram")
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts(), greedy(NUM_TOKENS)))
     for _ in range(2):

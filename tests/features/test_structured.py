@@ -1,4 +1,4 @@
-"""Structured outputs: what is complete is valid, and no feature shows in it."""
+"""Structured outputs: complete outputs are valid, and no feature changes them."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def test_a_missing_library_names_the_extra_and_tables_are_not_built_without_need
     reader = PromptReader(None, engine.checker, SamplingParams)
     with pytest.raises(MissingDependencyError, match=r"prompt 0: struct.*need llguidance:"):
         reader.read_all([[5]], params, None, "raise")
-    # Why no end of the call: other prompts need no library, and may be the most of a night. The
-    # tokenizer would be loaded for each that does.
+    # Why the call continues: other prompts need no library, and may be most of a long job. The
+    # tokenizer must not be loaded again for each prompt that needs it.
     monkeypatch.setattr(Tokenizer, "load", None)
     (output,) = reader.read_all([[5]], params, None, "record")
     assert isinstance(output, RefusedPrompt) and "need llguidance: pip install" in output.message
@@ -146,7 +146,7 @@ def test_without_tokenizer_or_eos_there_is_no_structured_output() -> None:
 
 
 class Slow(AnyText):
-    """Compiles what is called slow when `may_end` is set."""
+    """Blocks in compiling forms that contain "slow" until `may_end` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_rows_go_on_while_a_grammar_compiles(
 
     monkeypatch.setattr(structured, "_library", lambda *args: library)
     prompts = [Row([5], sampling_params=SamplingParams(max_tokens=20)), Row([6])]
-    if is_first:  # a stream in which nothing runs yet does not end either
+    if is_first:  # a stream also continues while nothing runs yet
         prompts.reverse()
         threading.Timer(5 * structured.SOON_S, library.may_end.set).start()
     with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
@@ -191,7 +191,7 @@ def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     library = Slow()
     stage = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
     monkeypatch.setattr(structured, "COMPILE_S", 0.02)
-    for _ in range(2):  # the second time at once
+    for _ in range(2):  # the second call fails immediately
         with pytest.raises(RequestError, match=r"takes longer than 0\.02 s"):
             stage.check(form("slow"))
     assert stage.is_ready(form("slow")), "there is nothing to wait for"
@@ -205,7 +205,7 @@ def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ctrl_c_is_heard_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     class Deaf(Slow):
         def compile(self, asked: StructuredOutputs) -> AnyText:
-            # Why: a signal is heard by the main thread, and not while that is in a library's code.
+            # Why: the main thread can't handle signals while it runs a library's native code.
             assert threading.current_thread() is not threading.main_thread()
             return super().compile(form("slow").structured_outputs)
 
@@ -227,7 +227,7 @@ def test_ctrl_c_is_heard_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatc
 def test_ctrl_c_is_heard_though_it_comes_before_the_wait_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The system has then told nobody who waits: who looks around hears it."""
+    """The signal did not wake the waiting thread, so it polls."""
     library, heard = Slow(), []
     stage = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
 
@@ -329,11 +329,11 @@ ROWS = 8
 ENDS = {EOS: 6.0} | {
     i: 3.0 for entry, i in text_tokenizer().get_vocab().items() if entry[-1] in '"}]'
 }
-"""Tokens that bring a text to its end."""
+"""Tokens that complete a text."""
 
 
 def check_schemas(schemas: list[dict[str, Any]], whitespace: bool, seed: int) -> int:
-    """Random texts of the schemas, of which the complete ones must be valid; their number."""
+    """Samples random texts of the schemas, checks the complete ones, and returns their number."""
     import jsonschema
 
     params = [
@@ -431,7 +431,7 @@ def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str) -> None
 
 
 def fits(schema: dict[str, Any], text: str, whitespace: bool = False) -> bool:
-    """Whether a text is allowed, token by token as far as masks go, and complete."""
+    """Whether a text is complete and every token is allowed by the masks."""
     stage = make_stage()
     asked = StructuredOutputs(json=schema, whitespace=whitespace)
     grammar = stage._compile(asked).fork()
@@ -471,7 +471,7 @@ def test_numbers_and_blanks_have_bounds_and_strings_have_none(
 
 
 def tagged(**constants: str) -> dict[str, Any]:
-    """An object with defaulted tags and a count, as pydantic describes it."""
+    """Returns the schema of an object with default tags and a count, as pydantic writes it."""
     tags = {name: {"const": value, "default": value} for name, value in constants.items()}
     return {"type": "object", "properties": {**tags, "n": {"type": "integer"}}, "required": ["n"]}
 
@@ -600,7 +600,7 @@ def test_what_cant_be_compiled_is_an_error_of_its_prompt_alone() -> None:
 
 
 def doubled(levels: int, leaf: str) -> str:
-    """A grammar with a terminal that is 2**levels times another one."""
+    """Returns a grammar with a terminal that repeats another one 2**levels times."""
     names = [f"T{i}: T{i + 1} T{i + 1}" for i in range(levels)]
     return "\n".join(["start: T0", *names, f"T{levels}: {leaf}"])
 
@@ -657,7 +657,7 @@ def test_why_a_form_cant_be_compiled_is_said_to_who_wrote_it(
     ],
 )  # fmt: skip
 def test_large_and_deep_forms_compile(fields: dict[str, Any]) -> None:
-    """Deep ones need more stack than a thread has, or the process ends."""
+    """Deep forms need more stack than a thread has; the process would crash."""
     needs("llguidance")
     stage, params = make_stage(), SamplingParams(structured_outputs=fields)
     stage.check(params)
@@ -771,7 +771,7 @@ def test_preemption_chunks_tiers_and_loops_do_not_show(overlap: bool, tmp_path: 
 @pytest.mark.extra
 @pytest.mark.parametrize("overlap", [False, True])
 def test_greedy_rows_need_not_all_logits(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks as bits reach the head, and the tokens are those of masked logits."""
+    """The head gets bit masks, and its tokens equal the argmax of masked logits."""
     needs("llguidance")
     options = {"attention_backend": "cpu", "dtype": "float32", "overlap": overlap, "block_size": 8}
     params = [replace(one, n=1, temperature=0.0) for one in work()]

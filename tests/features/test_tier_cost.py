@@ -1,4 +1,4 @@
-"""CostModel: a tier that was slow once is heard again, and trying it costs little."""
+"""CostModel: a tier that was slow once is tried again, and trying it costs little."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from nanoengine.core.tiers.disk import Finished
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 NUM_TOKENS = 16
-PREFILL_S = 0.016  # of one block at 1 ms a token
+PREFILL_S = 0.016  # of one block at 1 ms per token
 
 
 def make_model(**options: object) -> CostModel:
-    """A model that computes a token in 1 ms, with blocks of one byte."""
+    """Creates a model whose prefill takes 1 ms per token, with blocks of one byte."""
     cost = CostModel(host=LoadCost(block_bytes=1, **options), disk=LoadCost(block_bytes=1))
     cost.prefill.add(1000, 1.0)
     return cost
 
 
 def run_step(cost: CostModel, seconds: float) -> None:
-    """A step of one decode, which tells nothing of the prefill rate."""
+    """Runs a step of one decode, which gives no information about the prefill rate."""
     plan = StepPlan(step=0, rows=[0], starts=[0], num_scheduled_tokens=[1], num_logits=[1])
     result = StepResult(token_ids=[[1]], times=StepTimes(forward_s=seconds))
     cost.observe(plan, result, block_bytes=1)
 
 
 def ask(cost: CostModel, tier: str = "host") -> tuple[bool, str]:
-    """Whether one block is loaded."""
+    """Returns whether one block is loaded, and the reason."""
     num_disk = 1 if tier == "disk" else 0
     return cost.prefer_load(tier, num_host=1, num_disk=num_disk, num_tokens=NUM_TOKENS)
 
@@ -96,7 +96,7 @@ def test_a_retry_goes_all_the_way_from_the_disk_to_the_device(tmp_path, monkeypa
     collect = storage.collect
 
     def collect_one(wait_s: float) -> list[Finished]:
-        """A block a step, so that the host gets what it is asked for bit by bit."""
+        """Finishes one block per step, so that blocks reach the host one at a time."""
         finished.extend(collect(wait_s))
         return [finished.pop(0)] if finished else []
 

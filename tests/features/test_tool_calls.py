@@ -1,6 +1,6 @@
-"""Calls are found in the forms in which models write them, and only there.
+"""Tool calls are found in the formats that models write, and nowhere else.
 
-The forms are those of vLLM's tests of its parsers, with texts of our own.
+The formats are the same as in vLLM's parser tests; the texts are our own.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ CASES = [
     ("hermes", '<tool_call>{"name": "times",\n"arguments":\n{}}</tool_call>', [B], ""),
     ("hermes", '<tool_call>{"arguments": {"name": "x"}, "name": "a"}</tool_call>',
      [("a", {"name": "x"})], ""),
-    # arguments that the model has written as a string, and such that are one
+    # arguments as a JSON object in a string, and arguments that are a string
     ("hermes", '<tool_call>{"name": "a", "arguments": "{\\"b\\": 1}"}</tool_call>',
      [("a", {"b": 1})], ""),
     ("hermes", '<tool_call>{"name": "a", "arguments": "hello"}</tool_call>', [("a", "hello")], ""),
@@ -176,7 +176,8 @@ def test_what_is_none_of_the_tools_is_named():
 
 @pytest.mark.parametrize("reader", READERS)
 def test_long_texts_of_marks_take_no_squared_time(reader):
-    """A job is not held up by an answer that repeats a mark: a second would be too much of it."""
+    """Quadratic time in a repeated marker would block a job; these texts would take over a
+    second."""
     for mark in (
         "<tool_call>",
         "<function=",

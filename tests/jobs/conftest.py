@@ -1,4 +1,4 @@
-"""Fixtures of the tests of jobs."""
+"""Fixtures of the job tests."""
 
 from tests.support.batch_jobs import batch_fixture as batch_fixture
 from tests.support.batch_jobs import seen as seen

@@ -1,4 +1,4 @@
-"""`nanoengine batch`: rows of every form in, records out, and how a run ends."""
+"""`nanoengine batch`: rows of every format as input, records as output, and how a run ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def texts(record: dict[str, Any]) -> list[str]:
 
 
 def validate(record: dict[str, Any]) -> None:
-    """A line of OpenAI's: an error, or a body that its package takes."""
+    """Checks a line of OpenAI's output: an error, or a body that OpenAI's package parses."""
     assert record.keys() == {"id", "custom_id", "response", "error"}
     if record["error"] is not None:
         assert record["response"] is None
@@ -176,7 +176,7 @@ BAD_SIMPLE_ROWS: list[tuple[Any, str, str]] = [
     ("good", "rows"), [(completion("good"), BAD_ROWS), ("one", BAD_SIMPLE_ROWS)]
 )
 def test_a_row_that_cant_run_is_an_error_record_and_its_neighbours_are_answered(batch, good, rows):
-    """As Windows writes the file, with a byte order mark and blank lines, which are no rows."""
+    """The file has a byte order mark, CRLF, and blank lines, which are not rows."""
     written = [row if isinstance(row, bytes) else json.dumps(row).encode() for row, _, _ in rows]
     lines = [line for bad in written for line in (json.dumps(good).encode(), bad, b"")]
     found = batch.answers(codecs.BOM_UTF8 + b"\r\n".join(lines), *GREEDY, code=1)
@@ -297,7 +297,7 @@ def test_a_template_of_a_row_runs_when_the_command_trusts_rows(batch: Batch) -> 
     sources = [batch.write(rows), simple]
     assert batch.run(*sources, *GREEDY) == 1
     assert all(record["error"] for record in batch.records())
-    # the same job: what failed runs again
+    # the same job: failed rows run again
     assert batch.run(*sources, "--retry-errors", "--trust-row-templates", *GREEDY) == 1, batch.told
     found = batch.by_row()
     assert texts(found[0]) == [ANSWERS["one"]]
@@ -364,7 +364,8 @@ def test_parquet_and_zstd(batch: Batch) -> None:
 
 @pytest.mark.extra
 def test_rows_of_parquet_are_held_to_the_limit_of_lines(batch: Batch) -> None:
-    """They were not measured. A column of categories has all of them in memory with each row."""
+    """Regression: their size was not measured. A categorical column counts its dictionary per
+    row."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -395,7 +396,7 @@ def cells(path: Path, delimiter: str = ",") -> list[dict[str, str]]:
 
 
 def test_a_csv_has_the_columns_of_the_input_and_the_answers(batch: Batch) -> None:
-    """It was filled with JSON lines."""
+    """Regression: it was filled with JSON lines."""
     content = 'question;text\none;"a\nb"\n"dog";é\none;"x";3\n'
     source = batch.write(content.encode("utf-8-sig"), "in.csv")
     output = batch.directory / "out.csv"
@@ -438,7 +439,7 @@ def test_a_csv_is_the_same_after_a_kill(batch: Batch) -> None:
 
 
 def test_the_end_says_why_rows_failed_and_which_answers_are_empty_or_cut(batch: Batch) -> None:
-    """Of 300 rows that failed it said "failed 300"."""
+    """Regression: for 300 failed rows it only said "failed 300"."""
     rows = [{"prompt": "one"}, {"prompt": "one", "top_k": -5}, {"prompt": "one", "n": "x"}, "??"]
     source = batch.write([*rows, {"prompt": "one", "max_tokens": 1}, {"prompt_token_ids": [10**6]}])
     assert batch.run(source, *GREEDY, "--summary-json", batch.directory / "s.json") == 1
@@ -609,7 +610,7 @@ def test_stdin_to_a_pipe(batch: Batch, monkeypatch: Any) -> None:
 def test_a_row_is_answered_before_the_next_one_is_written(
     batch: Batch, monkeypatch: Any, options: tuple[str, ...]
 ) -> None:
-    """Whoever writes may wait for the answer; the row waited for 4,096 others."""
+    """The writer may wait for the answer. Regression: the row waited for 4,096 others."""
     lines = [b"prompt\n", b"one\n", b"dog\n"] if "csv" in options else [b'"one"\n', b'"dog"\n']
     answered: list[int] = []
 
@@ -652,7 +653,7 @@ def test_what_is_read_of_stdin_ahead_is_bounded(monkeypatch: Any) -> None:
     seen = []
     for line in Ahead(lines()):
         if line is not PAUSE:
-            time.sleep(0.0005)  # the thread reads on as far as it may
+            time.sleep(0.0005)  # the thread reads ahead up to its limit
             seen.append(line.row)
             assert len(read) - len(seen) <= 5
     assert seen == list(range(50))
@@ -669,7 +670,7 @@ def test_a_job_that_read_stdin_is_not_resumed(batch: Batch, monkeypatch: Any) ->
 def test_an_engine_that_fails_under_a_row_goes_on_without_it(
     batch: Batch, monkeypatch: Any
 ) -> None:
-    """Not only a process may die: the third time the row is alone, and poison."""
+    """As after a crash of the process: at its third failure the row runs alone and is poison."""
     from tests.support.fake_llm import ScriptedExecutor
 
     run, bad = ScriptedExecutor._run, [7] * 13
@@ -688,7 +689,7 @@ def test_an_engine_that_fails_under_a_row_goes_on_without_it(
     assert all(texts(found[row]) == [ANSWERS["one"]] for row in found if row != 11)
 
 
-# --- what nobody should write, and somebody does --------------------------------------------------
+# --- unusual inputs -------------------------------------------------------------------------------
 
 
 def test_another_form_is_another_job(batch: Batch) -> None:
@@ -707,7 +708,7 @@ def test_a_name_that_is_no_utf8(batch: Batch) -> None:
 
 
 def test_columns_count_for_how_many_rows_are_in_memory(batch: Batch, monkeypatch: Any) -> None:
-    """Windows were bounded by prompts alone: 4,096 rows of 16 MiB are 64 GiB."""
+    """Regression: the window was bounded only by prompts: 4,096 rows of 16 MiB are 64 GiB."""
     from nanoengine.jobs import order
 
     monkeypatch.setattr(order, "WINDOW_BYTES", 50_000)
@@ -738,7 +739,7 @@ def test_columns_count_for_how_many_rows_are_in_memory(batch: Batch, monkeypatch
 def test_a_column_that_no_type_of_parquet_holds_is_json(
     batch: Batch, values: list[Any], expected: list[Any]
 ) -> None:
-    """All rows were answered, and then no table could be made of them."""
+    """Regression: all rows were answered, and then the table could not be written."""
     pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
@@ -751,26 +752,26 @@ def test_a_column_that_no_type_of_parquet_holds_is_json(
     assert [row[0]["text"] for row in table["outputs"].to_pylist()] == [ANSWERS["one"]] * 2
 
 
-# --- files of a job, and names that mean other files ----------------------------------------------
+# --- files of a job, and names that refer to other files -----------------------------------------
 
 
 def test_a_glob_passes_over_the_files_of_the_job(batch: Batch, monkeypatch: Any) -> None:
-    """The same command was refused: the glob had found the output."""
+    """Regression: the same command was refused, because the glob matched the output."""
     monkeypatch.chdir(batch.directory)
     batch.write(["one", {"no": 1}], "a.jsonl")
     args = ("*.json*", "--errors", "e.jsonl", "--summary-json", "s.json", *GREEDY)
     for options in ((), (), ("--restart",), ()):
-        (batch.directory / "out.jsonl.tmp").touch()  # as a process leaves it that was killed
+        (batch.directory / "out.jsonl.tmp").touch()  # as a killed process leaves it
         assert batch.run(*args, *options, output="out.jsonl") == 1, batch.told
         assert [row_of(record) for record in batch.records()] == [0]
     assert (batch.directory / "out.1.jsonl").exists()
-    batch.write(["dog"], "out.7.jsonl")  # one that is like those that are moved aside, and is none
+    batch.write(["dog"], "out.7.jsonl")  # named like a moved output, but is not one
     assert batch.run(*args, output="out.jsonl") == 1, batch.told
     assert len(batch.by_row()) == 2
 
 
 def test_a_link_stays_a_link(batch: Batch, monkeypatch: Any) -> None:
-    """--in-order put a file in its place, and the file that it meant kept half of the job."""
+    """Regression: --in-order replaced the link by a file, and its target kept half of the job."""
     store = batch.directory / "store"
     store.mkdir()
     for name in ("out.jsonl", "e.jsonl"):
@@ -789,7 +790,7 @@ def test_a_link_stays_a_link(batch: Batch, monkeypatch: Any) -> None:
 
 
 def test_two_jobs_share_no_file_of_errors(batch: Batch, monkeypatch: Any) -> None:
-    """The second was taken while it was empty; then each took the other's rows for its own."""
+    """Regression: the second job accepted the empty file, and both used each other's rows."""
     monkeypatch.chdir(batch.directory)
     good, bad = batch.write(["one"], "good.jsonl"), batch.write([{"no": 1}], "bad.jsonl")
     assert batch.run(good, "--errors", "e.jsonl", *GREEDY, output="a.jsonl") == 0
@@ -809,7 +810,7 @@ def test_errors_beside_a_pipe_and_a_device_that_is_full(batch: Batch) -> None:
 
 
 def test_a_pipe_that_does_not_block_is_waited_for() -> None:
-    """It ended the run at the first record for which it had no room."""
+    """Regression: the run ended at the first record for which the pipe was full."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     log, lines = PipeLog(write), [b"%05d" % i + b"x" * 5000 + b"\n" for i in range(60)]
@@ -833,7 +834,7 @@ def test_a_pipe_that_does_not_block_is_waited_for() -> None:
 def test_what_is_written_behind_an_input_meanwhile_is_for_the_next_run(
     batch: Batch, monkeypatch: Any, name: str
 ) -> None:
-    """Half a row that was read, and the other half, were two bad rows."""
+    """Regression: a row that was read in two halves counted as two invalid rows."""
     row = b"prompt,x\none,1\n" if name.endswith("csv") else b'{"prompt": "one"}\n'
     pack = gzip.compress if name.endswith("gz") else bytes
     source = batch.write(pack(row), name)
@@ -855,7 +856,8 @@ def test_what_is_written_behind_an_input_meanwhile_is_for_the_next_run(
 
 @pytest.mark.extra
 def test_a_parquet_file_whose_values_python_has_not(batch: Batch) -> None:
-    """They ended the run, and of two columns of a name one was dropped without a word."""
+    """Regression: they ended the run, and one of two columns with equal names was silently
+    dropped."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -874,7 +876,7 @@ def test_a_parquet_file_whose_values_python_has_not(batch: Batch) -> None:
 
 
 def test_no_record_has_what_ends_a_line_for_others(batch: Batch) -> None:
-    """JSON allows U+2028 in a string, where `splitlines` of Python makes two lines of it."""
+    """JSON allows U+2028 in a string, but Python's `splitlines` splits there."""
     ends = "a\u2028b\u2029c\x85d\x0be\x1cf\r\n\0\ufeff"
     source = batch.write([{"prompt": "one", "x": ends, ends: 1}])
     assert batch.run(source, *GREEDY) == 0, batch.told
@@ -882,7 +884,7 @@ def test_no_record_has_what_ends_a_line_for_others(batch: Batch) -> None:
     assert len(text.splitlines()) == 1
     found = batch.by_row()
     assert (found[0]["x"], found[0][ends]) == (ends, 1)
-    line = json_line({"x": float("inf"), "y": ends})  # as of a column of a Parquet file
+    line = json_line({"x": float("inf"), "y": ends})  # as from a column of a Parquet file
     assert len(line.decode().splitlines()) == 1
     assert json.loads(line) == {"x": None, "y": ends}
 
@@ -911,7 +913,7 @@ LINES = (
 
 
 def is_lines(lines: list[bytes]) -> bool:
-    """Whether these are JSON lines for who reads the beginning: no array of rows, and no UTF-16."""
+    """Whether the start of a file shows JSON lines: no array of rows, and no UTF-16."""
     text = b"\n".join(lines).lstrip()
     return text[:2] not in (b"\xff\xfe", b"\xfe\xff") and not re.match(rb'\[\s*[\[{"]', text)
 

@@ -1,4 +1,4 @@
-"""A job that is killed, stopped or out of room ends with the records of one that was not."""
+"""A job that is killed, stopped or hits a full disk ends with the records of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(count: int = NUM_ROWS) -> list[str]:
-    """Greedy and sampled rows, pairs of completions, and rows that are bad in several ways."""
+    """Returns greedy and sampled rows, rows with n=2, and rows that are invalid in several ways."""
     draw = random.Random(0)
     lines = []
     for i in range(count):
@@ -89,7 +89,7 @@ def undisturbed(
 
 
 def records(output: Path) -> dict[str, Any]:
-    """Records by id, without the time of the job; each row has one."""
+    """Returns records by id, without the time of the job; each row has one."""
     found = [json.loads(line) for line in output.read_bytes().splitlines()]
     by_id = {record.get("id", f"simple {record.get('_row')}"): record for record in found}
     assert len(by_id) == len(found) == NUM_ROWS
@@ -199,8 +199,8 @@ def test_a_full_disk_leaves_an_output_that_the_next_run_completes(
 def test_a_row_under_which_the_process_dies_three_times_is_poison(
     server: BatchServer, model: Path, tmp_path: Path, number: int
 ) -> None:
-    """It names that row alone, though others ran beside it each time. A kill from outside counts if
-    nothing was finished before it, so one that finished something goes before the three."""
+    """Only that row is poison, though others ran at the same time. A kill from outside counts if
+    nothing was finished before it; one that finished a record can come before the three."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": "the dog " * (i % 5 + 1), "max_tokens": 4} for i in range(60)]
     lines[7] = {"prompt_token_ids": [7] * 37, "max_tokens": 4}
@@ -218,18 +218,18 @@ def test_a_row_under_which_the_process_dies_three_times_is_poison(
     assert deaths == 3 or (number == signal.SIGKILL and deaths <= 5)
 
 
-# --- for long -------------------------------------------------------------------------------------
+# --- soak test ------------------------------------------------------------------------------------
 
 NUM_KILLS = int(os.environ.get("BATCH_KILLS", "24"))
 CODES = {signal.SIGKILL: (-9,), signal.SIGTERM: (143, -15), signal.SIGINT: (130, 99)}
-"""Exit codes; the second ones are those of a process that has not come to the command yet."""
+"""Exit codes; the second of a pair is for a process that has not reached the command yet."""
 
 LEAST_NEW = 5
-"""Records that a process has added before some are damaged: with none its rows are suspects."""
+"""Records that a process must add before any are damaged: without one its rows are suspects."""
 
 
 def write_inputs(directory: Path) -> dict[str, list[str]]:
-    """Inputs of each form, and what a command says to have them read."""
+    """Writes inputs of each format; returns the arguments that make a command read them."""
     lines = [line.encode("latin-1") + b"\n" for line in rows(500)]
     (directory / "a.jsonl").write_bytes(b"".join(lines[:300]))
     (directory / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[200:])))
@@ -249,13 +249,13 @@ def write_inputs(directory: Path) -> dict[str, list[str]]:
 
 
 def kept(directory: Path) -> dict[int, Any]:
-    """What the outputs of a job hold, without its time; a row has one record."""
+    """Returns the records of a job's outputs, without its time; a row has one record."""
     found: dict[int, Any] = {}
     for line in b"\n".join(path.read_bytes() for path in directory.glob("*.jsonl")).split(b"\n"):
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # for the next process to find
+            continue  # the next process must find it
         if record.get("response"):
             del record["response"]["body"]["created"]
         assert found.setdefault(row_of(record), record) is record, "a row was answered twice"
@@ -263,7 +263,7 @@ def kept(directory: Path) -> dict[int, Any]:
 
 
 def written(raw: bytes, draw: random.Random) -> bytes:
-    """The same records as another program writes them."""
+    """Returns the same records as another program writes them."""
     options: dict[str, Any] = {
         "sort_keys": draw.random() < 0.5,
         "ensure_ascii": draw.random() < 0.5,
@@ -276,7 +276,7 @@ def written(raw: bytes, draw: random.Random) -> bytes:
 
 
 def damaged(raw: bytes, draw: random.Random) -> bytes:
-    """The same with a torn end, with a page of zeros, or with two lines in one."""
+    """Returns the same with a truncated end, with zero bytes, or with two lines joined."""
     middle = raw.index(b"\n", draw.randrange(len(raw) * 3 // 4)) - draw.randrange(50)
     return draw.choice(
         [raw[: -draw.randint(1, 200)], raw[:middle] + bytes(50) + raw[middle + 50 :],
@@ -288,8 +288,8 @@ def damaged(raw: bytes, draw: random.Random) -> bytes:
 def test_jobs_that_are_killed_again_and_again(
     server: BatchServer, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As many kills as BATCH_KILLS says, of jobs of every form, whose outputs other programs write
-    between two processes: nothing is lost, nothing answered twice, and no answer differs."""
+    """Runs BATCH_KILLS kills on jobs of every format. Other programs write to their outputs between
+    two processes. No row is lost or answered twice, and no answer differs."""
     draw, counts = random.Random(NUM_KILLS), Counter[str]()
     inputs, undisturbed, started = write_inputs(tmp_path), {}, time.monotonic()
     for form, (source, *sampled) in inputs.items():
@@ -319,10 +319,10 @@ def kill_until_complete(
     draw: random.Random,
     counts: Counter[str],
 ) -> None:
-    """Runs a job to its end, with kills and other programs between."""
+    """Runs a job to its end, with kills and edits by other programs in between."""
     output, told = directory / "out.jsonl", directory / "told"
     before: dict[int, Any] = {}
-    may_be_early = True  # Why once: three deaths before anything is finished make a row poison.
+    may_be_early = True  # Why once: three deaths before any record make a row poison.
     while True:
         told.touch()  # Why: a process may be killed before it has opened its stderr.
         pid = server.start(args, stderr=str(told))

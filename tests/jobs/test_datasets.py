@@ -1,4 +1,4 @@
-"""`LLM.generate_dataset`: the kind that goes in comes out, with the answers as columns."""
+"""`LLM.generate_dataset`: it returns the type of its input, with the answers as columns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(rows: list[dict[str, Any]]) -> None:
 
 
 def table_of(library: str, rows: list[dict[str, Any]]) -> Any:
-    """A table of one of the libraries, whose tests are skipped where it is not installed."""
+    """Builds a table with one of the libraries; skips the test if it is not installed."""
     module = pytest.importorskip(library)
     if library == "pyarrow":
         return module.Table.from_pylist(rows)
@@ -46,7 +46,7 @@ def table_of(library: str, rows: list[dict[str, Any]]) -> Any:
 
 
 def rows_of(table: Any) -> list[dict[str, Any]]:
-    """The rows of any of these tables."""
+    """Returns the rows of a table of any of the libraries."""
     for name in ("to_pylist", "to_dicts", "to_list"):
         if hasattr(table, name):
             return getattr(table, name)()
@@ -100,7 +100,8 @@ def test_with_an_output_it_is_resumed(llm: LLM, tmp_path: Path, seen: list[Any])
 def test_a_second_call_does_not_replace_the_rows_of_one_that_runs(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was refused, but its rows lay there by then, and the first one's answers were void."""
+    """Regression: it was refused after its rows were written, which made the first one's
+    invalid."""
     output, stream = tmp_path / "out.jsonl", LLM.stream
 
     def beside(self: LLM, rows: Any, **options: Any) -> Any:
@@ -169,8 +170,8 @@ def test_columns_that_are_called_as_ours_are_replaced(
 
 @pytest.mark.extra
 def test_tables_keep_their_columns_and_types(llm: LLM) -> None:
-    """They were made anew of Python's values: types were guessed, those of bytes and maps wrongly
-    when all was answered, and an empty table had no columns left."""
+    """Regression: tables were rebuilt from Python values. Types were guessed, wrongly for bytes and
+    maps, after all rows were answered, and an empty table lost its columns."""
     pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
     datasets = pytest.importorskip("datasets")
     own = {
@@ -208,7 +209,8 @@ def test_no_library_is_imported_that_the_caller_does_not_use() -> None:
 
 
 def test_an_output_that_is_a_table_and_numbers_that_json_has_not(llm: LLM, tmp_path: Path) -> None:
-    """A row with a NaN in any column could not be read again, and the table was read as text."""
+    """Regression: a row with NaN in any column could not be read back; the table was read as
+    text."""
     pytest.importorskip("pyarrow")
     rows = [{"prompt": "one", "x": float("nan")}, {"prompt": "one", "x": 1.0}]
     found = llm.generate_dataset(rows, output=tmp_path / "out.parquet")
@@ -219,7 +221,7 @@ def test_an_output_that_is_a_table_and_numbers_that_json_has_not(llm: LLM, tmp_p
 
 @pytest.mark.parametrize("to_file", [False, True])
 def test_rows_of_numpy_are_rows(llm: LLM, tmp_path: Path, to_file: bool) -> None:
-    """An array of ids ended the call; in a file it was the text "[5 6]"."""
+    """Regression: an array of ids ended the call; from a file it was the text "[5 6]"."""
     import numpy as np
 
     messages = np.array([{"role": "user", "content": "one"}])
@@ -239,7 +241,7 @@ def test_rows_of_numpy_are_rows(llm: LLM, tmp_path: Path, to_file: bool) -> None
 
 
 def test_columns_need_not_be_json(llm: LLM) -> None:
-    """A column that holds itself ended the call."""
+    """Regression: a column that contains itself ended the call."""
     loop: list[Any] = []
     loop.append(loop)
     deep: Any = "x"
@@ -252,7 +254,7 @@ def test_columns_need_not_be_json(llm: LLM) -> None:
 
 
 class Frame:
-    """Who walks one gets the names of its columns: they were answered as prompts."""
+    """Iterating over it gives column names. Regression: they were answered as prompts."""
 
     columns = ("prompt", "id")
 
@@ -261,7 +263,7 @@ class Frame:
 
 
 def columns_twice(library: str) -> Any:
-    """One of the two was dropped without a word, and might have been the prompt."""
+    """Regression: one of two equal columns was silently dropped, perhaps the prompt."""
     module, names = pytest.importorskip(library), ["prompt", "prompt"]
     if library == "pandas":
         return module.DataFrame([["one", "dog"]], columns=names)
@@ -289,7 +291,7 @@ def test_what_is_no_table_of_prompts_is_refused(llm: LLM, make, options, message
 
 @pytest.mark.extra
 def test_gaps_of_a_pandas_frame_and_its_subclasses(llm: LLM) -> None:
-    """A gap is NaN there, which no parameter may be; a subclass was walked by its columns."""
+    """Missing values are NaN there, which no parameter accepts; subclasses yielded column names."""
     pandas = pytest.importorskip("pandas")
 
     class Mine(pandas.DataFrame):

@@ -1,4 +1,4 @@
-"""A process that dies, or a disk that is full, at any of the calls that change a job's files."""
+"""The process dies, or the disk is full, at any of the calls that change a job's files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TAKE_ROOM = ("write", "fdatasync", "fsync")
 
 
 class Died(BaseException):
-    """The process is gone: nothing behind this has happened."""
+    """Simulates the end of the process: nothing after it happens."""
 
 
 class Disk:
-    """What a job does to its files, by number; from one of the calls on nothing gets through.
+    """Counts the calls that change a job's files; from a given call on, all fail.
 
     Args:
-        fails: makes what that call raises, and all later ones.
-        names: calls that are counted, and fail.
+        fails: makes the exception that this call and all later ones raise.
+        names: calls that are counted and fail.
 
     Attributes:
         count: calls since `arm`.
-        calls: their names, of the first run.
+        calls: call number -> name, from the first run.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Disk:
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
-            if args[0] in (1, 2):  # what is said, not what is kept
+            if args[0] in (1, 2):  # stdout and stderr don't count
                 return call(*args, **options)
             number, self.count = self.count, self.count + 1
             self.calls.setdefault(number, call.__name__)
@@ -61,7 +61,8 @@ class Disk:
         return counted
 
     def arm(self, last: int, part: float) -> None:
-        """Has the call of this number fail, of which such a part gets through; -1: none."""
+        """Lets the call of this number fail after the fraction `part` of it is done; -1: none
+        fails."""
         self.count, self.last, self.part = 0, last, part
 
 
@@ -83,7 +84,7 @@ def options_of(kind: str, batch: Batch) -> tuple[Path, list[str]]:
 
 
 def contents(batch: Batch, output: Path) -> Any:
-    """All that a job came to, but for the time."""
+    """Returns all results of a job without its time."""
     left = sorted(path.name for path in batch.directory.iterdir() if path.name != "in.jsonl")
     if output.suffix == ".parquet":
         import pyarrow.parquet
@@ -118,7 +119,7 @@ def test_a_death_at_any_call_costs_nothing_that_was_finished(
     undisturbed, num_calls = contents(batch, output), disk.count
     assert num_calls > 12
     for last in range(num_calls):
-        # Why 1.0 of the last alone: of another it is what 0.0 of the next leaves.
+        # Why 1.0 only for the last one: for others it equals 0.0 of the next call.
         parts = (0.0, 0.5 * (disk.calls[last] == "write"), float(last == num_calls - 1))
         for part in sorted(set(parts)):
             remove_outputs(batch)
@@ -137,7 +138,7 @@ def logs(batch: Batch) -> list[Path]:
 
 
 def finished(batch: Batch) -> int:
-    """Whole records in all files of a job that has died."""
+    """Returns the number of complete records in all files of a job that has died."""
     return sum(path.read_bytes().count(b"}\n") for path in logs(batch))
 
 
@@ -155,7 +156,7 @@ def test_a_disk_that_is_full_at_any_call_is_told_by_file_and_the_next_run_comple
         for part in (0.5, 0.0, 0.0, 0.0):  # Why so often: three deaths would make a row poison.
             disk.arm(last, part)
             code = batch.run(source, *options, output=output)
-            if disk.count <= last:  # What an earlier run has kept leaves less to do.
+            if disk.count <= last:  # Records of earlier runs leave fewer calls.
                 break
             assert code == (1 if "output tokens" in batch.told else 2), "2: no row has run"
             told, why = batch.told.partition("error: ")[2], " can't be written: No space left"

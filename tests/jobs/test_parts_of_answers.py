@@ -1,4 +1,4 @@
-"""Rows whose answers are taken apart: what a record has of reasoning and of calls."""
+"""Rows whose outputs are parsed: reasoning and tool calls in their records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def asked(text: str) -> str:
 
 @pytest.fixture
 def jobs(batch: Batch, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> Batch:
-    """Jobs on a scripted LLM that answers as SAID, by a template that shows Hermes' form."""
+    """Runs jobs on a scripted LLM that answers SAID; its chat template has Hermes' format."""
     script = {asked(text): answer for text, answer in SAID.items()}
     script |= {asked("think") + "Yes.</s>" + asked("plain"): "Second."}
     options = {"tokenizer": byte_level(), "max_model_len": 400, "num_blocks": 256}
@@ -131,7 +131,7 @@ def test_what_can_not_be_obeyed_is_refused(jobs: Batch) -> None:
 
 @pytest.mark.extra
 def test_forced_calls_validate_against_their_schemas(tmp_path, capsys) -> None:
-    """A model of random weights writes calls, where the grammar lets it write nothing else."""
+    """A model with random weights writes tool calls, because the grammar allows nothing else."""
     pytest.importorskip("llguidance", reason="see the extra `structured`")
     jsonschema = pytest.importorskip("jsonschema")
     from nanoengine import LLM, SamplingParams

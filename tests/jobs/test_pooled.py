@@ -1,4 +1,4 @@
-"""Rows of vectors and scores in `nanoengine batch`, beside chats, and after a stop."""
+"""Rows for embeddings and scores in `nanoengine batch`, mixed with chats, and after a stop."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def make_output(index, error=None):
 
 
 def test_parts_that_end_in_any_order_are_told_in_theirs():
-    """And one that fails ends its row once, whatever the others come to."""
+    """A failing part ends its row once, whatever the results of the others are."""
     reader = RowReader(RowOptions())
     source = Input(name="in.jsonl", form="jsonl")
     tasks = [reader.task(Line(n, source, n + 1, {"prompt": "a"})) for n in range(2)]

@@ -1,4 +1,4 @@
-"""What a job refuses before a model loads, and leaves as it was."""
+"""Jobs that are refused before a model loads, without changing any file."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ REFUSED = {
 
 
 def contents(directory: Path) -> dict[Path, bytes | None]:
-    """All files, and what is in those that hold anything."""
+    """Returns all paths, with the content of each file."""
     return {p: p.read_bytes() if p.is_file() else None for p in directory.rglob("*")}
 
 

@@ -1,4 +1,4 @@
-"""Lines to tasks: what names a row, and what one row may ask for."""
+"""Lines to tasks: the names of rows, and the options that a row may set."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def task_of(
     ],
 )
 def test_a_rows_random_numbers_follow_its_id_and_not_its_place(row: Any, key: str | None) -> None:
-    """They followed the place, so a file in another order had other answers."""
+    """Regression: they depended on the index, so a reordered file had other answers."""
     assert task_of(row, number=3).key == (key or "3")
     assert task_of(row, number=900).key == (key or "900")
 
@@ -79,7 +79,7 @@ def test_numbers_that_a_float_holds_are_carried() -> None:
 def test_parameters_that_are_remembered_are_bounded_by_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """1,024 of any size were remembered: gigabytes of stop strings, say."""
+    """Regression: 1,024 of any size were cached, for example gigabytes of stop strings."""
     monkeypatch.setattr(rows_module, "KNOWN_CHARS", 1000)
     reader = RowReader(RowOptions())
     for size in (10, 10_000):
@@ -90,7 +90,7 @@ def test_parameters_that_are_remembered_are_bounded_by_size(
 
 
 def test_the_size_of_a_row_is_that_of_its_values_in_memory() -> None:
-    """Rows wait in a window by size; 64 MB of lines were 400 MB of strings."""
+    """Rows wait in a window limited by size. Regression: 64 MB of lines were 400 MB of strings."""
     row = {"prompt": "x", "stop": [f"{i:08}" for i in range(1000)]}
     taken = sum(map(sys.getsizeof, [row["stop"], *row["stop"]]))
     for content in (json.dumps(row).encode(), row):
@@ -101,7 +101,7 @@ def test_the_size_of_a_row_is_that_of_its_values_in_memory() -> None:
 def test_a_package_that_a_row_needs_is_told_with_the_row(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended the job, though other rows needed none."""
+    """Regression: it ended the job, though other rows needed no package."""
     is_there = False
 
     def check_options(params: SamplingParams, *args: Any) -> SamplingParams:
@@ -145,7 +145,7 @@ def error_of(row: dict[str, Any], options: RowOptions | None = None, kind: Any =
 def test_a_column_that_was_meant_as_an_option_fails_its_row(
     column: dict[str, Any], told: str
 ) -> None:
-    """It was carried into the record, and changed nothing."""
+    """Regression: it was copied to the record, and had no effect."""
     error = error_of({"prompt": "x", **column})
     assert f"column {next(iter(column))!r} has no effect: " in error
     assert told in error
@@ -181,7 +181,7 @@ def test_columns_that_are_called_like_options_are_told_once(batch: Batch) -> Non
 
 
 def test_prompts_that_go_raw_to_a_model_with_a_chat_template_are_told_once(batch: Batch) -> None:
-    """Answers were empty or ran on, and nothing said that --chat was missing."""
+    """Regression: answers were empty or never ended, and no message named --chat."""
     told = "the model has a chat template"
     source = batch.write(["one", "dog", "one"])
     assert batch.run(source) == 0

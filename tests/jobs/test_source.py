@@ -1,4 +1,4 @@
-"""Files to lines: what is packed, what is damaged, and which rows call themselves alike."""
+"""Files to lines: compressed files, damaged files, and rows with equal ids."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PACKS: list[Any] = [
 
 
 def read(path: Path, content: bytes) -> tuple[list[bytes], RowError | None]:
-    """The rows of a file, and the error behind them."""
+    """Returns the rows of a file, and the error that follows them."""
     path.write_bytes(content)
     found = [line.content for line in read_lines(find_inputs([str(path)]), MOST)]
     error = found.pop() if isinstance(found[-1], RowError) else None
@@ -55,9 +55,9 @@ def read(path: Path, content: bytes) -> tuple[list[bytes], RowError | None]:
 def test_rows_before_the_damage_of_a_packed_file_are_read(
     tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
 ) -> None:
-    """Those of the last 256 KiB were lost, so of a small file all."""
+    """Regression: the last 256 KiB before the damage were lost, all rows of a small file."""
     path = tmp_path / f"in.jsonl{suffix}"
-    # Why two members: this much is one block of bz2 and of zstd, which is damaged as a whole.
+    # Why two members: bz2 and zstd compress this much as one block, which is damaged as a whole.
     first, second = pack(PLAIN[: len(PLAIN) // 2]), pack(PLAIN[len(PLAIN) // 2 :])
     assert read(path, first + second) == (ROWS, None)
     middle = len(second) // 2
@@ -69,7 +69,7 @@ def test_rows_before_the_damage_of_a_packed_file_are_read(
 
 
 def test_gzip_is_read_as_far_as_its_bits_allow(tmp_path: Path) -> None:
-    """As zcat does: what stands behind a whole member, and a bit that is wrong."""
+    """As zcat does: with bytes after a complete member, and with a flipped bit."""
     path, whole = tmp_path / "in.jsonl.gz", gzip.compress(PLAIN)
     rows, error = read(path, whole + b"xyz")
     assert rows == ROWS
@@ -101,7 +101,7 @@ def test_a_job_answers_what_a_damaged_file_has(batch: Batch) -> None:
     assert "behind row" in found[max(found)]["error"]["message"]
 
 
-# --- which rows call themselves alike -------------------------------------------------------------
+# --- rows with equal ids --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_ids_are_found_in_every_form_but_parquet(tmp_path: Path) -> None:
     assert told.endswith("b.csv:2")
 
 
-# --- what other programs write --------------------------------------------------------------------
+# --- files of other programs ----------------------------------------------------------------------
 
 CELLS = [["question", "note"], ["one", "1;2"], ['say "dog"\nor not', "é, €"]]
 
@@ -172,7 +172,8 @@ def as_csv(delimiter: str, encoding: str) -> bytes:
 def test_a_csv_of_any_delimiter_and_of_excel(
     tmp_path: Path, name: str, delimiter: str, encoding: str
 ) -> None:
-    """A header of one column was found, and then every row lacked the column of the prompt."""
+    """Regression: the header was read as one column, and then every row lacked the prompt
+    column."""
     content = as_csv(delimiter, encoding)
     rows, error = read(tmp_path / name, gzip.compress(content) if "gz" in name else content)
     assert error is None
@@ -199,7 +200,7 @@ ENTRIES = [{"prompt": "one", "x": [1, {"y": "é"}]}, "dog", [5, 6], {"prompt": "
     ids=["one line", "indented", "a row a line", "rows one after another"],
 )
 def test_json_that_is_no_lines(tmp_path: Path, name: str, write: Callable[[Any], str]) -> None:
-    """Each of its lines was a failed row."""
+    """Regression: each of its lines was a failed row."""
     content = write(ENTRIES).encode()
     rows, error = read(tmp_path / name, gzip.compress(content) if "gz" in name else content)
     assert error is None

@@ -1,4 +1,4 @@
-"""Files of a job that another program writes, moves or damages, between runs and while one runs."""
+"""Files of a job that another program writes, moves or damages between or during runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_ROWS = 6
 
 
 def rows() -> list[Any]:
-    """One of them fails."""
+    """Returns rows; one of them fails."""
     return [completion(str(i), **({"x": 1} if i == 2 else {})) for i in range(NUM_ROWS)]
 
 
@@ -40,7 +40,7 @@ def simple_rows() -> list[Any]:
 
 
 def write_weights(path: Path, content: bytes) -> None:
-    """Files that differ have the same size, the same header and the same times."""
+    """Writes a file with a fixed header and timestamp; its size depends only on `content`'s."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes((2).to_bytes(8, "little") + b"{}" + content)
     os.utime(path, ns=(0, 0))
@@ -48,7 +48,8 @@ def write_weights(path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "parts/one.safetensors"])
 def test_a_job_is_not_resumed_with_other_weights(batch: Batch, name: str) -> None:
-    """Headers alone were compared, of weights in subfolders nothing: two models in one output."""
+    """Regression: only headers were compared, and no weights in subfolders: one output, two
+    models."""
     model = batch.directory / "model"
     if name != "model.safetensors":
         index = {"weight_map": {"a": name}}
@@ -78,7 +79,7 @@ def test_a_job_is_not_resumed_with_another_tokenizer(batch: Batch) -> None:
 
 
 def test_a_model_is_not_read_for_a_job_that_is_refused(batch: Batch, monkeypatch: Any) -> None:
-    """Weights of 100 GB take a while."""
+    """Reading weights of 100 GB takes a while."""
 
     def never(*args: object) -> None:
         raise AssertionError
@@ -112,7 +113,7 @@ REWRITTEN: dict[str, Rewrite] = {
 def test_records_are_known_however_they_are_written(
     batch: Batch, how: str, of: Callable[[], list[Any]]
 ) -> None:
-    """They were thrown away as no records, or counted as failures."""
+    """Regression: they were dropped as invalid records, or counted as failures."""
     source = batch.write(of())
     assert batch.run(source, *GREEDY) == 1, batch.told
     written = REWRITTEN[how](batch.records())
@@ -141,7 +142,7 @@ def test_records_are_known_however_they_are_written(
     ids=["jq -s", "jq", "half a record", "notes", "other objects", "utf-16"],
 )
 def test_a_file_of_few_records_is_left_alone(batch: Batch, written: Rewrite) -> None:
-    """It was replaced by what seemed to be records."""
+    """Regression: it was replaced by the lines that looked like records."""
     source = batch.write(rows())
     assert batch.run(source) == 1
     content = written(batch.records())
@@ -156,7 +157,7 @@ def test_a_file_of_few_records_is_left_alone(batch: Batch, written: Rewrite) -> 
 # --- a record that is damaged ---------------------------------------------------------------------
 
 DAMAGES: dict[str, tuple[Callable[[bytes, int, int], bytes], int]] = {
-    # what becomes of bytes, given where the second record begins and the third; records it costs
+    # new bytes, given the start of the second and the third record; number of records lost
     "hole": (lambda raw, a, b: raw[: a + 20] + bytes(30) + raw[a + 50 :], 1),
     "hole over an end": (lambda raw, a, b: raw[: b - 20] + bytes(40) + raw[b + 20 :], 2),
     "glued": (lambda raw, a, b: raw[: a + 40] + raw[b:], 2),
@@ -179,7 +180,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes, int, int], bytes], int]] = {
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_what_is_no_record_is_told_and_its_row_is_answered_again(batch: Batch, how: str) -> None:
-    """Only the two ends of a line were looked at: a row was missing for good, or memory ran out."""
+    """Regression: only both ends of a line were checked: a row was lost, or memory ran out."""
     source = batch.write(rows())
     assert batch.run(source, "--in-order") == 1
     whole = batch.output.read_bytes()
@@ -218,7 +219,7 @@ TOUCHES: dict[str, Callable[[Path], Any]] = {
 def test_an_output_that_is_touched_while_the_job_runs_is_told(
     batch: Batch, monkeypatch: Any, how: str, option: str
 ) -> None:
-    """All was said to be answered, and there was no file."""
+    """Regression: the job reported that all rows are answered, and there was no file."""
     append, count = Log.append, 0
     errors = batch.directory / "e.jsonl"
 
@@ -261,7 +262,7 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 def test_an_input_that_changes_while_the_job_runs_is_told(
     batch: Batch, monkeypatch: Any, how: str, option: str
 ) -> None:
-    """The job was complete without its last rows, or with answers to rows that nobody had asked."""
+    """Regression: the job was complete without its last rows, or with answers to other rows."""
     source = batch.write([completion(str(i), "dog") for i in range(9)])
     work, times = Job.work, os.stat(source)
 
@@ -314,7 +315,7 @@ def test_no_table_is_made_of_inputs_that_have_changed(
 
 
 def test_a_job_without_some_of_its_rows_is_not_complete(batch: Batch, monkeypatch: Any) -> None:
-    """An input may be short while it is read, and be what it was at the end."""
+    """An input may be shorter while it is read and unchanged at the end."""
     read_lines = jobs.read_lines
     source = batch.write(rows())
     monkeypatch.setattr(jobs, "read_lines", lambda *args: itertools.islice(read_lines(*args), 4))
@@ -324,7 +325,7 @@ def test_a_job_without_some_of_its_rows_is_not_complete(batch: Batch, monkeypatc
     monkeypatch.undo()
 
 
-# --- the small files beside it --------------------------------------------------------------------
+# --- the small files of a job ---------------------------------------------------------------------
 
 RUNS = [
     b"run 1 " + bytes(20),
@@ -338,7 +339,7 @@ RUNS += ["run 1 ٣\n٢\n".encode(), b"\xff" * 50, b"run 1 0\n9999999999999999999
 
 @pytest.mark.parametrize("content", RUNS)
 def test_a_file_of_runs_that_is_damaged_stops_nothing(batch: Batch, content: bytes) -> None:
-    """It was a traceback at each start."""
+    """Regression: each start ended with a traceback."""
     source = batch.write(rows())
     assert batch.run(source) == 1
     whole = batch.by_row()
@@ -374,7 +375,7 @@ def test_a_manifest_of_other_types_is_refused(batch: Batch, changed: dict[str, A
 
 @pytest.mark.parametrize("name", ["out.jsonl.job.json.tmp", "out.jsonl.tmp", "out.jsonl.job.runs"])
 def test_a_link_in_the_place_of_a_file_of_the_job_is_not_followed(batch: Batch, name: str) -> None:
-    """What it meant was overwritten."""
+    """Regression: its target was overwritten."""
     precious, source = batch.write(b"precious\n", "precious"), batch.write(rows())
     assert batch.run(source, "--keep-input-order", "--max-errors", "0") == 3
     (batch.directory / name).unlink(missing_ok=True)
@@ -399,7 +400,7 @@ def test_a_name_with_a_nul_is_refused(batch: Batch, option: str) -> None:
 
 @pytest.mark.parametrize("stream", [">&-", "1</dev/null"])
 def test_answers_are_not_written_to_a_closed_stdout(batch: Batch, stream: str) -> None:
-    """All of them were gone, and the exit code was 0."""
+    """Regression: all answers were lost, and the exit code was 0."""
     source = batch.write([{"prompt": "one", "max_tokens": 1}])
     command = f"{sys.executable} -m nanoengine.cli.main batch demo {source} --output - {stream}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""`--verify` finds each answer that is another one alone; `--dry-run` what a job would refuse."""
+"""`--verify` finds answers that differ when run alone; `--dry-run` finds rows that would fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop between tasks and engines, and the journal of what runs, by themselves."""
+"""The loop between tasks and engines, and the journal of running rows, tested alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = gc.get_freeze_count
 
 @pytest.fixture
 def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that was just started; the tests' own freezes what was imported."""
+    """Unfreezes objects, as in a new process; the tests' `frozen` fixture freezes imports."""
     monkeypatch.setattr(gc, "get_freeze_count", COUNT)
     gc.unfreeze()
     yield
@@ -46,7 +46,7 @@ def test_the_collector_passes_over_what_was_there_while_rows_run(
     tasks = [Task(row=0, input=Input(name="x", form="txt"), number=1)]
     Work(tasks, lambda task, result: None).run(stream)  # type: ignore[arg-type]
     assert seen[0] > 0
-    # Why not a count: one that is frozen can still be freed.
+    # Why not a count: a frozen object can still be freed.
     assert (gc.get_freeze_count() > 0) == before
 
 
@@ -66,7 +66,7 @@ def test_a_crash_counts_once_for_each_row_that_ran(
 ) -> None:
     path = tmp_path / "runs"
     path.write_bytes(text)
-    for _ in range(2):  # the first one ends by itself, so the second one finds the same
+    for _ in range(2):  # the first one is closed normally, so the second one finds the same
         journal = Journal(path, num_done, lambda row: row == 3)
         journal.note(7)
         journal.close(is_complete=False)

@@ -1,7 +1,7 @@
-"""Writes `sample.trace.gz` anew: `python -m tests.observe.make_sample`.
+"""Writes `sample.trace.gz`: `python -m tests.observe.make_sample`.
 
-Needed when the core plans otherwise than it did, because a trace can only be read with a core that
-makes the same plans. The run has it all: shared prefixes, forks, copies, preemptions, a tier.
+Run it when the core's plans change, because a trace can only be read by a core that makes the same
+plans. The run covers shared prefixes, forks, copies, preemptions and a tier.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THEN = [LILY + "ran", LILY + "jumped", LILY + "sang"]
 
 
 def asked(count: int) -> list[SamplingParams]:
-    """Four lengths in turn; the second and the eighth request have two sequences."""
+    """Returns params with four lengths in rotation; the second and the eighth have n=2."""
     return [
         SamplingParams(
             temperature=0.8, seed=i, max_tokens=30 + 8 * (i % 4), ignore_eos=True,

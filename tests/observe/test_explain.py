@@ -1,4 +1,4 @@
-"""What is told of recorded runs, word by word."""
+"""The exact text of explanations of recorded runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add(
 
 
 def recorded(engine: LLMEngine, path: Path) -> Recording:
-    """The trace, with a step every 10 ms and arrivals at the end of the step before."""
+    """Returns the trace with a step every 10 ms and arrivals at the end of the previous step."""
     engine.close()
     recording = read_trace(path)
     num_steps = 0
@@ -150,7 +150,7 @@ def test_requests_that_are_aborted(tmp_path: Path) -> None:
 
 
 def test_a_fork_that_is_preempted_before_any_plan_had_it(tmp_path: Path) -> None:
-    """There was a KeyError."""
+    """Regression: it raised a KeyError."""
     engine = make_engine(num_blocks=4, block_size=4, max_num_seqs=2)
     trace_engine(engine, tmp_path / "run.trace")
     add(engine, "a", 0, 9, 3)

@@ -1,4 +1,4 @@
-"""What the prefix cache says about itself: counters, reasons of misses, block events, residency."""
+"""Prefix cache statistics: counters, reasons of misses, block events, residency."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_every_miss_has_a_reason():
     misses = []
     first, other = list(range(1, 21)), list(range(21, 48))
     for prompt, salt in (
-        ([1, 2, 3, 4], None),  # a single block, of which the last token must be computed
+        ([1, 2, 3, 4], None),  # a single block; its last token must be computed
         (first, None),
-        (first, None),  # all found
+        (first, None),  # a full hit
         (first, "salt"),
-        (first[:8] + other[:12], None),  # a known start, then nothing known
-        (other, None),  # takes the whole pool
+        (first[:8] + other[:12], None),  # a known prefix, then unknown tokens
+        (other, None),  # needs the whole pool
         (first, None),
     ):
         before = engine.stats().cache_misses
@@ -75,7 +75,7 @@ def test_empty_slots_are_reported():
 
 
 class Mirror:
-    """The cached contents by block id, from nothing but a `BlockObserver`'s events."""
+    """The cached contents by block id, rebuilt only from a `BlockObserver`'s events."""
 
     def __init__(self) -> None:
         self.contents: dict[int, Prefix] = {}

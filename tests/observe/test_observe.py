@@ -1,4 +1,4 @@
-"""The observers behind the benchmark's figures, on plans written by hand."""
+"""The observers that produce the benchmark's figures, on handwritten plans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def admit(row: int, seq_id: int, num_tokens: int, num_cached: int = 0) -> Admitt
 def plan_and_result(
     step: int, rows: list[tuple[int, int, int]], tokens: list[list[int]], **plan: object
 ) -> tuple[StepPlan, StepResult]:
-    """`rows` are (row, start, tokens computed); rows that sample have one logit."""
+    """Builds both from `rows` of (row, start, tokens computed); rows that sample have one logit."""
     return (
         StepPlan(
             step=step,
@@ -50,7 +50,7 @@ def plan_and_result(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The times that `Metrics` reads, one a step."""
+    """Returns the list of times that `Metrics` reads, one per step."""
     times: list[float] = []
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: times.pop(0))
     return times
@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_metrics_split_prefill_from_decode_and_measure_gaps(clock: list[float]) -> None:
     clock += [10.0, 11.0, 13.0]
     observer = Metrics()
-    # Sequence 7 has 6 tokens, 2 cached; sequence 8 has 4. Then a mixed step, then both decode.
+    # Sequence 7 has 6 tokens, 2 cached; sequence 8 has 4. A mixed step follows, then both decode.
     steps = [
         plan_and_result(0, [(0, 2, 4)], [[50]], admitted=[admit(0, 7, 6, 2)]),
         plan_and_result(1, [(0, 6, 1), (1, 0, 3)], [[51], []], admitted=[admit(1, 8, 4)]),

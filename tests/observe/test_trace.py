@@ -1,7 +1,7 @@
-"""What a trace holds, what its reader refuses, and that a replay is the run again.
+"""Contents of a trace, errors of its reader, and replays that equal the run.
 
-The random lives of tests/core/test_engine_machine.py hold replays to engines state by state; here
-are the cases that these don't have, and what a file may be.
+tests/core/test_engine_machine.py compares replays of random runs with engines, state by state. This
+file has the cases that those runs lack, and invalid files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def told(path: Path) -> list[dict[str, Any]]:
 
 
 def outputs(recording: Recording) -> dict[str, list[list[int]]]:
-    """By request, what its sequences have sampled."""
+    """Returns the sampled tokens of each request's sequences."""
     requests: list[Request] = []
 
     class Listener:
@@ -104,7 +104,7 @@ def traced(**options: Any) -> tuple[LLMEngine, ReplayedTrace]:
 
 
 class Second:
-    """Forks twice, and drops a fork: what a beam search does to tokens."""
+    """Forks twice and drops a fork, as a beam search does."""
 
     def choose(self, request: Request, moves: SequenceMoves) -> None:
         first, *others = (seq for seq in request.sequences if not seq.is_finished)
@@ -124,7 +124,7 @@ class Second:
 
 
 class StopsAt:
-    """An `OutputFollower` that meets its stop string with its n-th token."""
+    """An `OutputFollower` that finds a stop string at its n-th token."""
 
     text = "a text"
 
@@ -200,7 +200,7 @@ def test_what_callers_do_between_steps_is_replayed() -> None:
 
 
 class KeptDisk(FakeDisk):
-    """One whose files another engine has written."""
+    """A disk with files that another engine has written."""
 
     def scan(self, prefixes: Prefixes) -> list[Content]:
         def known(prefix: Prefix) -> Prefix:
@@ -214,7 +214,7 @@ class KeptDisk(FakeDisk):
 
 
 def test_a_disk_that_had_blocks_before_is_replayed() -> None:
-    """The second engine finds what the first has written, under a salt and without one."""
+    """The second engine hits the first one's files, with and without a salt."""
     host: dict[int, list[int | None]] = {}
     files: dict[Any, list[int | None]] = {}
     for _ in range(2):
@@ -250,7 +250,7 @@ def test_a_model_is_traced_from_its_options_to_its_end(tmp_path: Path) -> None:
     assert all(result.times.forward_s > 0 for _, result in recording.replay().steps())
     *told, beams = outputs(recording).values()
     assert told == [[list(one.outputs[0].token_ids)] for one in answers]
-    assert found[0].sequences[0].token_ids[:3] in beams  # with the last one the search is over
+    assert found[0].sequences[0].token_ids[:3] in beams  # with the last one the search ends
 
 
 def test_a_trace_may_end_amid_a_run_and_be_shown_from_a_later_step(tmp_path: Path) -> None:
@@ -329,7 +329,8 @@ def lines_of_sample() -> list[bytes]:
 
 
 def changed(path: Path, **values: Any) -> int:
-    """Writes the sample with other values in the line of a step of five rows; its number."""
+    """Writes the sample with other values in the line of a step of five rows; returns its
+    number."""
     lines = lines_of_sample()
     told = [json.loads(line) for line in lines]
     number = next(i for i, line in enumerate(told) if len(line.get("sampled", ())) == 5)
@@ -364,7 +365,7 @@ def test_a_torn_file_is_read_up_to_where_it_breaks_off(tmp_path: Path, packed: b
         recording = read_trace(path)
         assert recording.is_torn
         assert recording.lines == lines[: len(recording.lines)]
-        if not packed:  # Why: how much of the last line can be unpacked is zlib's business.
+        if not packed:  # Why: zlib decides how much of the last line can be unpacked.
             assert len(recording.lines) - cut.count(b"\n") in (-1, 0)
     assert len([*recording.replay().steps()]) > 200
 

@@ -1,6 +1,6 @@
-"""The viewer's page as a file: what is in it, what it is made from, and what it refuses.
+"""The viewer's page as a file: its contents, its sources, and the input that it refuses.
 
-What a browser makes of it: test_viewer_browser.py.
+test_viewer_browser.py tests it in a browser.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from nanoengine.observe.viewer.page_data import (
 
 SAMPLE = Path(__file__).parent / "sample.trace.gz"
 MOST_BYTES = 300_000
-"""Of the page beside its data."""
+"""Limit on the page's size without its data."""
 UPLOT = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
     "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
 }
-"""SHA-256 of the files of uPlot 1.6.32 as its authors published them."""
+"""SHA-256 of the files of uPlot 1.6.32 as published by its authors."""
 
 
 class Replayed:
-    """Follows the events of a page, as viewer.js does."""
+    """Follows the events of a page as viewer.js does."""
 
     def __init__(self, data: PageData) -> None:
         self.data = data
@@ -77,8 +77,8 @@ class Replayed:
 
 
 class States:
-    """By step of a replay: references and contents after its plan, and of the running sequences
-    their tables then, and their tokens once it is committed."""
+    """State after each step of a replay: reference counts, contents and tables of running sequences
+    after its plan, and their token counts after its commit."""
 
     def __init__(self, replay: Replay) -> None:
         self.scheduler = replay.scheduler
@@ -167,7 +167,7 @@ def test_steps_that_the_trace_has_not_are_refused() -> None:
 
 
 def unpacked(text: str) -> tuple[dict[str, Any], dict[str, array[int]]]:
-    """What a page holds: its JSON and its columns."""
+    """Returns the data in a page: its JSON and its columns."""
     (data,) = re.findall(r'id="data">([^<]*)</script>', text)
     raw = gzip.decompress(base64.b64decode(data))
     (length,) = struct.unpack("<I", raw[:4])
@@ -236,9 +236,9 @@ SIGHT = {
         [0.004733, 0.691367, 0.303900],
     ],
 }  # fmt: skip
-"""Linear RGB as such eyes see it: Machado, Oliveira and Fernandes 2009, severity 1.0."""
+"""Linear RGB for each type of colour vision: Machado, Oliveira and Fernandes 2009, severity 1.0."""
 LEAST_DISTANCE = 9
-"""CIE 1976: about four times what is just noticed side by side."""
+"""CIE 1976: about four times the just noticeable difference side by side."""
 
 
 def linear(colour: str) -> Any:

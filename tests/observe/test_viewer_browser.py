@@ -1,6 +1,6 @@
-"""The viewer's page in chromium: it loads, plays, steps, answers pointer and keys, keeps silent.
+"""The viewer's page in chromium: it loads, plays, steps, handles pointer and keys, logs nothing.
 
-Needs playwright (the extra `browser`) and chromium from the system; skipped by name without them.
+Needs playwright (the extra `browser`) and a system-wide chromium; skipped without them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def open_page(browser: Any, html: Path) -> Iterator[Open]:
-    """Opens the page; afterwards nothing has been complained of, nor asked of a network."""
+    """Opens pages; afterwards checks that nothing was logged and nothing else was requested."""
     said: list[str] = []
     asked: list[str] = []
     contexts, opens = [], set()
@@ -94,7 +94,7 @@ def current(tab: Any) -> int:
 
 
 def until(tab: Any, expression: str) -> None:
-    """Waits for it; playwright's own way would need `unsafe-eval` of the page's policy."""
+    """Waits until the expression is true; playwright's own wait needs `unsafe-eval` in the page."""
     for _ in range(400):
         if tab.evaluate(expression):
             return
@@ -103,7 +103,7 @@ def until(tab: Any, expression: str) -> None:
 
 
 def painted(tab: Any, selector: str) -> int:
-    """How many colours a canvas shows."""
+    """Returns the number of colours on a canvas."""
     return int(
         tab.evaluate(
             "(selector) => { const canvas = document.querySelector(selector);"
@@ -126,7 +126,7 @@ def test_it_loads_and_draws(open_page: Open) -> None:
 
 def test_the_page_folds_as_the_core_does_forwards_and_backwards(open_page: Open) -> None:
     tab, expected = open_page(), States(read_trace(SAMPLE).replay()).of
-    tab.evaluate("viewer.fold.constructor.SPACING = 100")  # so that states are kept, and used
+    tab.evaluate("viewer.fold.constructor.SPACING = 100")  # so that states are cached and used
     asked = """(frame) => { const { fold, tablesOf, knownTokens, lanes, wordsOf } = viewer;
         fold.seek(frame);
         return { refs: Array.from(fold.refs), contents: Array.from(fold.content, (c) => c >= 0),
@@ -151,7 +151,7 @@ def test_it_plays_to_the_end_and_stops(open_page: Open) -> None:
     tab.click("#play")
     until(tab, "viewer.state.frame === 223 && !viewer.state.playing")
     assert text(tab, "#play") == "▶ Play"
-    tab.click("#play")  # from the end it begins anew
+    tab.click("#play")  # from the end it restarts
     until(tab, "viewer.state.frame === 223 && !viewer.state.playing")
 
 
@@ -209,7 +209,7 @@ def test_hover_and_click_tell_the_story_of_a_request(open_page: Open) -> None:
     assert found == [re.sub(r"^step \d+: ", "", line) for line in told]
     tab.keyboard.press("Escape")
     assert "Choose a request" in text(tab, "#chosen")
-    assert "Waiting:" in text(tab, "#chosen")  # what is worth knowing of the run
+    assert "Waiting:" in text(tab, "#chosen")  # the highlights of the run
 
 
 def test_search_finds_requests_prompts_blocks_and_steps(open_page: Open) -> None:

@@ -1,4 +1,4 @@
-"""What `--watch` draws, and where it is refused."""
+"""The display of `--watch`, and where it is refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_on_a_terminal_the_picture_goes_and_the_answer_stays(tmp_path: Path) -> 
     while True:
         try:
             piece = os.read(ours, 65536)
-        except OSError:  # the terminal has no writer any more
+        except OSError:  # the terminal has no writer left
             break
         if not piece:
             break

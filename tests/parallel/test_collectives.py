@@ -1,4 +1,4 @@
-"""Collectives over gloo, with two ranks as threads of one process: nothing of them is global."""
+"""Collectives over gloo, with two ranks as threads of one process: they have no global state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sums_joins_and_the_least_number(ranks: list[Collectives], dtype: torch.
 
 @dataclass(frozen=True)
 class Poorer(Collectives):
-    """Another rank has memory for 17 blocks."""
+    """Simulates a rank that has memory for only 17 blocks."""
 
     def least(self, number: int) -> int:
         return min(number, 17)

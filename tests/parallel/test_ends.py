@@ -1,4 +1,4 @@
-"""How ranks end: with their engine, with their parent, and all when one of them fails."""
+"""Shutdown of ranks: with their engine, with their parent, and all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
 
-# Why: most of these are processes that load torch.
+# Why: most of these tests start processes that load torch.
 pytestmark = pytest.mark.guards(
     "nanoengine/ranks/*.py",
     "nanoengine/engine.py",
@@ -39,11 +39,11 @@ pytestmark = pytest.mark.guards(
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60
-"""Far above the second that it takes: a busy machine decides no test."""
+"""Timeout in s. It takes about a second; the margin keeps a busy machine from failing a test."""
 
 
 def make_ranks(**options: object) -> LLMEngine:
-    """Two of them on the CPU, whatever else there is."""
+    """Creates an engine with two ranks on the CPU, even on a machine with GPUs."""
     ranks = {"tensor_parallel_size": 2, "device": "cpu", "dtype": "float32"}
     return make_engine(checkpoint("qwen3"), **{"num_kv_blocks": 40} | ranks | options)
 
@@ -61,7 +61,7 @@ def require_gone(processes: list[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def soon(action: Callable[[], object], after_s: float) -> Iterator[None]:
-    """Does something while the block runs."""
+    """Runs `action` in a thread while the block runs."""
     timer = threading.Timer(after_s, action)
     timer.start()
     try:
@@ -72,7 +72,7 @@ def soon(action: Callable[[], object], after_s: float) -> Iterator[None]:
 
 
 def run_on(engine: LLMEngine) -> None:
-    """Steps until something ends it, which it must."""
+    """Runs steps until an exception ends it, which must happen."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         run(engine, random_prompts(4, [5]), greedy(40))
@@ -81,8 +81,8 @@ def run_on(engine: LLMEngine) -> None:
 
 @pytest.fixture(name="ctrl_c")
 def ctrl_c_fixture() -> Iterator[None]:
-    """SIGINT is heard. Why: a shell starts what it runs behind `&` with SIGINT ignored, so the
-    test would wait for an interrupt that nobody hears."""
+    """Enables SIGINT. Why: a shell starts background jobs with SIGINT ignored, so the test would
+    wait for an interrupt that never arrives."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -90,7 +90,7 @@ def ctrl_c_fixture() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_ends_requests_and_no_rank() -> None:
-    """Ctrl-C wherever it comes: the ranks end their step, and the next requests are answered."""
+    """At any moment, Ctrl-C lets the ranks finish their step, and they serve the next requests."""
     engine = make_ranks()
     work = random_prompts(3, [5, 20]), greedy(12)
     expected = tokens(run(engine, *work))
@@ -153,7 +153,8 @@ def test_ranks_that_wait_for_a_stopped_one_end_with_where_each_is(
 def test_a_rank_that_has_missed_a_plan_ends_all_at_the_next_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else one would sum what belongs to this step, and the other what belongs to the next."""
+    """Otherwise one rank would add values of this step to another rank's values of the next
+    step."""
     engine = make_ranks()
     processes = processes_of(engine)
     pipe = engine.executor._ranks.workers[1].pipe
@@ -183,7 +184,7 @@ def test_an_interrupt_between_any_two_instructions_leaves_ranks_in_step(
         return interrupt
 
     is_interrupted, instruction = True, 0
-    # Why: Python 3.12 tells of instructions only those who trace after a frame has asked for them.
+    # Why: Python 3.12 traces instructions only for tracers set after a frame has asked for it.
     sys._getframe().f_trace_opcodes = True
     while is_interrupted:
         left = instruction = instruction + 1
@@ -231,7 +232,7 @@ while True:
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork"])
 def test_no_rank_outlives_a_killed_parent(forks: bool, tmp_path: Path) -> None:
-    """Nor one that is stopped, as replicas kill their ranks' parent.
+    """Nor does a suspended rank. Replicas kill the parent of their ranks the same way.
 
     The script has no `if __name__ == "__main__"`: a rank doesn't run it.
     """
@@ -244,7 +245,7 @@ def test_no_rank_outlives_a_killed_parent(forks: bool, tmp_path: Path) -> None:
     ranks = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     assert len(ranks) == 2
     children = psutil.Process(parent.pid).children()
-    time.sleep(0.2)  # amid some step
+    time.sleep(0.2)  # some time within a step
     if not forks:
         ranks[1].suspend()
     parent.kill()
@@ -312,7 +313,7 @@ def test_what_ranks_on_gpus_need(
         build_engine(config)
 
 
-# --- which of several causes is told --------------------------------------------------------------
+# --- which of several causes is reported ----------------------------------------------------------
 
 
 def failure(rank: int, time: float, refusal: Exception | None = None) -> Failure:

@@ -1,4 +1,4 @@
-"""What goes down the pipes: every field of a plan and of a result comes back as it was."""
+"""Messages over the pipes: every field of a plan and of a result survives the round trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks give the tokens of one: by gloo, on a CPU, in float32."""
+"""Two ranks give the tokens of one: with gloo, on a CPU, in float32."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SMALL = {
     "device": "cpu", "dtype": "float32",
     "block_size": 8, "num_kv_blocks": 30, "long_prefill_threshold": 7,
 }  # fmt: skip
-"""Chunks, and a pool that is too small for all at once."""
+"""Options for chunked prefill and a pool that is too small for all sequences at once."""
 
-# Why more blocks: so many states, too, that some are left for snapshots.
+# Why more blocks: the pool of recurrent states is larger too, which leaves some for snapshots.
 BLOCKS = dict.fromkeys(
     ("qwen3_next", "qwen3_5", "qwen3_5_moe", "falcon_h1", "nemotron_h"), 60
 ) | dict.fromkeys(("bamba", "granite_hybrid"), 100)  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    # name -> family, fields of its config, options of the engine
-    # Why no images: the text part of such a model is one of the other families.
+    # name -> family, fields of its config, engine options
+    # Why no multimodal models: their text part is one of the other families.
     **{
         family: (family, {}, {"attention_backend": "cpu", "num_kv_blocks": BLOCKS.get(family, 30)})
         for family in FAMILIES
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def work() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts with common prefixes, greedy ones and seeded ones, with all that is reported."""
+    """Prompts with common prefixes, greedy and seeded params, with all optional results."""
     prefix = random_prompts(1, [24], seed=9)[0]
     prompts = random_prompts(6, [1, 7, 16, 33]) + [prefix + tail for tail in ([5], [6, 7], [8] * 9)]
     sampled = [
@@ -72,12 +72,12 @@ def work() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 PROCESSES = ("overlapped",)
-"""Cases that run on two processes. The others run on two threads of this one: the same sums by
-gloo, and no process that loads torch."""
+"""Cases that run on two processes. The others run on two threads of this process: they do the same
+gloo reductions and need no process that loads torch."""
 
 USUAL = ("qwen3", "gemma3", "gpt_oss", "qwen3_next", "one KV head", "int4", "experts in int4")
-"""Cases that have each way to part weights, caches and states. The others run when what they guard
-has changed: how a family is parted stands in its layers."""
+"""Cases that cover each way to shard weights, caches and states. The others run when the files that
+they guard change: the sharding of a family is defined in its layers."""
 FAMILY = pytest.mark.guards(
     "nanoengine/ranks/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py"
 )
@@ -133,7 +133,7 @@ def check(case: str) -> None:
 
 @pytest.mark.usefixtures("thread_ranks")
 def test_each_rank_has_grammars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that allows even tokens, and may end everywhere, beside prompts without."""
+    """The grammar allows even tokens and may end anywhere; other prompts have no grammar."""
     monkeypatch.setattr(structured, "_library", even_text)
     prompts, _ = work()
     even = SamplingParams(
@@ -152,7 +152,7 @@ def test_each_rank_has_grammars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.extra
 def test_a_grammar_on_two_ranks_gives_the_tokens_of_one() -> None:
-    """Processes, each of which compiles for itself."""
+    """Runs on two processes; each compiles the grammar itself."""
     pytest.importorskip("llguidance", reason="see the extra `structured`")
     prompts = random_prompts(5, [1, 9, 20], vocab_size=VOCAB_SIZE)
     params = [

@@ -1,4 +1,4 @@
-"""Ray Data: two actors, one of them killed, give what one process gives."""
+"""Ray Data: two actors, one of them killed, give the results of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch  # noqa: F401  # Why: what is loaded at collection runs on one thread (conftest.py).
+import torch  # noqa: F401  # Why: torch loaded at collection runs on one thread (conftest.py).
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
@@ -29,7 +29,7 @@ __all__ = ["make_llm_fixture"]
 
 @pytest.fixture(name="ray")
 def ray_fixture() -> Iterator[Any]:
-    """Ray on two cores; a starved machine may take several tries."""
+    """Starts Ray on two cores; a starved machine may need several tries."""
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'nanoengine[ray]'")
     pytest.importorskip("ray.data")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -59,7 +59,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def kill_one(killed: list[int]) -> None:
-    """Kills an actor that has rows."""
+    """Kills an actor that is processing rows."""
     until = time.monotonic() + 300
     while time.monotonic() < until:
         for process in psutil.Process().children(recursive=True):
@@ -181,7 +181,7 @@ def test_a_torn_line_does_not_keep_an_actor_from_starting(runs: Path) -> None:
 
 @pytest.mark.extra
 def test_columns_of_the_same_names_are_replaced(make_llm: MakeLLM, runs: Path) -> None:
-    """A table had two columns of one name."""
+    """Regression: a table had two columns with the same name."""
     pyarrow = pytest.importorskip("pyarrow")
     make_llm(ANSWERS, tokenizer=byte_level()).close()
     generate = Generate("scripted", LONG)

@@ -1,4 +1,4 @@
-"""Replicas: every row is answered once, as one process would, whatever dies."""
+"""Replicas: every row is answered once, as in one process, whichever process dies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.batch_server import wait_for_lines
 from tests.support.checkpoints import make_checkpoint
 from tests.support.text_fixtures import byte_level
 
-# Why: most of these are processes that load torch.
+# Why: most of these tests start processes that load torch.
 pytestmark = pytest.mark.guards(
     "nanoengine/parallel/*.py",
     "nanoengine/ranks/*.py",
@@ -50,12 +50,13 @@ OPTIONS: dict[str, Any] = {"model": "scripted", "device": "cpu", "max_num_seqs":
 
 @pytest.fixture(name="scripted")
 def scripted_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas run the script in place of a model."""
+    """Replicas run the scripted engine instead of a model."""
     monkeypatch.setattr(replicas, "REPLICA", scripted_replica.__name__)
 
 
 def make_work(prompts: Iterable[str], **options: Any) -> tuple[Work, dict[int, Any]]:
-    """A work of such prompts, and where its records go; each row may have one."""
+    """Returns a job over these prompts and the dict of its records; a second record of a row
+    fails."""
     records: dict[int, Any] = {}
 
     def finish(task: Task, result: RequestOutput | RowError) -> None:
@@ -91,7 +92,8 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def killer(engines: Replicas, records: dict[int, Any], moments: list[int]) -> threading.Thread:
-    """Kills one replica after the other, as soon as so many rows have a record."""
+    """Returns a thread that kills a replica each time that the next number of records is
+    reached."""
 
     def kill() -> None:
         for number, moment in enumerate(moments):
@@ -132,7 +134,7 @@ def test_replicas_wait_for_rows_that_are_not_there_yet() -> None:
         for task in tasks:
             while next(given) % 3:
                 yield PAUSE
-            if task.row == 40:  # nothing runs any more, and somebody waits for the answers
+            if task.row == 40:  # nothing runs any more, and a consumer waits for the answers
                 while len(records) < 40:
                     yield PAUSE
                 late.append(len(records))
@@ -163,7 +165,7 @@ def test_the_third_death_of_a_row_makes_it_poison_and_no_other(bad: str) -> None
 
 @pytest.fixture(name="told")
 def told_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Replicas that are stopped have said nothing for long; what is warned of."""
+    """Limits the silence check to stopped replicas, after 0.06 s; yields the list of warnings."""
     look, told = Replica.look, []
 
     def look_at_stopped(self: Replica, silent_s: float) -> None:
@@ -181,7 +183,7 @@ def told_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.mark.usefixtures("scripted")
 def test_a_replica_that_hangs_is_killed_and_its_rows_go_to_others(told: list[Any]) -> None:
-    """The job waited for it."""
+    """Regression: the job waited for it."""
     prompts = [f"p{i}" for i in range(400)]
     work, records = make_work(prompts)
     with local_replicas(OPTIONS, 2) as engines:
@@ -373,7 +375,7 @@ def test_two_replicas_one_killed_give_the_records_of_one_process(tmp_path: Path)
 
     def kill() -> None:
         wait_for_lines(two, 40, os.getpid())
-        children = psutil.Process().children()  # a process that renders templates among them
+        children = psutil.Process().children()  # includes a process that renders templates
         victims.append(next(c for c in children if "ranks.worker" in " ".join(c.cmdline())))
         victims[0].kill()
 
