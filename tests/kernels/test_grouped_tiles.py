@@ -53,7 +53,7 @@ NAMES = ["Q8_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "GPTQ 4", "GP
 
 
 def paired() -> np.ndarray:
-    """The output of `pair_inputs` for X: even inputs, odd inputs, negated sums of their products."""
+    """What `pair_inputs` returns for X: even inputs, odd inputs, negated sums of their products."""
     even, odd = (X.reshape(ROWS, -1, 32)[:, :, i::2].astype(np.int32) for i in range(2))
     products = -(even * odd).reshape(ROWS, -1, 2, 8).sum(3)
     known = np.stack((products.sum(2), products[:, :, 0], products[:, :, 1], 0 * products[:, :, 0]))
