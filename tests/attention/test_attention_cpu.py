@@ -1,4 +1,4 @@
-"""The numba kernels against the naive backend, and bit for bit against themselves."""
+"""The numba attention kernels against the naive backend, and the same bits for any batch."""
 
 import doctest
 import itertools
@@ -24,10 +24,10 @@ from nanoengine.kernels.attention_tasks import (
 )
 from tests.support.attention_cases import CPU, Paged
 
-# Sums of up to a thousand products in another order: float64 keeps about 1e-15 of values near 1,
-# float32 half a billionth of that precision, 1e-6.
+# Up to a thousand products are added in another order: float64 keeps about 1e-15 of values near 1,
+# float32 1e-6.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
-# Decodes within, at and past block, tile and split boundaries; a draft; chunks with and without
+# Decodes within, at and after block, tile and split boundaries; a draft; chunks with and without
 # context.
 LENGTHS = [
     (1, 1),
@@ -44,7 +44,7 @@ LENGTHS = [
 
 
 def check(**options) -> None:
-    """Holds one forward of the kernels against the naive backend."""
+    """Compares one forward of the kernels with the naive backend."""
     paged = Paged(**{"lengths": LENGTHS, **options})
     expected = paged.run("naive")
     assert not expected.isnan().any()
@@ -67,7 +67,7 @@ def check(**options) -> None:
         *({"block_size": size} for size in (8, 64, 128, 256)),
         *({"sliding_window": window} for window in (1, 6, 101)),
         {"softcap": 1.5}, {"softcap": 1.5, "sliding_window": 30},
-        # In contexts of one split and of several; far above all scores, and far below.
+        # Contexts of one and of several splits; sinks far above all scores, and far below.
         *({"sinks": sinks} for sinks in (2.0, 200.0)),
         {"sinks": 2.0, "group_size": 5, "sliding_window": 30, "softcap": 1.5},
         {"lengths": [(1, 90), (1, 70), (20, 84)], "shared": {1: (0, 4), 2: (0, 4)}},
@@ -77,7 +77,7 @@ def check(**options) -> None:
     ids=str,
 )  # fmt: skip
 def test_equals_the_oracle(options, dtype, kv_dtype):
-    """Over a rounded cache as exactly as over floats: what is stored is equal."""
+    """A rounded cache has the bounds of a float one, because both backends store equal values."""
     check(dtype=dtype, kv_dtype=kv_dtype, **options)
 
 
@@ -96,7 +96,7 @@ def test_sliding_windows_never_touch_blocks_before_them(sliding_window):
     [{}, {"group_size": 5}, {"head_dim": 80}, {"head_dim": 8}, {"block_size": 8}, {"sinks": 2.0}],
 )
 def test_bfloat16_is_off_by_its_roundings(options, kv_dtype):
-    """Queries and weights are rounded as well: scores by 2 ** -8, of which half are near 0."""
+    """Queries and weights are rounded too: scores by 2 ** -8, half of which are near 0."""
     paged = Paged(lengths=LENGTHS, dtype=torch.float32, kv_dtype=kv_dtype, **options)
     exact = paged.run("naive")
     paged.dtype = torch.bfloat16
@@ -156,7 +156,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(sliding_window, sin
     ],
 )  # fmt: skip
 def test_a_chunk_has_the_same_bits_as_the_whole_prompt(dtype, kv_dtype):
-    """Of many rows, few rows, and an odd number of tokens in the last pair."""
+    """Chunks with many rows, few rows, and an odd number of tokens in the last pair."""
 
     def run(query_len):
         shape = {"dtype": torch.float32, "kv_dtype": kv_dtype, "block_size": 64, "head_dim": 64}
@@ -166,7 +166,7 @@ def test_a_chunk_has_the_same_bits_as_the_whole_prompt(dtype, kv_dtype):
 
     whole = run(333)
     assert whole.isfinite().all()
-    for query_len in (17, 40, 172):  # more than one tile of queries, so no split of the context
+    for query_len in (17, 40, 172):  # more than one tile of queries, so the context is not split
         assert torch.equal(run(query_len), whole[-query_len:])
 
 
@@ -203,7 +203,7 @@ def test_tasks_cover_every_query_and_key_once_and_balance(threads):
 
 
 def test_queries_that_nobody_wants_are_left_out_of_chunks():
-    """Here of the 33 the middle, of the 40 none; what decodes is attended as ever."""
+    """Here the chunk of 33 needs its middle, the one of 40 nothing. Decodes are unchanged."""
     paged = Paged(lengths=LENGTHS)
     starts, lengths = (x.numpy() for x in (paged.batch.query_start_loc, paged.batch.seq_lens))
     rows = torch.tensor([0, starts[8] + 20, starts[8] + 9, starts[8] + 20]).numpy()
@@ -234,7 +234,7 @@ SHARED = [(1, 700), (1, 530), (1, 512), (1, 513), (1, 900), (1, 300), (1, 40), (
 def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(
     block_size, group_size, kv_dtype
 ):
-    """Splits of the first 512 tokens are shared: by all, by some, and by runs that end."""
+    """Splits of the first 512 tokens are shared by all, by some, and by groups that end early."""
     blocks = 512 // block_size
     shared = {1: (0, blocks), 2: (0, blocks), 3: (2, blocks), 4: (0, blocks // 2)}
     shape = {"block_size": block_size, "group_size": group_size, "dtype": torch.float32}
@@ -249,7 +249,7 @@ def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(
     assert together == min(5, max(1, ROW_TILE // group_size))
     lone = [n for q, n in SHARED if q * group_size <= ROW_TILE and n > SPLIT]
     assert len(parts) == 2 * sum(-(-n // SPLIT) for n in lone)  # 2 heads
-    # Split 0 is shared by five, split 1 by four of them; 16 query heads a KV head go by twos.
+    # Split 0 has five users, split 1 four of them; with 16 query heads per KV head, two at a time.
     riders = len(parts) - sum(tasks[:, PARTIAL] >= 0)
     assert riders == 2 * {1: 7, 2: 7, 16: 4, 20: 0}[group_size]
     whole = paged.run("cpu")
@@ -278,16 +278,16 @@ def test_a_nan_stays_in_its_sequence(kv_dtype):
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 def test_stores_keys_and_values_where_the_slots_say(block_size, kv_dtype):
-    """In bfloat16 and int8 rounded to nearest, half to even, as torch rounds."""
+    """Rounds to bfloat16 and int8 as torch does: to nearest, ties to even."""
     paged = Paged(
         lengths=[(1, 20), (3, 130)], dtype=torch.float32, kv_dtype=kv_dtype, block_size=block_size
     )
     odd = [1 + 2**-8, 1 + 3 * 2**-8, torch.inf]
     if kv_dtype == torch.int8:
         odd = [127.0, 2.5, -3.5]
-        paged.dense[1][-2, 5] *= 1e-38  # kept as zeros
+        paged.dense[1][-2, 5] *= 1e-38  # stored as zeros
     paged.dense[1][-1, 4:, :3] = torch.tensor(odd)
-    if kv_dtype == torch.int8:  # what becomes halves when it is stored
+    if kv_dtype == torch.int8:  # values that become ties in int8
         paged.dense[1][-1, 4:, 3:] = 0
         paged.dense[1][-1, 4:] = hadamard(paged.dense[1][-1, 4:])
     paged.fused = torch.cat([paged.dense[0][-1:], paged.dense[1][-3:]]).flatten(1)
@@ -339,7 +339,7 @@ def test_refuses_what_it_cannot_compute(options, message):
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_number_of_workers_changes_no_bit(kv_dtype):
-    """More than there are cores, too; a chunk's tasks have fewer rows where there are many."""
+    """This includes more workers than cores. With many workers, tasks of a chunk have fewer rows."""
     paged = Paged(lengths=[*LENGTHS, (200, 260)], dtype=torch.float32, kv_dtype=kv_dtype)
     backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
     found = []
@@ -361,7 +361,7 @@ def test_the_number_of_workers_changes_no_bit(kv_dtype):
     ],
 )
 def test_no_worker_has_much_more_to_do_than_the_others(lengths, at_64):
-    """Costs of the busiest worker beside the mean, 10 and 5 heads, at 2 to 64 workers."""
+    """The cost of the busiest worker relative to the mean, 10 and 5 heads, 2 to 64 workers."""
     starts = torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).int().numpy()
     seq_lens = torch.tensor([n for _, n in lengths]).int().numpy()
     tables = torch.arange(len(lengths) * 64).int().view(len(lengths), 64).numpy()

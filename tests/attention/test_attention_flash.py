@@ -1,7 +1,7 @@
 """FlashAttnBackend against the documented signatures of flash-attn, computed in plain torch.
 
-The fakes check what the packages check (block size, int32, contiguity) and take the arguments by
-the packages' own names and defaults, so a wrong name, a wrong window or wrong lengths show here.
+The fakes check what the packages check (block size, int32, contiguity) and use the packages'
+argument names and defaults, so wrong names, windows or lengths fail here.
 """
 
 import sys
@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 def attend(q, keys, values, scale, causal, window_size, softcap):
-    """One sequence; positions are aligned at the end of keys, as flash-attn documents."""
+    """One sequence; queries are aligned to the end of the keys, as flash-attn documents."""
     group = q.shape[1] // keys.shape[1]
     q, keys, values = q.double(), keys.double(), values.double()
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
@@ -48,7 +48,7 @@ def attend(q, keys, values, scale, causal, window_size, softcap):
 
 
 def paged(q, k_cache, v_cache, starts, lengths, table, multiple, *rest):
-    """All sequences, their keys gathered by the block table."""
+    """All sequences, with keys gathered by the block table."""
     assert q.dtype == k_cache.dtype == v_cache.dtype
     assert q.dtype in (torch.float16, torch.bfloat16)
     assert table.dtype == lengths.dtype == torch.int32
@@ -64,7 +64,7 @@ def paged(q, k_cache, v_cache, starts, lengths, table, multiple, *rest):
 
 
 def fake_flash_attn_2(calls):
-    """As 2.8.4. Earlier ones have the same signatures; their second function waits for nobody."""
+    """As in 2.8.4. Earlier versions have the same signatures; the second function never syncs."""
 
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
@@ -136,7 +136,7 @@ def fake_flash_attn_3(calls):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Installs the fakes on a made-up Ampere GPU; lists the calls that reach them."""
+    """Installs the fakes on a fake Ampere GPU; lists the calls that reach them."""
     seen = []
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn_2(seen))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash_attn_3(seen))
@@ -227,7 +227,7 @@ def test_refuses_sinks():
         ((7, 5), None, ConfigError, r"8\.0 or newer"),
         ((8, 0), None, MissingDependencyError, r"nanoengine\[flash\]"),
         ((9, 0), None, MissingDependencyError, r"nanoengine\[flash\]"),
-        # Version 4 makes `flash_attn` a folder of `cute` alone, which was taken for version 2.
+        # In version 4, `flash_attn` only contains `cute`. It was mistaken for version 2.
         ((9, 0), "flash_attn", MissingDependencyError, "FlashAttention-2 or, on Hopper, -3"),
     ],
 )

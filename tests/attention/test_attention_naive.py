@@ -1,4 +1,4 @@
-"""The oracle itself, against torch's attention on each sequence's dense tensors."""
+"""The naive backend against torch's attention on each sequence's dense tensors."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ LENGTHS = [(1, 1), (1, 16), (1, 33), (5, 5), (3, 40), (17, 32)]
 
 
 def dense_attention(paged: Paged) -> torch.Tensor:
-    """Torch's own attention, sequence by sequence, with an explicit mask."""
+    """torch's own attention per sequence, with an explicit mask."""
     heads, k_heads, window = paged.spec.num_heads, paged.num_kv_heads, paged.sliding_window
     outputs = []
     for numbers, (query_len, seq_len) in zip(paged.dense, paged.lengths, strict=True):
@@ -47,7 +47,7 @@ def test_softcap_bends_the_scores():
 
 @pytest.mark.parametrize("sliding_window", [None, 9])
 def test_a_sink_takes_its_share_of_the_softmax(sliding_window):
-    """The same as one more key, which every query sees and whose value is 0."""
+    """A sink equals one more key that every query attends to and whose value is 0."""
     paged = Paged(lengths=LENGTHS, sinks=3.0, sliding_window=sliding_window)
     heads, k_heads, outputs = paged.spec.num_heads, paged.num_kv_heads, []
     for numbers, (query_len, seq_len) in zip(paged.dense, paged.lengths, strict=True):
@@ -75,7 +75,7 @@ def test_16_bit_scores_are_computed_in_float32(dtype):
     exact = Paged(lengths=LENGTHS)
     out = paged.run("naive")
     assert out.dtype == dtype
-    # Inputs and output are rounded to the dtype once: a few of its epsilons at values near 1.
+    # Inputs and output are rounded to the dtype once: a few epsilons at values near 1.
     torch.testing.assert_close(
         out.double(), exact.run("naive"), rtol=0, atol=8 * torch.finfo(dtype).eps
     )

@@ -1,4 +1,4 @@
-"""The Triton kernels against the oracle: on the GPU if there is one, else interpreted."""
+"""The Triton kernels against the naive backend: on the GPU if there is one, else interpreted."""
 
 from dataclasses import replace
 
@@ -13,15 +13,15 @@ from tests.support.attention_cases import DEVICE, backend_of, make_case
 
 pytestmark = [
     pytest.mark.guards("nanoengine/attention/*.py", "tests/support/attention_cases.py"),
-    # The interpreter's numpy says what a GPU does silently: softcap wants exp2(large) = inf, and
-    # padding rows of a windowed tile see no key and are never stored.
+    # The interpreter's numpy warns where a GPU is silent: softcap needs exp2(large) = inf, and
+    # padding rows of a windowed tile attend to no key and are never stored.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide"),
 ]
 
 TILE = TileConfig(rows=16, keys=16, warps=4, stages=2)
 SMALL = KernelConfig(TILE, TILE, split_tokens=32)
-"""Tiles so small that short sequences have several: what a real size does on long ones."""
+"""Small tiles, so that short sequences have several, as long ones do with the default sizes."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def small(monkeypatch):
 
 
 def run(*lengths, **options):
-    """Checks one forward of these sequences against the oracle and returns it."""
+    """Checks one forward of these sequences against the naive backend and returns it."""
     case = make_case(*lengths, **options)
     return case.check(backend_of(case))
 
@@ -49,7 +49,7 @@ def test_head_dims_and_dtypes(head_dim, dtype):
         *(([(1, 1), (1, 40), (1, 17), (3, 20)], {"block_size": n}) for n in (16, 32, 64)),
         *(([(1, n), (3, n)], {}) for n in (15, 16, 17, 32, 33)),  # at the ends of blocks
         *(([(1, n), (1, 3)], {}) for n in (31, 32, 33, 65)),  # at the ends of splits
-        # Tiles of queries: two heads in a tile of 16 rows are 8 tokens.
+        # Tiles of queries: with two heads, a tile of 16 rows has 8 tokens.
         *(([(2, 2), (n, n + 5), (8, 8), (3, 20)], {"group_size": 2}) for n in (7, 8, 9, 17)),
         *(
             ([(1, 1), (1, 33), (1, 75), (18, 50)], {"sliding_window": n})
@@ -69,7 +69,7 @@ def test_head_dims_and_dtypes(head_dim, dtype):
             for n, window in ((2.0, None), (200.0, 37))
         ),
         ([(1, 50), (1, 40), (10, 55)], {"shared": {1: (0, 2), 2: (0, 3)}}),
-        # The third sequence owns none of its first two blocks: the second writes them in this step.
+        # The second sequence writes the first two blocks of the third one in this step.
         ([(1, 20), (34, 34), (5, 37)], {"shared": {2: (1, 2)}}),
         *(
             ([(1, 21), (1, 40), (3, 25)], {"fp8": True, "group_size": 2, "num_kv_heads": 2, **kind})
@@ -106,7 +106,7 @@ def test_more_splits_than_one_step_of_combine(small, monkeypatch):
     config = replace(SMALL, split_tokens=16)
     monkeypatch.setattr(module, "kernel_config", lambda *shape: config)
     case = make_case((1, 280))
-    # The last key, in the second step, gets the greatest score: the first step's sums must shrink.
+    # The last key, in the second step, has the largest score, so earlier sums are rescaled.
     case.k.copy_(0.6 * case.q)
     case.check(backend_of(case))
 
@@ -189,7 +189,7 @@ def test_padding_rows_of_length_zero_give_zeros(small, deterministic):
 
 
 def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
-    case = make_case((1, 20), (3, 40), num_kv_heads=3, head_dim=80)  # 240 values a token
+    case = make_case((1, 20), (3, 40), num_kv_heads=3, head_dim=80)  # 240 values per token
     before = case.k_cache.clone(), case.v_cache.clone()
     slots = case.batch.slot_mapping[1]
     backend_of(case).store(case.k, case.v, case.cache, case.batch)
@@ -226,7 +226,7 @@ def test_refuses_the_cpu_unless_interpreted(monkeypatch):
 
 @pytest.mark.parametrize(("kv_heads", "splits"), [(1, 128), (2, 128), (4, 64), (8, 32), (16, 32)])
 def test_one_long_sequence_uses_a_whole_card(kv_heads, splits):
-    """Of 132 SMs one long sequence over one KV head kept 32 busy."""
+    """Of 132 SMs, one long sequence with one KV head used 32."""
     case = make_case((1, 2), num_kv_heads=kv_heads)
     case.batch.max_seq_len = 256 * 200
     found = backend_of(case)._splits(case.batch, case.spec)

@@ -1,5 +1,5 @@
-"""KV caches of fp8, of int8 and of bfloat16 beside float32: their rounding, how far attention and
-logits move, and whom they are refused to."""
+"""KV caches in fp8, int8 and bfloat16 against float32: rounding, the effect on attention and
+logits, and unsupported models."""
 
 import pytest
 import torch
@@ -52,8 +52,8 @@ def test_what_is_too_large_is_held_and_nan_stays():
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_moves_no_further_than_rounding_allows(window):
-    """Scores move by at most d = scale * sum |q| |k| / 16, so weights by a factor of e ** 2d at
-    most, and values by a sixteenth."""
+    """Scores change by at most d = scale * sum |q| |k| / 16, so weights by a factor of at most
+    e ** 2d, and values by a sixteenth."""
     case = make_case((1, 60), (7, 40), group_size=2, head_dim=32, sliding_window=window)
     case.q.mul_(0.3)
     exact = case.expected()
@@ -90,12 +90,12 @@ def logprobs_of(directory, prompts, **options):
     return torch.tensor([x for each in found for x in each]), info
 
 
-# name -> bytes of a block of 32-wide heads beside float32's, bounds of the mean error, and whether
-# the cpu backend has it. A random model of two layers whose logits spread over +-10.
+# name -> block size relative to float32 with 32-wide heads, bounds of the mean error, and whether
+# the cpu backend supports it. A random model of two layers with logits between -10 and 10.
 MOVED = {
     "fp8": (1 / 4, 1e-3, 0.08, False),
-    "bfloat16": (1 / 2, 1e-4, 0.01, True),  # four more bits of mantissa than fp8
-    "int8": (36 / 128, 1e-4, 0.02, True),  # with a scale of 4 bytes
+    "bfloat16": (1 / 2, 1e-4, 0.01, True),  # four more mantissa bits than fp8
+    "int8": (36 / 128, 1e-4, 0.02, True),  # includes a scale of 4 bytes
 }
 
 
@@ -113,8 +113,8 @@ def test_log_probabilities_move_little_and_more_blocks_fit(name):
     assert info.kv_cache_dtype == {"fp8": "float8_e4m3fn"}.get(name, name)
     if on_cpu:
         ours, _ = logprobs_of(directory, prompts, attention_backend="cpu", **options)
-        # Far less than what rounding moves, so both read the same rounded numbers. Not nothing:
-        # float32 differs in its last bits, so some key is rounded to its other neighbour.
+        # The difference is far below the rounding error, so both backends read the same values. It
+        # is not zero: float32 differs in the last bits, which rounds some keys to other values.
         assert (ours - oracle).abs().mean() < 0.2 * moved.mean()
 
 
@@ -135,7 +135,7 @@ CACHE_NAMES = ["fp8", "bfloat16", "int8"]
         {"num_kv_blocks": 12},
         {
             "num_kv_blocks": 8,
-            "admission": "watermark",  # thrashes, so that blocks come back from the tier
+            "admission": "watermark",  # thrashes, so that blocks are loaded from the tier
             "kv_tiers": (HostTier(gib=0.01, policy="load"),),
         },
     ],
@@ -187,8 +187,8 @@ def test_scales_come_from_the_checkpoint(tmp_path):
     engine.close()
     assert [(s.k_scale, s.v_scale) for s in specs] == [(0.5, 0.25)] * 2
     assert [s.group for s in specs] == [0, 0]
-    # Powers of two move no mantissa, and a cache of the model's dtype ignores scales: the same
-    # tokens as with scales of 1.
+    # Powers of two leave mantissas unchanged, and a cache of the model's dtype ignores scales: the
+    # tokens equal those with scales of 1.
     for kind in ("fp8", "auto"):
         found = []
         for directory in (plain, scaled):
@@ -225,7 +225,7 @@ def test_a_large_channel_costs_the_others_little():
 
 
 def test_int8_of_any_size_and_place_comes_back():
-    """Scales of rows of 2 numbers lie at every second byte, and one row is contiguous there."""
+    """Scales of rows of 2 elements start at any even byte, and a single row is contiguous."""
     stored = to_int8(torch.ones(3, 1, 2))
     for row in stored.unbind():
         assert torch.equal(from_int8(row, torch.float32), torch.ones(1, 2))
@@ -240,8 +240,8 @@ def test_int8_keeps_zeros_and_shows_what_is_broken():
 
 
 def with_large_key_biases(tmp_path):
-    """Two channels of each key head are far larger than the others, as in trained Qwen2 models, and
-    the same channels of queries are small."""
+    """Makes two channels of each key head far larger than the others, as in trained Qwen2 models,
+    and the same query channels small."""
     make_checkpoint(tmp_path, "qwen2")
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
@@ -276,7 +276,7 @@ FEATURES = {
 
 @pytest.mark.parametrize(("family", "options"), FEATURES.values(), ids=list(FEATURES))
 def test_int8_gives_the_same_tokens_on_cpu_and_naive(family, options):
-    """Chunks, a pool that preempts and cached prefixes on the one, the plain way on the other."""
+    """One engine runs chunks, preemption and prefix caching, the other one none of them."""
     prompts = random_prompts(3, [40, 33]) + random_prompts(3, [40, 33])
     common = {"dtype": "float32", "kv_cache_dtype": "int8", "block_size": 16, **options}
     busy = {"attention_backend": "cpu", "long_prefill_threshold": 7, "num_kv_blocks": 24}

@@ -1,4 +1,4 @@
-"""Deterministic attention: right, and the same bits alone, in a batch, in chunks, after a hit."""
+"""Deterministic attention: correct, and the same bits alone, in a batch, in chunks, after a hit."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_a_decode_has_the_same_bits_in_any_batch(window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 25])
 def test_a_token_has_the_same_bits_in_any_chunk(window, dtype):
-    """The last token of a whole prompt, of chunks of it, and alone as after a cache hit."""
+    """The last token of a whole prompt, of its chunks, and alone as after a cache hit."""
     options = {"sliding_window": window, "dtype": dtype, "group_size": 2}
     whole = run((70, 70), **options)
     for chunk in (1, 7, 8, 9):
@@ -73,7 +73,7 @@ def test_a_token_has_the_same_bits_in_any_chunk(window, dtype):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="reads the interpreter's calls")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_no_tile_takes_the_code_without_a_mask(monkeypatch, deterministic):
-    """Compiled code without a mask may round differently; the interpreter's does not."""
+    """Code compiled without a mask may round differently; the interpreter does not."""
     masked, attend_tile = set(), kernels.attend_tile
 
     def noted(*args):

@@ -1,5 +1,5 @@
-"""Attention over latents by Triton's kernels beside plain torch: decodes, chunks, splits, heads
-that fill no tile; and what stores the latents."""
+"""Triton's MLA kernels against plain torch: decodes, chunks, splits, head counts that fill no
+tile, and the kernel that stores the latents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = {"float32": torch.float32, "float16": torch.float16}
 def case(
     heads: int, rank: int, rope: int, *lengths: tuple[int, int], block_size: int = 16, **options
 ) -> Case:
-    """A layer of one KV head, whose values are the first `rank` numbers of its keys."""
+    """A layer with one KV head whose values are the first `rank` elements of its keys."""
     sizes = {"group_size": heads, "head_dim": rank + rope, "block_size": block_size}
     made = make_case(*lengths, **sizes, **options)
     made.v, made.v_cache = made.k[..., :rank], made.k_cache[..., :rank]
@@ -32,7 +32,7 @@ def case(
 
 
 def expected(made: Case) -> torch.Tensor:
-    """By the oracle, whose values are views of its keys too."""
+    """The naive backend's output, with values that are views of the keys."""
     wide = replace(made, q=made.q.double())
     oracle = backend(wide, "naive")
     batch = replace(made.batch, attention=oracle.prepare(made.batch))
@@ -60,7 +60,7 @@ def test_equals_the_oracle(heads, rank, rope, dtype):
 
 @pytest.mark.parametrize("programs", [1, 3])
 def test_splits_are_merged_whichever_program_takes_them(programs, monkeypatch):
-    """More splits than a program takes at a time when it merges, and a prompt beside."""
+    """More splits than a program merges at a time, and a prompt in the same batch."""
     config = triton_latent.latent_config(90, 20, torch.float32)
     small = replace(config, split_tokens=16, max_splits=20)
     monkeypatch.setattr(triton_latent, "latent_config", lambda *_: small)
@@ -83,8 +83,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
     ("heads", "seqs", "least", "most"), [(16, 1, 32, 32), (16, 256, 4, 5), (128, 256, 4, 4)]
 )
 def test_the_results_of_splits_take_no_more_than_fills_the_card(heads, seqs, least, most):
-    """An H100's multiprocessors; 32 splits of 256 sequences were 268 MB with 16 heads, and with 128
-    more than 2 GB."""
+    """On an H100, the results of 32 splits of 256 sequences took 268 MB with 16 heads, and more than
+    2 GB with 128."""
     made = case(heads, 512, 64, (1, 40), block_size=64)
     kernels = backend(made)
     kernels.num_sms = 132
@@ -97,7 +97,7 @@ def test_the_results_of_splits_take_no_more_than_fills_the_card(heads, seqs, lea
 
 
 def test_fewer_splits_are_longer():
-    """As many short sequences as leave no more than the least number of splits for a long one."""
+    """With many short sequences, a long one gets only the minimum number of splits."""
     made = case(3, 24, 8, (1, 2500), *[(1, 3)] * 9)
     found = made.run(backend(made))
     assert (found.double() - expected(made)).abs().max() < TOLERANCE[torch.float32]

@@ -1,4 +1,4 @@
-"""Norm, rotation and store in one Triton kernel, against the plain steps of `AttentionBackend`."""
+"""QK norm, RoPE and cache store in one Triton kernel, against the steps of `AttentionBackend`."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def check(*lengths, norm=None, padding=0, **options):
     assert q.is_contiguous()
     atol = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(q, expected, rtol=0, atol=atol)
-    # Why: a key that was rounded to its neighbour in 16 bits may be rounded to another in fp8.
+    # Why: a 16-bit rounding difference of a key may become a larger one in fp8.
     close = {"rtol": 1 / 8 if options.get("fp8") else 0, "atol": atol, "equal_nan": True}
     torch.testing.assert_close(fused[0].float(), plain[0].float(), **close)
     assert torch.equal(fused[1].float().nan_to_num(7.0), plain[1].float().nan_to_num(7.0))
@@ -105,8 +105,8 @@ def test_a_token_has_the_same_bits_alone_and_among_others():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_values_go_into_an_fp8_cache(dtype):
-    # Keys are rounded after the rotation, which the interpreter does otherwise than a GPU: half a
-    # step of e4m3 (1/16 of a key) either way.
+    # Keys are rounded after RoPE, which differs between the interpreter and a GPU by half a step of
+    # e4m3 (1/16 of a key).
     case = make_case(*LENGTHS, fp8=True, dtype=dtype, num_kv_heads=2, group_size=2)
     arguments = heads_of(case), rotation_of(case, dtype), norm_of(case, wide=False)
     backend, plain = backend_for(case), case.copied_cache()
@@ -118,7 +118,7 @@ def test_values_go_into_an_fp8_cache(dtype):
     assert case.k_cache.dtype == FP8
     assert torch.equal(values, plain_values)
     near = torch.isclose(keys, plain_keys, rtol=1 / 8, atol=2**-9)
-    if DEVICE.type == "cpu":  # its interpreter halves a fraction that rounds up to 2
+    if DEVICE.type == "cpu":  # the interpreter halves a mantissa that rounds up to 2
         near |= 2 * keys == plain_keys
     assert near.all()
 

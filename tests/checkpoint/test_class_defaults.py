@@ -1,6 +1,6 @@
-"""defaults.json has the values of transformers' config classes, and complete configs don't need it.
+"""defaults.json has the defaults of transformers' config classes; complete configs don't need it.
 
-Only classes that the installed version of transformers has are compared.
+The test compares only classes that the installed version of transformers has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GGUF files: real ones against the `gguf` package, and those that are damaged or lie."""
+"""GGUF files: valid ones against the `gguf` package, damaged ones, and inconsistent ones."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def build(
     counts: tuple[int, int] | None = None,
     start: bytes = b"GGUF" + struct.pack("<I", 3),
 ) -> bytes:
-    """A file of pieces that may contradict each other."""
+    """A file built from pieces that may contradict each other."""
     counts = counts or (len(tensors), len(keys))
     header = b"".join((start, struct.pack("<QQ", *counts), *keys, *tensors))
     return header + bytes(-len(header) % 32 + data)
 
 
 def honest() -> bytes:
-    """A small file with something of everything."""
+    """A small valid file with one of each element."""
     keys = [
         ALIGNED,
         key("general.architecture", STRING, text("llama")),
@@ -77,7 +77,7 @@ def write(folder: Path, raw: bytes, name: str = "model.gguf") -> Path:
 
 
 def real(path: Path, **options: int) -> Path:
-    """A file as the package writes it, with a tensor of each type that it quantizes."""
+    """A file written by the package, with one tensor per type that it can quantize."""
     writer = gguf.GGUFWriter(path, "llama", **options)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_uint64("large", 1 << 63)
@@ -269,7 +269,7 @@ def test_a_lie_is_refused_with_its_place(tmp_path, lie):
 def test_a_header_of_a_large_file_has_limits(tmp_path, keys, message):
     path = write(tmp_path, build(keys, counts=(0, 3)))
     with open(path, "r+b") as file:
-        file.truncate(1 << 34)  # zeros that take no room
+        file.truncate(1 << 34)  # zeros that use no disk space
     tracemalloc.start()
     try:
         with pytest.raises(WeightLoadError, match=message):
@@ -296,7 +296,7 @@ def test_a_file_that_is_cut_anywhere(tmp_path):
 
 
 def test_a_file_with_any_bytes_changed(tmp_path):
-    """It is read, or refused by an error of ours: nothing else is raised."""
+    """The file is read or rejected with an error of this package; nothing else is raised."""
     whole, chance, refused = honest(), random.Random(7), 0
     header = len(whole) - 134
     for _ in range(2000):
@@ -336,7 +336,7 @@ def test_a_file_that_shrinks_after_its_header_was_read(tmp_path):
 
 
 def split(folder: Path, name: str = "model") -> list[Path]:
-    """A model in parts as the package writes it."""
+    """A model that the package split into several files."""
     real(folder / f"{name}.gguf", split_max_tensors=4)
     return sorted(folder.glob(f"{name}-*.gguf"))
 
@@ -355,7 +355,7 @@ def test_a_model_in_parts(tmp_path):
 
 
 def part(number: int, count: int, *keys: bytes, total: int = 2, name: str = "") -> bytes:
-    """A part with one tensor."""
+    """One file of a split model, with one tensor."""
     numbers = {"split.no": number, "split.count": count, "split.tensors.count": total}
     said = [key(name, U32, struct.pack("<I", value)) for name, value in numbers.items()]
     return build([*said, *keys], [tensor(name or f"tensor {number}", [8])], 32)
@@ -443,7 +443,7 @@ def test_what_belongs_to_a_model_is_passed_over_by_its_metadata(tmp_path, kind, 
     beside = write(tmp_path, build(keys), "a.gguf")
     assert find_gguf(tmp_path) == model
     model.unlink()
-    assert find_gguf(tmp_path) == beside  # Its reader says that it is no language model.
+    assert find_gguf(tmp_path) == beside  # The reader then reports that it is no language model.
 
 
 def test_four_bytes_decide_and_not_the_name(tmp_path):
@@ -468,7 +468,7 @@ def test_strings_of_all_arrays_are_counted(tmp_path, monkeypatch):
     three = text("a") + text("b") + text("c")
     keys = [key(name, ARRAY, array(STRING, 3, three)) for name in ("x", "y")]
     path = write(tmp_path, build(keys))
-    monkeypatch.setattr("nanoengine.checkpoint.gguf.MOST_STRINGS", 8)  # with the keys' names
+    monkeypatch.setattr("nanoengine.checkpoint.gguf.MOST_STRINGS", 8)  # includes key names
     assert read_gguf(path).metadata["y"] == ["a", "b", "c"]
     monkeypatch.setattr("nanoengine.checkpoint.gguf.MOST_STRINGS", 7)
     with pytest.raises(WeightLoadError, match="'y': it has 3 strings; at most 7 are read, 5 of"):

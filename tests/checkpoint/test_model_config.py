@@ -1,4 +1,4 @@
-"""ModelConfig: files of transformers 4 and 5 mean the same; other maths is refused by name."""
+"""ModelConfig: files of transformers 4 and 5 mean the same; unsupported values are named."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ GEMMA3 = VERSION_4["gemma3"]
 
 
 def raw_config(family: str) -> dict[str, Any]:
-    """What the config class of a family has, not only what its tiny model sets."""
+    """All keys of a family's config class, not only those that its tiny model sets."""
     raw = make_config(family).to_dict()
     names = IMAGE_MODELS if family.endswith("_vision") else CAUSAL_MODELS
     raw["architectures"] = [names[raw["model_type"]]]
     if raw.keys() & {"layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}:
-        raw.pop("rms_norm_eps", None)  # the tests' own: the class has none
+        raw.pop("rms_norm_eps", None)  # set by the tests: the class does not have it
     return raw
 
 
@@ -234,7 +234,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rope_theta", {"rope_theta": 10**400}, "a finite number"),
     *CONFIGS["wrong"],
 ]  # fmt: skip
-"""Key, keys of a config, and what the message says is allowed."""
+"""Key, changed config keys, and the allowed values that the message names."""
 
 
 @pytest.mark.parametrize(("key", "change", "allowed"), WRONG)
@@ -316,7 +316,7 @@ def test_every_key_that_transformers_has_is_read_refused_or_harmless(
 
 
 def test_keys_that_nobody_knows_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A model whose maths is new may have the name of an old one."""
+    """A model with new computations may use an existing architecture name."""
     parse_model_config({**BASE, "mixes_heads": True, "unsloth_fixed": None})
     assert caplog.messages == ["config.json has keys that are not read: 'mixes_heads'"]
 

@@ -1,6 +1,6 @@
-"""A key that is null, and one that is absent, mean what transformers' config classes take them for.
+"""Null and absent keys mean what transformers' config classes take them for.
 
-Whoever adds a key to `KEYS` or a row to `FAMILIES` is tried here without a line more.
+The tests cover every key in `KEYS` and every family in `FAMILIES` without further code.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Raw = dict[str, Any]
 
 TURNS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq",
          "partial_rotary_factor")  # fmt: skip
-"""Keys that transformers gathers in `rope_parameters`."""
+"""Keys that transformers merges into `rope_parameters`."""
 
 NESTED = ("mellum", "gemma4", "gemma4_moe", "gemma4_unified", "gemma4_unified_vision",
           "gemma4_vision")  # fmt: skip
-"""Families that transformers 4 never wrote."""
+"""Families that transformers 4 does not support."""
 
 NAMES = {"architectures", "model_type", "text_config"}
-"""Keys that say what the others belong to."""
+"""Keys that select the family and the text config."""
 
 PROPERTIES = {(family, "layer_types") for family in ("bamba", "falcon_h1", "nemotron_h")}
-"""Keys that transformers computes from others, and may raise where a file has them."""
+"""Keys that transformers derives from others. It may raise where a file has them."""
 PROPERTIES |= {("falcon", "head_dim")}
-PROPERTIES |= {("nemotron_h", "mamba_proj_bias")}  # which its model code does not read
+PROPERTIES |= {("nemotron_h", "mamba_proj_bias")}  # transformers' model code ignores it
 
 
 @functools.cache
@@ -56,13 +56,13 @@ def written(family: str) -> PreTrainedConfig:
 
 
 def configs(family: str) -> Iterator[Raw]:
-    """The config.json of a tiny model as transformers 4 wrote it, or its text part; and the same
-    without what says layer by layer what other keys say too."""
+    """Yields the (text) config.json of a tiny model as transformers 4 wrote it, then the same
+    without per-layer keys that repeat other keys."""
     raw = written(family).get_text_config().to_dict()
     if family in NESTED:
         yield raw
         return
-    turns = raw.pop("rope_parameters", None) or {}  # some turn no heads
+    turns = raw.pop("rope_parameters", None) or {}  # some families have no RoPE
     if turns:
         raw |= {"rope_theta": turns.get("full_attention", turns)["rope_theta"]}
     if "sliding_attention" in turns:
@@ -72,7 +72,7 @@ def configs(family: str) -> Iterator[Raw]:
     if turns.get("rope_type", "default") != "default":
         raw |= {"rope_scaling": turns}
     if raw.keys() & {"layer_norm_eps", "layer_norm_epsilon", "norm_eps"}:
-        raw.pop("rms_norm_eps", None)  # the tests' own: the class has none
+        raw.pop("rms_norm_eps", None)  # set by the tests: the class does not have it
     yield raw
     by_layer = ("layer_types", "mlp_layer_types", "no_rope_layers")
     each = {key: raw[key] for key in raw if key not in by_layer}
@@ -84,7 +84,7 @@ def configs(family: str) -> Iterator[Raw]:
 
 
 def whole(family: str, raw: Raw) -> Raw:
-    """The config.json that has this text part."""
+    """The config.json that contains this text config."""
     outer = written(family)
     names = IMAGE_MODELS if family.endswith("_vision") else CAUSAL_MODELS
     architecture = {"architectures": [names[outer.model_type]]}
@@ -95,15 +95,15 @@ def whole(family: str, raw: Raw) -> Raw:
 
 
 def theirs(family: str, raw: Raw) -> PreTrainedConfig | None:
-    """What transformers makes of it; None: it raises."""
+    """The config that transformers parses, or None if it raises."""
     try:
         return type(written(family)).from_dict(whole(family, raw)).get_text_config()
-    except Exception:  # whatever another library raises
+    except Exception:  # transformers may raise any exception
         return None
 
 
 def parsed(raw: Raw) -> ModelConfig | str:
-    """The config, or why it is refused."""
+    """The config, or the error message."""
     try:
         return parse_model_config(raw)
     except UnsupportedModelError as error:
@@ -111,7 +111,7 @@ def parsed(raw: Raw) -> ModelConfig | str:
 
 
 class Spy:
-    """Sees the value of each key of config.json that a family reads."""
+    """Records the value of each config.json key that a family reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: Raw = {}
@@ -144,10 +144,10 @@ class Spy:
 
 
 def problem(spy: Spy, family: str, raw: Raw, key: str) -> str:
-    """What is wrong with our meaning of a config whose `key` is null or absent; "": nothing."""
+    """How our config differs from transformers' if `key` is null or absent; "" if it does not."""
     ours = spy.parse(family, raw)
     if key not in spy.found:
-        return ""  # whatever it says, it changes nothing here
+        return ""  # this family does not read the key
     if isinstance(ours, str):
         return "" if key in ours else f"is refused without its name: {ours}"
     value, their = spy.found[key], theirs(family, raw)
@@ -160,10 +160,10 @@ def problem(spy: Spy, family: str, raw: Raw, key: str) -> str:
     if key in TURNS:
         turns = copy.deepcopy(their.rope_parameters)
         if not any(isinstance(one, dict) for one in turns.values()):
-            turns.setdefault("partial_rotary_factor", 1.0)  # as its model code takes it
+            turns.setdefault("partial_rotary_factor", 1.0)  # the default of its model code
         explicit = {k: v for k, v in raw.items() if k not in TURNS} | {"rope_parameters": turns}
     else:
-        # The class may not know it, or has several for it, of which it writes one.
+        # The class may lack the key, or have several for it and write only one.
         each = their.to_dict().get(key, value) if family in NESTED else value
         wanted = each if family in NESTED else getattr(their, key, value)
         if value == wanted:
@@ -178,7 +178,7 @@ def problem(spy: Spy, family: str, raw: Raw, key: str) -> str:
 def test_null_is_what_transformers_takes_it_for(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same, or refused by name."""
+    """The value is the same, or the error names the key."""
     spy = Spy(monkeypatch)
     found = [
         f"{key} {what}"
@@ -193,8 +193,8 @@ def test_null_is_what_transformers_takes_it_for(
 def test_an_absent_key_is_what_transformers_takes_it_for(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same, or refused by name. But no token ends a text that nobody has named; and of which
-    dtype weights are, transformers sees in their files."""
+    """The value is the same, or the error names the key. Exceptions: an absent eos_token_id sets no
+    stop token, and transformers reads the dtype from the weight files."""
     spy, others = Spy(monkeypatch), {"eos_token_id", "dtype", "torch_dtype"}
     found = [
         f"{key} {what}"
@@ -206,7 +206,7 @@ def test_an_absent_key_is_what_transformers_takes_it_for(
 
 
 def test_every_key_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some family at least, unless it stands in a dict or is only ever refused."""
+    """Some family reads each key, except keys in nested dicts and keys that are always rejected."""
     spy, read = Spy(monkeypatch), set()
     for family in FAMILIES:
         for raw in configs(family):
@@ -264,12 +264,12 @@ def test_of_two_places_that_say_it_the_same_one_counts(places: Raw) -> None:
 
 
 def check_angles(keys: Raw, refused: str = "-") -> None:
-    """A Llama with these keys has the angles that transformers computes, or `refused` is named."""
+    """A Llama with these keys has transformers' RoPE frequencies, or the error names `refused`."""
     raw = written("llama").to_dict() | {"architectures": ["LlamaForCausalLM"]}
     raw |= {"max_position_embeddings": 512, **keys}
     try:
         rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(copy.deepcopy(raw)))
-    except Exception:  # whatever another library raises
+    except Exception:  # transformers may raise any exception
         rotary = None
     found = parsed(raw)
     if isinstance(found, str):

@@ -1,4 +1,4 @@
-"""Weights: every way a checkpoint may be laid out, and every way it may be wrong, by name."""
+"""Weights: all supported checkpoint layouts, and errors that name what is wrong."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_tied_checkpoint_may_hold_the_head_or_not(tmp_path: Path) -> None:
 def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
     place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever of the two was meant, the other would give other tokens."""
+    """Either of the two tensors may be the intended one, and they give different tokens."""
     monkeypatch.setattr(weights, "ROWS_COMPARED", 100)
     make_checkpoint(tmp_path, "qwen3")
 
@@ -305,7 +305,7 @@ def test_an_index_may_be_no_fifo(tmp_path: Path) -> None:
 
 
 def test_files_in_directories_below_and_links_to_a_store_are_read(tmp_path: Path) -> None:
-    """The hub's cache: a snapshot of links to files that are named after their contents."""
+    """The Hugging Face cache: a snapshot of links to files that are named after their hashes."""
     make_checkpoint(tmp_path / "plain", "llama")
     snapshot, blobs = tmp_path / "snapshots" / "5f3a", tmp_path / "blobs"
     blobs.mkdir()
@@ -332,7 +332,7 @@ def test_files_in_directories_below_and_links_to_a_store_are_read(tmp_path: Path
 def test_a_tensor_in_two_files_is_refused(
     name: str, linear: type[LinearMethod], tmp_path: Path
 ) -> None:
-    """A packed weight that is stored twice is another one."""
+    """Two copies of a packed weight may differ."""
     make_checkpoint(tmp_path, "llama", vocab_size=256)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({name: tensors[name]}, tmp_path / "again.safetensors")
@@ -362,7 +362,7 @@ def test_each_slot_is_filled_once_whatever_stores_it(
 # --- sizes ----------------------------------------------------------------------------------------
 
 SIZES: list[tuple[str, str, int, str]] = [
-    # family, key, value, what the message has
+    # family, key, value, expected part of the message
     ("llama", "vocab_size", 300_000, "vocab_size=300000, but model.embed_tokens.weight is [256,"),
     ("llama", "hidden_size", 2**20, "hidden_size=1048576, but model.embed_tokens.weight is"),
     ("llama", "intermediate_size", 2**22, "intermediate_size=4194304, but model.layers.0.mlp"),
@@ -386,7 +386,7 @@ def test_a_size_that_the_tensors_lack_is_named_before_anything_is_built(
     make_checkpoint(tmp_path, family, fused_experts=stacked, head_dim=16)
     raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}), encoding="utf-8")
-    monkeypatch.setattr(loader, "CausalLM", None)  # nothing is built
+    monkeypatch.setattr(loader, "CausalLM", None)  # no model is built
     with pytest.raises(WeightLoadError) as error:
         build(tmp_path)
     assert f"config.json has {message}" in str(error.value)

@@ -1,5 +1,5 @@
-"""The tiles of the CPU kernels as assembly of CPUs that are not here: the loop that takes the time
-holds the instruction that it was written for, as often as it was written, and nothing spills."""
+"""The CPU kernels' tiles, compiled to assembly for other CPUs. The hot loop must hold the intended
+instruction in the intended number, and must not spill registers."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ I64, FLOAT = ir.IntType(64), ir.FloatType()
 
 
 def held_by(isa: ISA, bits: int) -> str:
-    """A register of a vector of so many bits."""
+    """The register type of a vector of that many bits."""
     return r"v\d+\.4s" if isa.name == "neon" else {128: "%xmm", 256: "%ymm", 512: "%zmm"}[bits]
 
 
 def fma(isa: ISA) -> str:
-    """The multiply-add of a full vector of float32."""
+    """The fused multiply-add of a full float32 vector."""
     name = "fmla" if isa.name == "neon" else r"vfmadd\d+ps"
     return rf"(?:{name})\s.*{held_by(isa, isa.vector_bits)}"
 
@@ -60,7 +60,7 @@ def bf16_dot(isa: ISA) -> str:
 
 
 def hottest(text: str, instruction: str) -> list[str]:
-    """The inner loop that has the instruction most often."""
+    """The inner loop that contains the instruction most often."""
     loops = inner_loops(text)
     return max(loops, key=lambda loop: count(loop, instruction), default=[])
 
@@ -100,7 +100,7 @@ def test_peaks_are_taken_with_the_instruction_in_question_alone(cpu):
         found = count(loop, instruction)
         assert found and found % cpu_peak.chains(isa) == 0, (kind, loop)
         whole = {"vpmaddubsw": 3}.get(isa.byte_dots, 1) if kind == "int8" else 1
-        assert len(loop) <= whole * found + 3, (kind, loop)  # and the loop's own counting
+        assert len(loop) <= whole * found + 3, (kind, loop)  # 3 for the loop counter
         assert spills(loop) == [], kind
 
 
@@ -123,13 +123,13 @@ def test_a_tile_of_the_wrong_width_is_found(cpu):
 
 
 def stored_as(isa: ISA) -> dict[str, str]:
-    """The instruction that multiplies, by the form of a packed weight."""
+    """The multiply instruction per packed weight format."""
     forms = dict.fromkeys(("float32", "float16", "bfloat16"), fma(isa))
     return forms if isa.bf16_dots == "generic" else forms | {"pairs": bf16_dot(isa)}
 
 
-# Tiles of one row that spill all the same, by the bits of a vector: with the vectors of both inputs
-# at hand it is faster than without.
+# One-row tiles that spill, by vector width in bits. They are still faster with the vectors of both
+# inputs loaded than without.
 SPILLING = {256: {("bfloat16", 1, 4)}, 128: {("bfloat16", 1, 4), ("float16", 1, 4)}}
 
 
@@ -151,12 +151,12 @@ def test_tiles_of_linear_layers_multiply_full_vectors_and_keep_their_sums_in_reg
 
 
 def of_a_panel(tile):
-    """Writes a tile whose shapes are of one panel."""
+    """Writes a tile that handles one panel."""
     return lambda module, isa, rows, panels: tile(module, isa, rows=rows)
 
 
 def grouped(*numbers: int):
-    """The tiles of a `Form`."""
+    """Tiles of a group-wise quantized `Form`."""
 
     def write(module, isa, rows, panels):
         return grouped_tile(module, isa, *Form(*numbers), rows, 0)
@@ -165,7 +165,7 @@ def grouped(*numbers: int):
 
 
 def spread(*numbers: int):
-    """The tiles of a `Form` whose panel is spread out; values of a byte are multiplied in pairs."""
+    """Tiles of a `Form` with an unpacked panel. Signed forms multiply pairs of 16-bit inputs."""
     form = Form(*numbers)
 
     def write(module, isa, rows, panels):
@@ -176,7 +176,7 @@ def spread(*numbers: int):
 
 
 TILES_OF_BYTES = {
-    # the shapes, what writes the function, the inputs of a turn, and the bits that are multiplied
+    # Per entry: tile shapes, the code generator, inputs per loop iteration, bits of the operands.
     "int8": (shapes8, tile8, 4, 8),
     "int16": (shapes16, of_a_panel(tile16), 4, 16),
     "Q4_0": grouped(4, 1, 0, 1, 1, NONE),
@@ -191,14 +191,14 @@ TILES_OF_BYTES = {
 }
 
 MULTIPLIES = {
-    # Why two for vpdpwssd: LLVM knows where it is slower than the two that it stands for.
+    # LLVM replaces vpdpwssd by vpmaddwd and an addition on CPUs where that is faster.
     "vpdpbusd": {8: "vpdpbusd", 16: "vpdpwssd|vpmaddwd"},
     "vpmaddubsw": {8: "vpmaddubsw", 16: "vpmaddwd"},
-    "generic": {8: "mul|mla", 16: "mul|mla"},  # of twice the bits
+    "generic": {8: "mul|mla", 16: "mul|mla"},  # twice the operand width
 }
 
-# The least rows with which tiles spill all the same: with 16 registers (sums are still fewer to
-# move than with smaller tiles), and with the most rows, at more speed than with fewer.
+# The fewest rows at which tiles spill. With 16 registers, spilled sums cost less than smaller
+# tiles. The tiles with the most rows spill too, and are faster than tiles with fewer rows.
 SPILLING_BYTES = {
     "avx2": {
         "int16": 4,
@@ -252,7 +252,7 @@ def test_tiles_of_one_row_of_a_file_keep_their_sums_in_registers(cpu):
             loop = hottest(text, fma(isa))
             of_a_unit = panels * 32 * PANEL * 32 // isa.vector_bits
             assert count(loop, fma(isa)) == of_a_unit, (name, panels)
-            # Scales may wait there, once a unit; LLVM for ARM also keeps codes there.
+            # Scales may be spilled there, once per unit. LLVM for ARM also spills codes.
             least = of_a_unit if isa.name == "neon" else 16
             assert len(spills(loop)) < least, (name, panels, spills(loop))
 
@@ -271,7 +271,7 @@ def test_tiles_of_one_weight_only_row_keep_their_sums_in_registers(cpu):
         for loop in loops:
             found = count(loop, fma(isa))
             assert found % (inputs * int(panels) * of_panel) == 0, (form, panels, loop)
-            # With 16 registers two panels are faster than one all the same.
+            # With 16 registers, tiles of two panels spill and are still faster than tiles of one.
             if isa.vector_bits == 512 or (isa.registers == 16 and panels == "1"):
                 assert spills(loop) == [], (form, panels, spills(loop))
         assert loops, (form, panels)
@@ -281,7 +281,7 @@ def test_tiles_of_one_weight_only_row_keep_their_sums_in_registers(cpu):
 
 
 def takes(isa: ISA, name: str) -> bool:
-    """Whether kernels of the instruction set have this tile; see `attention_tiles.adds_beside`."""
+    """Whether the instruction set's kernels have this tile; see `attention_tiles.adds_beside`."""
     fits = isa.vector_bits == 512 and ("products" not in name or isa.bf16_dots != "generic")
     return fits or "beside" not in name
 

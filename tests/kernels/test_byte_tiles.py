@@ -1,4 +1,4 @@
-"""Tiles of whole numbers under every instruction set that this CPU can run: exact, equal bits."""
+"""Integer tiles under every instruction set that this CPU supports: exact, and equal bits."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ INPUTS, ROWS, PANELS = 192, 8, 4
 GROUPS = INPUTS // GROUP
 RANDOM = np.random.default_rng(2)
 X = RANDOM.integers(-127, 128, (ROWS, INPUTS)).astype(np.int8)
-X[0], X[1] = 127, np.where(np.arange(INPUTS) % 2, -127, 127)  # the largest sums there are
+X[0], X[1] = 127, np.where(np.arange(INPUTS) % 2, -127, 127)  # the largest possible sums
 X_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in ((ROWS, GROUPS), 64))
 W_SCALES = RANDOM.integers(0x3800, 0x3F80, (GROUPS, 64)).astype(np.int16)  # bits of bfloat16
-# Why: tiles of bytes depend on nothing else.
+# Integer tiles depend on these four properties only.
 DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
 
 
 def scaled(exact: np.ndarray, rows: int, panels: int) -> np.ndarray:
-    """What a tile makes of the sums of groups [GROUPS, ROWS, PANELS * 16]: one rounding for the
-    scale of the weights, and one for each addition, which is that of float64."""
+    """The expected tile output for group sums [GROUPS, ROWS, PANELS * 16].
+
+    The product with the weight scale is rounded once, and each addition (in float64) once.
+    """
     count = panels * PANEL
     scales = (W_SCALES.astype(np.uint32) << 16).view(np.float32)
     total = np.tile(BIAS[:count], (rows, 1))
@@ -43,7 +45,7 @@ def scaled(exact: np.ndarray, rows: int, panels: int) -> np.ndarray:
 
 
 def by_panel(weight: np.ndarray, of_line: int) -> np.ndarray:
-    """[outputs, inputs] -> [panels, lines, 16 outputs, inputs of a line]."""
+    """[outputs, inputs] -> [panels, lines, 16 outputs, inputs per line]."""
     return weight.reshape(PANELS, PANEL, -1, of_line).transpose(0, 2, 1, 3)
 
 

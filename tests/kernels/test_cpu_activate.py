@@ -1,4 +1,4 @@
-"""Gates applied while their products are near: the bits of both steps one after the other."""
+"""Activations fused with the gate and up products give the bits of two separate steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.packed import PackedLinear
 
 INPUTS = 96
-MANY = ROW_BLOCK * PIECES * 2 + 13  # rows, which two workers cut by rows, not by panels
+MANY = ROW_BLOCK * PIECES * 2 + 13  # two workers split these by rows instead of panels
 
 
 @compiled(fastmath=())
@@ -31,7 +31,7 @@ def apart(x, weight, activation, both, out, workers):
 
 
 def operands(kind: str, weight: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """A weight in the form that kernels know, as a layer makes it."""
+    """A weight packed for the kernels, as a layer packs it."""
     method: PackedLinear | CPUQuantizedLinear
     if kind == "int8":
         method = CPUQuantizedLinear("layer", bits=8, group_size=None, activations="int8")
@@ -49,8 +49,8 @@ def operands(kind: str, weight: torch.Tensor) -> tuple[np.ndarray, ...]:
     ("inner", "activation"), [(16, 0), (144, 0), (336, 1), (40, 2), ((GATED + 5) * PANEL, 0)]
 )
 def test_a_gate_beside_its_products_gives_the_same_bits(kind, inner, activation):
-    """And so do parts of the rows, which workers share where tiles are too few for them, or where
-    rows are many; the last case has gates in two turns."""
+    """Splitting the rows among workers gives the same bits too. Workers split rows when there are
+    few tiles or many rows. The last case has more gates than one pass handles."""
     assert activation in GATES.values()
     draw = torch.Generator().manual_seed(inner)
     weight = operands(kind, torch.randn(2 * inner, INPUTS, generator=draw))

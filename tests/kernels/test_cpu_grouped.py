@@ -1,4 +1,4 @@
-"""Linear layers with weights in groups, against the plain layer: all forms, rows and parts."""
+"""Group-wise quantized linear layers against the plain layer: all formats, rows and partitions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def loaded(kind, weights: list[QuantizedWeight], activations: str = "int8", order=None):
-    """A layer of these rows, which come in this order, the last first if it is -1."""
+    """A layer that loads these rows in this order; with -1, the last row first."""
     outputs = sum(len(weight.values) for weight in weights)
     method = kind(
         "layer", bits=weights[0].bits, group_size=weights[0].group_size, activations=activations
@@ -42,7 +42,7 @@ def parts_of(method: CPUQuantizedLinear) -> int:
 
 
 def inputs_of(rows: int, size: int) -> torch.Tensor:
-    """Among them the largest sums that a 16-bit lane may see, and a row without a scale."""
+    """Inputs that include the largest sums of a 16-bit lane and a row of zeros."""
     x = torch.randn(rows, size, generator=torch.Generator().manual_seed(4))
     x[0], x[1] = 1.0, torch.where(torch.arange(size) % 2 == 0, -1.0, 1.0)
     x[2] = 0
@@ -50,7 +50,7 @@ def inputs_of(rows: int, size: int) -> torch.Tensor:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Output by output, since some have much larger scales."""
+    """Compares each output by itself, since some outputs have much larger scales."""
     size = expected.abs().amax(0)
     assert ((found - expected).abs() <= 1e-5 * size).all()
 
@@ -87,7 +87,7 @@ def test_inputs_are_quantized_as_the_plain_layer_does():
     np.testing.assert_array_equal(found_scales[:5], scales[:5].numpy())
     assert np.isfinite(found_scales).tolist() == torch.isfinite(scales).tolist()
     assert not found[:, 80:].any()
-    # A tie may fall either way: the kernel multiplies by 1 / scale.
+    # Ties may round either way, because the kernel multiplies by 1 / scale.
     assert np.abs(found[:, :80] - values.numpy().astype(int)).max() <= 1
     assert (found[:, :80] != values.numpy()).mean() < 0.01
 
@@ -126,7 +126,7 @@ def test_long_rows_become_floats_in_pieces(name, inputs):
 @pytest.mark.parametrize("inputs", [64, 512, 576, 896])
 def test_weights_made_at_load_are_packed_as_they_are(inputs, bits):
     old, new = torch.randn(2, 50, inputs, generator=torch.Generator().manual_seed(2))
-    weight, ids = quantize(old * 1e-7, bits, 32), torch.arange(50)  # factors that float16 lacks
+    weight, ids = quantize(old * 1e-7, bits, 32), torch.arange(50)  # scales too small for float16
     fast = loaded(CPUQuantizedLinear, [weight], "float")
     assert parts_of(fast) == 1
     assert torch.equal(fast.rows(ids), weight.dequantized())

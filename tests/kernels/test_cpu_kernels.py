@@ -1,4 +1,4 @@
-"""The CPU kernels of linear layers, norms, gates and rotation, against plain torch in float64."""
+"""CPU kernels of linear layers, norms, activations and RoPE against plain torch in float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def packed(num_outputs: int, num_inputs: int) -> tuple[PackedLinear, torch.Tensor]:
-    """A loaded layer and the weight that it holds."""
+    """A loaded layer and its packed weight."""
     weight = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(1))
     method = PackedLinear("layer")
     method.create((num_outputs, num_inputs), torch.float32, CPU)
@@ -56,7 +56,7 @@ def test_linear_equals_float64_at_every_number_of_rows(outputs, inputs, bias):
         wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         out = method.apply(x, bias)
         assert out.shape == (rows, outputs)
-        # A chain of K float32 additions of products of size 1.
+        # The error bound of K float32 additions of products of size 1.
         assert (out - wide).abs().sum() <= 3e-7 * inputs * out.numel()
 
 
@@ -111,7 +111,7 @@ def test_gates_equal_torch(rows, activation, dtype):
     gate_up = 4 * torch.randn(rows, 2 * 72, dtype=dtype)
     gate_up[0, :4] = torch.tensor([100.0, -100.0, 0.0, -0.0])
     out = FUSED.gate(gate_up, activation)
-    # Why 1e-5: where tanh is near -1, 1 + tanh keeps few digits in float32, in torch's as in ours.
+    # Why 1e-5: where tanh is near -1, 1 + tanh keeps few float32 digits, in torch as well as here.
     tolerance = {"rtol": 2e-6, "atol": 1e-5} if dtype == torch.float32 else {}
     torch.testing.assert_close(out, PLAIN.gate(gate_up, activation), **tolerance)
     assert torch.equal(FUSED.gate(gate_up[:1], activation)[0], out[0])
@@ -147,7 +147,7 @@ def test_rotate_and_store_equals_its_plain_parts(lengths, normed):
 
 
 def quantized_pair(outputs: int, inputs: int) -> tuple[QuantizedLinear, QuantizedLinear]:
-    """The plain layer and that of the kernels, over one weight of all values of 8 bits."""
+    """The plain layer and the kernel layer over one weight that contains every 8-bit value."""
     generator = torch.Generator().manual_seed(3)
     values = torch.randint(-128, 128, (outputs, inputs), generator=generator).to(torch.int8)
     scales = (0.5 + torch.rand(outputs, 1, generator=generator)).half().float() / 64
@@ -166,7 +166,7 @@ def quantized_pair(outputs: int, inputs: int) -> tuple[QuantizedLinear, Quantize
 def test_quantized_kernels_equal_the_plain_layer(outputs, inputs):
     plain, fast = quantized_pair(outputs, inputs)
     x = torch.randn(140, inputs, generator=torch.Generator().manual_seed(4))
-    # Why these: the largest sums that a 16-bit lane may see, and a row without a scale.
+    # Why these: the largest sums of a 16-bit lane, and a row of zeros.
     x[0], x[1] = 1.0, torch.where(torch.arange(inputs) % 2 == 0, -1.0, 1.0)
     x[2] = 0
     whole = fast.apply(x, None)
@@ -176,14 +176,14 @@ def test_quantized_kernels_equal_the_plain_layer(outputs, inputs):
 
 
 def test_an_extreme_dot_product_is_exact():
-    """The largest sums of a group: alternating signs are a single input after the rotation."""
+    """Inputs with the largest sum per group: alternating signs rotate to a single large input."""
     _, fast = quantized_pair(16, 64)
     values = torch.full((16, 64), -127, dtype=torch.int8)
     fast.load_quantized(
         QuantizedWeight(values=values, scales=torch.ones(16, 1), bits=8, group_size=64, inputs=64)
     )
     x = torch.zeros(1, 64)
-    x[:, ::16] = 127  # rotated, each is 127 sixteen times
+    x[:, ::16] = 127  # after the rotation each is 127 sixteen times
     assert (fast.apply(x, None) == -127 * 127 * 64).all()
 
 
@@ -213,7 +213,7 @@ def test_a_closed_engine_keeps_neither_cache_nor_weights():
 @pytest.mark.guards("nanoengine/kernels/threads.py", "nanoengine/kernels/pool.py")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_kernels_share_torchs_threads(dtype):
-    """In a process of its own: threads are started once."""
+    """Runs in its own process, because threads are started once per process."""
     code = (
         "import threading, torch; torch.set_num_threads(1);"
         "from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run;"
@@ -228,7 +228,7 @@ def test_kernels_share_torchs_threads(dtype):
 @pytest.mark.guards("nanoengine/kernels/threads.py", "nanoengine/kernels/pool.py")
 @pytest.mark.parametrize("bound", [{}, {"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}])
 def test_threads_that_are_bound_to_cores_are_as_many_as_others(bound):
-    """torch's OpenMP then leaves the main thread one core, which says nothing of how many work."""
+    """OpenMP then binds torch's main thread to one core, which must not limit the worker count."""
     code = (
         "import torch; from nanoengine.kernels.threads import num_workers, why_so_many;"
         "print(torch.get_num_threads(), num_workers(), why_so_many())"
@@ -244,7 +244,7 @@ def test_threads_that_are_bound_to_cores_are_as_many_as_others(bound):
 
 
 def test_compiled_code_is_kept_until_a_source_of_its_room_changes(tmp_path):
-    """A kernel holds the code of those it calls, also of those in other files."""
+    """A kernel contains the code of the kernels it calls, including those from other files."""
     room = Path(cpu_decoder.__file__).parent
     kept = stamp(room)
     for path in room.glob("*.py"):

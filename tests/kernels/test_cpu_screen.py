@@ -1,4 +1,4 @@
-"""The screened head: the most likely token from an int8 copy, against all logits."""
+"""The screened head finds the most likely token with an int8 copy; all logits are the oracle."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def head(weight: torch.Tensor) -> ScreenedHead:
 
 
 def copy_of(method: ScreenedHead) -> np.ndarray:
-    """The int8 copy times its scales, [N, K] float64; N a multiple of 16."""
+    """The int8 copy times its scales, [N, K] float64; N is a multiple of 16."""
     outputs, inputs = method.shape
-    pairs = method.values.view(len(method.values), -1, PANEL, 2)  # of inputs, padded with zeros
+    pairs = method.values.view(len(method.values), -1, PANEL, 2)  # pairs of inputs, zero-padded
     values = pairs.transpose(1, 2).reshape(outputs, -1)[:, :inputs]
     return values.double().numpy() * method.scales.double().numpy()[:, None]
 
@@ -49,13 +49,13 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def masks_of(allowed: np.ndarray) -> np.ndarray:
-    """Booleans [L, N] as a bit each, [L, ceil(N / 32)] int32."""
+    """Packs booleans [L, N] into bits, [L, ceil(N / 32)] int32."""
     whole = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
     return np.packbits(whole, axis=1, bitorder="little").view(np.int32)
 
 
 def check(method: ScreenedHead, x: torch.Tensor) -> bool:
-    """Whether the screen found the tokens; if so they must be those of all logits."""
+    """Returns whether the screen found the tokens. If it did, they must equal the full argmax."""
     found = method.argmax(x)
     if found is None:
         return False
@@ -100,10 +100,10 @@ def test_no_weights_deceive_it(seed: int, kind: str) -> None:
     others = random.integers(0, 4096, 5)
     if kind == "equal rows":
         weight[others] = weight[best]
-    elif kind == "neighbours":  # the same but for the last bit of some weights
+    elif kind == "neighbours":  # weights that differ only in the last bit
         weight[others] = weight[best]
         weight[others, random.integers(0, 40, 5)] *= np.float32(1 + 2**-23)
-    elif kind == "outliers":  # of weights and of inputs: most of a row rounds to nothing
+    elif kind == "outliers":  # outliers in weights and inputs: most values of a row round to zero
         weight[others, random.integers(0, 40, 5)] *= 1e4
         x[:, random.integers(0, 40)] *= 1e3
     elif kind == "scales":
@@ -118,7 +118,7 @@ def test_no_weights_deceive_it(seed: int, kind: str) -> None:
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
 def test_a_softcap_that_makes_two_outputs_equal_is_seen(softcap: float) -> None:
-    """Where the largest is clear, it is found; where rounding hides it, all outputs are needed."""
+    """A clear maximum is found. Where rounding hides the maximum, all outputs are computed."""
     weight, found = normal(4096, 40), 0
     x = normal(16, 40, seed=1) / 4
     method = head(weight.clone())
@@ -131,7 +131,7 @@ def test_a_softcap_that_makes_two_outputs_equal_is_seen(softcap: float) -> None:
     assert found >= (12 if softcap > 1 else 0)
     twin = weight.clone()
     best = (weight @ x[0]).argmax()
-    twin[best // 2] = weight[best] * (1 - 2**-22)  # an earlier one, below by some roundings
+    twin[best // 2] = weight[best] * (1 - 2**-22)  # an earlier output, smaller by a few roundings
     method = head(twin)
     assert method.argmax(x[:1])[0] == best
     assert method.argmax(x[:1], softcap) is None
@@ -193,11 +193,11 @@ def test_a_quantized_head_gives_the_largest_of_all_its_outputs(outputs: int, bit
 def test_the_largest_of_outputs_that_compare_oddly(workers: int) -> None:
     outputs = torch.full((6, 100), -1.0)
     outputs[0] = -torch.inf
-    outputs[1, [3, 50]] = torch.tensor([-0.0, 0.0])  # equal: the first
+    outputs[1, [3, 50]] = torch.tensor([-0.0, 0.0])  # equal: the first one wins
     outputs[2, [40, 90]] = torch.inf
     outputs[3, [41, 90]] = torch.tensor([torch.inf, torch.nan])
     outputs[4, 99] = -torch.nan
-    outputs[5] -= torch.arange(100).flip(0)  # rising, all negative
+    outputs[5] -= torch.arange(100).flip(0)  # ascending, all negative
     ids, largest = np.empty(6, np.int64), np.empty(6, np.float32)
     largest_of(outputs.numpy(), packed.NO_MASKS, ids, largest, workers)
     assert ids.tolist() == [0, 3, 40, 90, 99, 99]
@@ -219,7 +219,7 @@ def test_every_output_is_within_its_slack(seed: int, weight_size: float, x_size:
 
 
 def test_no_slack_is_wider_than_its_worst_input() -> None:
-    """No estimate is further off than that of an input along its output's own error."""
+    """The slack is tight: an input parallel to an output's error nearly reaches it."""
     weight = normal(64, 333)
     method = head(weight.clone())
     errors = weight.double().numpy() - copy_of(method)
@@ -253,16 +253,16 @@ def test_inputs_beyond_measure_take_all_outputs(value: float) -> None:
 def test_inputs_too_far_apart_for_16_bits_take_all_outputs() -> None:
     method = head(normal(4096, 1024))
     x = torch.full((1, 1024), 0.49)
-    x[0, 7] = 32000.0  # the unit is 1, so all others round to 0
+    x[0, 7] = 32000.0  # the scale becomes 1, so all other inputs round to 0
     assert method.argmax(x) is None
     x[0, 7] = 320.0
     assert check(method, x)
 
 
 def test_small_numbers_stay_normal_where_processors_flush_the_others_to_zero() -> None:
-    """`torch.set_flush_denormal`: no estimate becomes 0, and K lost products are within a slack."""
+    """With `torch.set_flush_denormal`, no estimate becomes 0 and K lost products fit the slack."""
     least_normal = 2.0**-126
-    least_unit = SMALLEST / (32000 * MOST_SUM) ** 0.5  # of all inputs of that norm
+    least_unit = SMALLEST / (32000 * MOST_SUM) ** 0.5  # the smallest scale of inputs with that norm
     least_factor = SMALLEST / 127 * least_unit
     assert least_factor > 10 * least_normal
     least_reach = LEAST_SLACK * SMALLEST
@@ -274,7 +274,7 @@ def test_where_all_outputs_are_alike_all_are_computed() -> None:
 
 
 def test_a_tight_slack_is_what_keeps_it_right() -> None:
-    """The check of the checks: without slack the copy alone decides, and is found wrong."""
+    """A check of the tests: without slack, the int8 copy alone decides and makes errors."""
     method = head(normal(4096, 64))
     x = normal(200, 64, seed=1)
     expected = argmax(method.apply(x, None))[0]
@@ -284,7 +284,7 @@ def test_a_tight_slack_is_what_keeps_it_right() -> None:
 
 
 def test_buffers_that_move_take_the_copy_along() -> None:
-    """As those of every loaded model do: an array of the old place would keep the copy twice."""
+    """Every loaded model moves its buffers. An array over the old memory would keep two copies."""
     method, x = head(normal(4096, 64)), normal(1, 64)
     place_buffers(method)
     assert check(method, x)
@@ -293,7 +293,7 @@ def test_buffers_that_move_take_the_copy_along() -> None:
 
 
 def test_an_engine_takes_it_for_greedy_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy tokens come without logits; every other wish makes the engine compute them."""
+    """Greedy tokens need no logits. Every other sampling option makes the engine compute them."""
     calls: list[str] = []
     for name in ("apply", "argmax"):
         original = getattr(ScreenedHead, name)

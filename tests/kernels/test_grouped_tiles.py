@@ -1,4 +1,4 @@
-"""Tiles of grouped weights under every instruction set that this CPU can run: the same bits."""
+"""Tiles of group-wise quantized weights under every instruction set of this CPU: equal bits."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ pytestmark = pytest.mark.guards(
 INPUTS, ROWS = 512, 8
 RANDOM = np.random.default_rng(2)
 X = RANDOM.integers(-127, 128, (ROWS, INPUTS)).astype(np.int8)
-X[0], X[1] = 127, np.where(np.arange(INPUTS) % 2, -127, 127)  # the largest sums there are
+X[0], X[1] = 127, np.where(np.arange(INPUTS) % 2, -127, 127)  # the largest possible sums
 X_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in ((ROWS, INPUTS // 32), PANEL))
 HALVES = -8 * X.reshape(ROWS, -1, 2, 16).sum(3, dtype=np.int32)
-# As `quantize_groups` gives them.
+# The layout that `quantize_groups` writes.
 GROUPS = np.concatenate((HALVES.sum(2, keepdims=True), HALVES, X_SCALES.view("i4")[..., None]), 2)
 GROUPS = GROUPS.astype(np.int32).reshape(ROWS, -1)
 DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
-# One of each number of bits, of levels, of halves, of offsets, and a table: what tiles differ in.
+# One format per number of bits, levels, halves and offsets, and one table: tiles differ in these.
 NAMES = ["Q8_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "GPTQ 4", "GPTQ 8"]
 
 
 def paired() -> np.ndarray:
-    """What `pair_inputs` gives of X: every second input apart, and less the products of both."""
+    """What `pair_inputs` returns for X: even inputs, odd inputs, negated sums of their products."""
     even, odd = (X.reshape(ROWS, -1, 32)[:, :, i::2].astype(np.int32) for i in range(2))
     products = -(even * odd).reshape(ROWS, -1, 2, 8).sum(3)
     known = np.stack((products.sum(2), products[:, :, 0], products[:, :, 1], 0 * products[:, :, 0]))
@@ -63,7 +63,7 @@ def paired() -> np.ndarray:
 
 
 def spread_results(isa: ISA, form: Form, rows: int, data: np.ndarray, place: tuple[int, int, int]):
-    """Of the tile for this many rows, from the panel spread out."""
+    """The output of the tile with this many rows, from the unpacked panel."""
     room = np.zeros(64 + place[0] * unit_bytes(form), np.uint8)
     Compiled(lambda module: spread_panel(module, isa, *form))(data, 0, *place, room)
     inputs = paired() if form.is_signed else X

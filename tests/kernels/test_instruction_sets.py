@@ -1,7 +1,7 @@
-"""Attention and a model under each instruction set that this CPU runs: the same bits, and tokens.
+"""Attention and a model under each instruction set that this CPU supports: equal bits and tokens.
 
-Tiles have tests of their own. This holds what is made of them, as a model calls it: a process for
-each instruction set, which computes what this one does and prints it.
+Tiles have their own tests. These tests cover the kernels built from tiles, as a model calls them.
+Each instruction set runs in its own process, which prints the results of the same computation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [
         "nanoengine/kernels/attention_tasks.py",
         "nanoengine/kernels/exp.py",
     ),
-    pytest.mark.timeout(400),  # Why: each set compiles everything anew.
+    pytest.mark.timeout(400),  # Why: each instruction set compiles all kernels again.
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,8 +50,8 @@ LENGTHS = [(1, 1), (1, 17), (1, 600), (4, 70), (33, 33), (40, 300)]  # decodes, 
 
 
 def numbers(directory: str) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
-    """Under this process's set: the tokens of each form of a model and the bits of attention; and
-    the tokens' log-probabilities."""
+    """Under this process's instruction set: the tokens and log-probabilities per model format, and
+    the bits of attention."""
     found: dict[str, Any] = {}
     logprobs: dict[str, list[list[float]]] = {}
     prompts = [{"prompt_token_ids": ids} for ids in random_prompts(4, (1, 5, 40, 150))]
@@ -85,7 +85,7 @@ def numbers(directory: str) -> tuple[dict[str, Any], dict[str, list[list[float]]
     return found, logprobs
 
 
-# Why the others are left out by default: each compiles everything anew, half a minute of CPU.
+# Why the others are off by default: each compiles all kernels again, half a minute of CPU time.
 OTHERS = [isa.name for isa in available(cpu_features()) if isa.name != CURRENT.name]
 FIRST = "avx2" if "avx2" in OTHERS else "generic_512"
 
@@ -109,8 +109,8 @@ def test_a_model_computes_the_same(name):
     )  # fmt: skip
     assert found == expected
     for form, of_form in expected_logprobs.items():
-        # Why not the same bits: the compiler may put the sums of norms in another order. An
-        # activation that lies between two integers is then rounded to the other one in int8, which
-        # changed a log-probability by 0.008; that quantizers and products are the same is above.
+        # Why not equal bits: the compiler may reorder the sums of norms. An activation between two
+        # integers may then round to the other one in int8, which changed a log-probability by
+        # 0.008. The tests above show that quantizers and products are equal.
         most = 1e-5 if form == "float32" else 0.02
         torch.testing.assert_close(logprobs[form], of_form, rtol=0, atol=most)

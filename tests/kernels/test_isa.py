@@ -1,4 +1,4 @@
-"""The instruction set that kernels are written for: how it is found, asked for and kept apart."""
+"""The kernels' instruction set: detection, selection, and a separate code cache for each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ZEN5 = ICE_LAKE | {"avx512bf16", "avxvnni"}
 
 
 def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process of its own: the choice is made once."""
+    """Runs code in its own process, because the choice is made once per process."""
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, cwd=ROOT, env={"PATH": "", **variables},
@@ -78,7 +78,7 @@ def test_the_compiler_keeps_to_the_one_asked_for():
 
 
 def test_a_compiler_without_vnni_gets_the_best_kernels_without():
-    """LLVM 20, of numba 0.65, ends the process where it meets `vpdpbusd` as kernels name it."""
+    """LLVM 20, of numba 0.65, aborts the process when it compiles the kernels' `vpdpbusd`."""
     (with_bf16,) = (isa for isa in ALL if isa.name == "avx512_bf16")
     assert of_compiler(with_bf16, (22, 1, 0)) is with_bf16
     without = of_compiler(with_bf16, (20, 1, 8))
@@ -108,7 +108,7 @@ def test_an_engine_computes_with_the_one_it_is_given():
 
 
 def test_an_engine_is_refused_one_that_is_not_this_process_s():
-    """Kernels are written once for a process, before its second engine."""
+    """Kernels are compiled once per process, so a second engine cannot choose another set."""
     with pytest.raises(ConfigError, match=f"'generic_256': .* are written for '{CURRENT.name}'"):
         LLM(demo_model_path(), cpu_isa="generic_256")
     assert CURRENT.name != "generic_256"
@@ -122,7 +122,7 @@ def test_an_engine_is_refused_one_that_its_cpu_lacks(name):
 
 @OF_ITS_OWN
 def test_a_rank_obeys_too():
-    """It makes a runner of what it is sent, and nothing else."""
+    """A rank builds its runner only from the settings that it receives."""
     config, cpu = EngineConfig(model="any", cpu_isa="sse9"), torch.device("cpu")
     options = RunnerOptions(
         config=config, model_config=None, directory=None, device=cpu, dtype=torch.float32,
@@ -134,7 +134,7 @@ def test_a_rank_obeys_too():
 
 @OF_ITS_OWN
 def test_code_for_two_instruction_sets_is_kept_side_by_side(tmp_path):
-    """Else each change of the set would compile everything anew."""
+    """Otherwise each change of the instruction set would compile all kernels again."""
     code = (
         "import numpy as np; from nanoengine.kernels import isa; isa.use({isa!r});"
         "from nanoengine.kernels.cpu_linear import rounded_rows as kernel;"

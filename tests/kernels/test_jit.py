@@ -1,6 +1,7 @@
-"""Compiled code on disk: which directory it is kept in, and who may use it.
+"""Compiled code on disk: the cache directory and who may use it.
 
-A directory that can't be written and a damaged file cost time, no more."""
+A read-only directory or a damaged file costs time and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(source: Path) -> ModuleType:
-    """The module anew, as another process has it."""
+    """Imports the module again, as another process would."""
     spec = importlib.util.spec_from_file_location("kernel", source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -94,7 +95,7 @@ def hits(kernel: Any) -> int:
 
 
 def start(source: Path, code: str = USE, **variables: str) -> subprocess.Popen[str]:
-    """Another process, which runs the code; an empty variable is one that is not there."""
+    """Starts another process that runs the code; an empty string unsets a variable."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{source.parent}", **variables}
     return subprocess.Popen(
         [sys.executable, "-B", "-c", code],
@@ -106,7 +107,7 @@ def start(source: Path, code: str = USE, **variables: str) -> subprocess.Popen[s
 
 
 def told(process: subprocess.Popen[str], printed: str = "42 8\n") -> list[str]:
-    """The lines of messages of a process that was right."""
+    """The message lines of a process that succeeded."""
     out, err = process.communicate()
     assert (process.returncode, out) == (0, printed), err
     return err.splitlines()
@@ -133,7 +134,7 @@ def test_two_processes_that_start_at_once_keep_what_a_third_finds(source: Path) 
 
 
 def test_a_process_finds_the_code_that_another_calls_by_name(source: Path) -> None:
-    """Its name holds LLVM's flags, and each process has another order of a set."""
+    """The file name contains LLVM's flags, and the iteration order of a set differs per process."""
     source.write_text(KERNEL.replace("=()", "=('contract', 'nsz', 'reassoc')"), encoding="utf-8")
     told(start(source, "import kernel; kernel.triple(14)", PYTHONHASHSEED="1"), "")
     (triple,) = (path for path in cached(source) if "triple" in path.name)
@@ -146,7 +147,7 @@ def test_a_process_finds_the_code_that_another_calls_by_name(source: Path) -> No
 
 
 def test_a_process_brings_what_another_has_chosen_by_types(source: Path) -> None:
-    """Nobody there has imported it: what chooses runs while a caller is compiled."""
+    """The second process never imports the chosen module: choosing happens at compile time."""
     source.with_name("beside.py").write_text(KERNEL, encoding="utf-8")
     source.write_text(CHOOSING, encoding="utf-8")
     code = "import kernel; print(kernel.triple(14))"
@@ -247,7 +248,7 @@ def test_an_install_whose_kernels_do_not_compile_says_so(tmp_path: Path) -> None
 def test_a_caller_on_the_disk_is_compiled_again_when_what_it_calls_is_another_function(
     source: Path,
 ) -> None:
-    """Or the process would end: the caller's code asks for a name that nobody has."""
+    """Otherwise the process would abort: the caller's code refers to a missing symbol."""
     assert load(source).triple(14) == 42
     source.write_text(KERNEL.replace("2 * x", "x + x + x + x"), encoding="utf-8")
     other = load(source)
@@ -256,13 +257,13 @@ def test_a_caller_on_the_disk_is_compiled_again_when_what_it_calls_is_another_fu
 
 
 def functions_in(kernel: Any) -> set[str]:
-    """Names of the functions in the code of a kernel that was compiled for one signature."""
+    """The names of all functions in a kernel that was compiled for one signature."""
     (found,) = kernel.overloads.values()
     return {function.name for function in found.library.get_defined_functions()}
 
 
 def test_a_kernel_s_code_is_there_once_whoever_calls_it(source: Path) -> None:
-    """A copy in each caller took half of the time to compile."""
+    """A copy in each caller took half of the compile time."""
     module = load(source)
     assert module.triple(14) == 42
     (double,) = module.double.overloads.values()
@@ -271,7 +272,7 @@ def test_a_kernel_s_code_is_there_once_whoever_calls_it(source: Path) -> None:
 
 
 def test_a_part_s_code_is_in_its_callers_and_nowhere_else(source: Path) -> None:
-    """So it can become part of their loops, and is optimized once for each of them."""
+    """The part can then be inlined into its callers' loops and is optimized for each caller."""
     source.write_text(KERNEL.replace("(fastmath=())", "(fastmath=(), part=True)", 1))
     module = load(source)
     assert module.triple(14) == 42
@@ -284,7 +285,7 @@ def test_a_part_s_code_is_in_its_callers_and_nowhere_else(source: Path) -> None:
 
 
 def test_only_compiled_code_calls_what_has_an_underscore(source: Path) -> None:
-    """numba writes nothing for calls from Python then, and such a call would end the process."""
+    """numba generates no Python wrapper for such a function, so a Python call would crash."""
     source.write_text(KERNEL.replace("double", "_double"), encoding="utf-8")
     module = load(source)
     assert module.triple(14) == 42

@@ -1,5 +1,5 @@
-"""What compiled code does not do: count who refers to its arguments, nor take those that are always
-the same from Python."""
+"""What compiled code omits: reference counts of its arguments, and unpacking from Python those
+arguments that never change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def counted_memory() -> Iterator[None]:
 
 
 def counts_references() -> bool:
-    """Whether `add_rows` as a kernel calls what counts, or has its instruction."""
+    """Whether `add_rows`, compiled as a kernel, updates reference counts."""
     kernel = Kernel(add_rows, options(inner=True))
     kernel.compile(tuple(numba.typeof(value) for value in (X, LENGTHS, np.zeros(3))))
     (compiled,) = kernel.overloads.values()
@@ -80,7 +80,7 @@ def test_what_was_lent_outlives_the_call_and_is_freed_once(kind, counted_memory)
 
 
 def of_layer(number: int) -> tuple[Any, ...]:
-    """A value of each kind that the layers of a model have."""
+    """One value of each type that the layers of a model pass."""
     return (
         (X + number, (LENGTHS.astype(np.uint16), np.empty(0, np.uint8))),
         number,
@@ -130,7 +130,7 @@ def test_a_borrowed_array_is_not_returned(kind):
 
 
 def test_an_interrupt_while_a_kernel_runs_is_no_error_of_the_kernel(counted_memory):
-    """It is raised where Python runs next, and a call of a kernel may run none."""
+    """The interrupt is raised when Python code runs next; a kernel call may run no Python code."""
 
     def halves(x):
         return x[: len(x) // 2].copy(), x[len(x) // 2 :].copy()

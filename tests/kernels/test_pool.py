@@ -1,4 +1,4 @@
-"""parallel_for: every piece is done once, by whoever is there."""
+"""parallel_for: each piece is computed exactly once, by any available thread."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_each_thing_is_done_once(count, workers, two_threads):
 
 
 def test_a_job_needs_no_worker():
-    """More workers than threads: their pieces are done by those that are there."""
+    """With more workers than threads, the existing threads compute all pieces."""
     out = np.zeros(1000)
     add(out, 1.0, 64)
     assert (out == 1).all()
@@ -118,7 +118,7 @@ def test_threads_that_call_at_once_disturb_each_other_in_nothing(two_threads):
 
 
 def test_workers_that_have_slept_come_back(two_threads):
-    """The words TAKEN of both workers move, so the second one has taken pieces."""
+    """The counter `TAKEN` of the second worker increases, so it has computed pieces."""
     out = np.zeros(64)
     taken = pool.WORDS[pool.TAKEN + pool.LINE]
     for _ in range(50):
@@ -130,17 +130,17 @@ def test_workers_that_have_slept_come_back(two_threads):
 
 @pytest.fixture
 def clocks():
-    """The words of a worker that is not there; one turn of it, in which it had a core or not."""
+    """The counters of a worker that does not exist, and a function that simulates its check."""
     worker = pool.MOST - 1
     own = pool.WORDS[pool.TAKEN + worker * pool.LINE :][: pool.LINE]
 
     def look(had_core: bool) -> bool:
-        """Why a second: this process may itself lose its core now."""
+        """Uses a second, because this test's own process may lose its core at any time."""
         own[pool.WALL] = time.monotonic_ns() - (pool.TURN if had_core else 10**9)
         own[pool.CPU] = time.thread_time_ns() - (10**9 if had_core else 0)
         return makes_room(worker)
 
-    look(True)  # compiled
+    look(True)  # compiles it
     pool.WORDS[pool.CROWDED] = own[:] = 0
     yield own, look
     pool.WORDS[pool.CROWDED] = own[:] = 0
@@ -176,7 +176,7 @@ def test_one_worker_makes_room_where_the_caller_has_lost_its_core(clocks):
 
 @on_linux
 def test_what_a_worker_leaves_behind_is_done(two_threads, monkeypatch):
-    """It is asked to make room at each job."""
+    """The worker is asked to yield its core at each job."""
     slept, sleep = [], time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
     out, deadline = np.zeros((64, 20_000)), time.monotonic() + 60

@@ -1,7 +1,7 @@
-"""Register tiles of linear layers under every instruction set that this CPU can run: equal bits.
+"""Register tiles of linear layers under every instruction set that this CPU supports: equal bits.
 
-Generic ones run anywhere, also with vectors wider than the CPU's; what needs an instruction that it
-lacks is left out by name.
+Generic tiles run on any CPU, even with vectors wider than its own. Tiles that need an unsupported
+instruction are skipped explicitly.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ INPUTS = 70
 ROWS = 8
 RANDOM = np.random.default_rng(1)
 X = RANDOM.standard_normal((ROWS, INPUTS)).astype(np.float32)
-X[1] = np.where(np.arange(INPUTS) % 2, 3e38, -3e38)  # whose sums overflow
+X[1] = np.where(np.arange(INPUTS) % 2, 3e38, -3e38)  # sums overflow
 X[2, 3] = np.nan
-X[3] *= 1e-30  # whose products are subnormal, or zero
-WEIGHT = RANDOM.standard_normal((4, INPUTS, PANEL)).astype(np.float32)  # of four panels
+X[3] *= 1e-30  # products are subnormal or zero
+WEIGHT = RANDOM.standard_normal((4, INPUTS, PANEL)).astype(np.float32)  # four panels
 WEIGHT[0, 5] = 1e-7  # subnormal in float16
 BIAS = RANDOM.standard_normal(4 * PANEL).astype(np.float32)
 
 
 def bfloat16(numbers: np.ndarray) -> np.ndarray:
-    """The same numbers rounded to bfloat16, as float32."""
+    """The values rounded to bfloat16, as float32."""
     return torch.from_numpy(numbers).bfloat16().float().numpy()
 
 
 def stored(kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """The panels in one form, and the numbers that they stand for as float32."""
+    """The panels in one storage format, and their values as float32."""
     if kind == "float32":
         return WEIGHT, WEIGHT
     if kind == "float16":
@@ -61,7 +61,7 @@ def product(isa, kind: str, rows: int, panels: int, x: np.ndarray = X) -> np.nda
 
 @pytest.fixture(scope="module", params=["float32", "float16", "bfloat16"])
 def expected(request):
-    """(kind, products with four panels as chains of float32's own fused multiply-adds)."""
+    """(kind, products with four panels as chains of float32 fused multiply-adds)."""
     generic = next(isa for isa in RUNNABLE if isa.name == "generic")
     weight = stored(request.param)[1]
     whole = np.zeros((ROWS, 4 * PANEL), np.float32)
@@ -76,7 +76,7 @@ def expected(request):
     return request.param, whole
 
 
-# Why not all: tiles of floats depend on nothing else.
+# Why not all: float tiles depend on these properties only.
 DISTINCT = {(isa.vector_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
 
 
@@ -92,7 +92,7 @@ def test_a_row_has_the_same_bits_in_every_tile_of_every_instruction_set(name, ex
 
 @pytest.mark.parametrize("name", [i.name for i in ISAS if i.bf16_dots == "vdpbf16ps"])
 def test_products_of_pairs_equal_those_of_rounded_inputs(name):
-    """But for numbers that only float32 without vdpbf16ps tells from zero."""
+    """Except for values that vdpbf16ps flushes to zero and float32 does not."""
     isa = runnable(name)
     x = X.copy()
     x[3] = 1.0

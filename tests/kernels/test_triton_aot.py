@@ -1,10 +1,11 @@
-"""The Triton kernels become good machine code for sm_80, sm_89, sm_90 and sm_100, without a GPU;
-latents for sm_120 too, heads of 512 for sm_80, sm_90 and sm_120. Which kernels are compiled for
-fewer, and why: `aot_targets.py`.
+"""The Triton kernels compile to good machine code for sm_80, sm_89, sm_90 and sm_100 without a GPU.
 
-What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
-instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The
-interpreter checks none of this, nor the types that only the compiler sees.
+MLA kernels also compile for sm_120, and kernels with head_dim 512 for sm_80, sm_90 and sm_120.
+`aot_targets.py` says which kernels have fewer targets, and why.
+
+The tests check what a CPU can determine about GPU speed: no spills, shared memory within the limit,
+tensor core instructions, 16-byte asynchronous copies, and copies in flight during a tile. The
+interpreter checks none of these, and no types that only the compiler sees.
 """
 
 import json
@@ -25,7 +26,7 @@ pytestmark = [
         "nanoengine/attention/stored.py",
         "tests/support/aot_*.py",
     ),
-    # Why so long: all compilations are in the time of the first test.
+    # Why so long: the first test runs all compilations.
     pytest.mark.timeout(900),
 ]
 
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 SM_80, SM_89, SM_90, SM_100 = (
     f"{arch},bfloat16,128,64,8,2,all" for arch in (80, 89, 90, 100)
 )  # fmt: skip
-MAIN, EVERY = [SM_80, SM_89, SM_90], [SM_80, SM_90]  # of the latter each kernel is compiled
+MAIN, EVERY = [SM_80, SM_89, SM_90], [SM_80, SM_90]  # each kernel is compiled for EVERY
 FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
 LATENT = "120,bfloat16,128,64,8,2,latents"
 OTHERS = [
@@ -55,31 +56,31 @@ STORED += tuple(f"{form}_expert_gemm_kernel" for form in
                 ("e4m3", "int4", "e2m1", "wide_e4m3", "wide_int4"))  # fmt: skip
 FEW_ROWS = [k for k in STORED if k.endswith(("_16", "kernel")) and not k.startswith("wide")]
 SPILLED_BYTES = 16
-"""A few values may make room for a loop that does not use them: Triton 3.6 puts away 8 bytes of the
-decode kernel so, 3.9 none."""
+"""Values that a loop does not use may be spilled around it. Triton 3.6 spills 8 bytes per thread
+of the decode kernel in this way, 3.9 none."""
 SHARED_BYTES = {arch: kib * 1024 for arch, kib in
                 (("80", 163), ("86", 99), ("89", 99), ("90", 227), ("100", 227),
                  ("120", 99))}  # fmt: skip
 
 MMA = {"mma": (1, None)}
 COPIES = {"wide_copies": (1, None), "narrow_copies": (0, 0), "in_flight": (2, None)}
-"""Asynchronous copies of 16 bytes, of which two groups may be unfinished when a tile starts: one
-tile of keys and one of values."""
+"""Asynchronous copies of 16 bytes. Two groups may be in flight when a tile starts: one tile of keys
+and one tile of values."""
 
 
 def registers(most: int) -> dict[str, tuple[int, int]]:
     return {"registers": (0, most)}
 
 
-# Targets, kernels, and of figures of their machine code the least and the most. A multiprocessor
-# has 65,536 registers: four programs of 128 threads may have 128 each, one of 256 has 255.
+# Per entry: targets, kernels, and the bounds of figures of the machine code. A multiprocessor
+# has 65,536 registers: 128 per thread for four programs of 128 threads, 255 for one of 256.
 RULES = [
     (MAIN, ["decode_kernel"], registers(128) | MMA | COPIES),
     (MAIN, ["varlen_kernel"], registers(224) | MMA | COPIES),
     (MAIN, [DETERMINISTIC], registers(248) | MMA | COPIES),
     (MAIN, ["gemm_kernel", "expert_gemm_kernel"], registers(168) | MMA | COPIES),
     ([SM_90], ["varlen_kernel", "gemm_kernel", "expert_gemm_kernel"], {"wgmma": (1, None)}),
-    # Over fp8 some copies are of 8 bytes, where an operand's layout asks for it.
+    # With an fp8 cache, some copies are 8 bytes wide, where an operand's layout requires it.
     (FP8, ["decode_kernel"], registers(168) | MMA | {"loop_conversions": (0, 0)}),
     (FP8, ["varlen_kernel"], registers(224) | MMA),
     (FP8, [DETERMINISTIC], registers(248)),
@@ -88,23 +89,23 @@ RULES = [
         FP8, ["decode_kernel", "varlen_kernel", DETERMINISTIC],
         {"wide_copies": (1, None), "in_flight": (2, None)},
     ),
-    # By Triton 3.6 and 3.9: 196 and 198 instructions for a tile of keys, 6 and 5 barriers; with a
-    # sum across threads in each tile 215 and 218, 9 and 7. Over fp8 315 and 312, 5 and 4; with
-    # queries in bfloat16 and sums in each tile 435 and 426, 8 and 6.
+    # Triton 3.6 and 3.9 give 196 and 198 instructions per tile of keys, 6 and 5 barriers; with a
+    # sum across threads per tile 215 and 218, 9 and 7. With fp8 315 and 312, 5 and 4; with queries
+    # in bfloat16 and sums per tile 435 and 426, 8 and 6.
     ([SM_90], ["decode_kernel"], {"loop": (100, 200), "loop_barriers": (1, 6)}),
     ([FP8[1]], ["decode_kernel"], {"loop": (100, 320), "loop_barriers": (1, 5)}),
     (EVERY, ELEMENT_WISE, registers(64) | {"wide_loads": (1, None), "wide_stores": (1, None)}),
-    # sm_100 has matrix instructions of its own.
+    # sm_100 has its own tensor core instructions.
     ([*MAIN, SM_100], EXPERTS[:2], registers(128) | COPIES),
     ([*MAIN, SM_100], EXPERTS[2:], registers(255) | COPIES),
     (MAIN, EXPERTS, MMA),
     (EVERY, [f"{name}_{n}" for name in ("route_kernel", "align_kernel") for n in (16, 128, 256)],
      registers(168)),
     (EVERY, ["route_kernel_512", "align_kernel_512"], registers(248)),
-    # Two lines of 256 threads at a time, or one of 512.
+    # Two logits rows of 256 threads at a time, or one of 512.
     (EVERY, ["drawn_sample_kernel", "filtered_sample_kernel"], registers(128) | COPIES),
     ([*MAIN, SM_100, LATENT], LATENTS, MMA | COPIES | {"in_flight": (0, None)}),
-    # Of few heads sm_80 has two programs at a time in place of two tiles in flight.
+    # With few heads, sm_80 runs two programs at a time instead of two tiles in flight.
     ([SM_80], LATENTS[1:], COPIES),
     ([SM_90, SM_100], LATENTS, COPIES),
     ([*EVERY, SM_100], ["delta_chunks_kernel", "delta_scan_kernel", "mamba_scan_kernel"], MMA),
@@ -113,13 +114,13 @@ RULES = [
         [*MAIN, SM_100], [k for k in STORED if k not in FEW_ROWS],
         registers(255) | {"in_flight": (2, None), "wide_copies": (1, None)},
     ),
-    # Groups of 32 have tiles of 32 inputs, of which a decode's thread copies 8 bytes.
+    # Groups of 32 have tiles of 32 inputs. A thread of a decode copies 8 bytes of each.
     (
         [*MAIN, SM_100], [k for k in FEW_ROWS if not k.startswith(("int4_in_32s", "e2m1"))],
         {"wide_copies": (1, None)},
     ),
     (MAIN, STORED, MMA),
-    # 32,768 numbers in two, of 512 threads.
+    # 32,768 elements in two rows, by 512 threads.
     (
         [SM_89, SM_90, SM_100], ["e4m3_rows_kernel"],
         registers(128) | {"rounded_pairs": (32, 32), "wide_loads": (1, None)},
@@ -141,7 +142,7 @@ def reports(tmp_path_factory):
 
 
 def test_no_kernel_of_the_package_is_missing(reports):
-    """Triton's own binder has bound what is compiled here; some names of arguments break it."""
+    """Each kernel is bound by Triton's own binder, which fails on some argument names."""
     written = set()
     for path in (ROOT / "nanoengine").rglob("*.py"):
         written |= set(re.findall(r"^def (\w+_kernel)\($", path.read_text(), re.MULTILINE))
@@ -153,7 +154,7 @@ def test_nothing_spills_and_shared_memory_fits(reports):
         assert figures["stack"] <= SPILLED_BYTES, (target, kernel, figures)
         assert figures["local"] == 0, (target, kernel, figures)
         arch = target.split(",")[0]
-        if arch == "80" and not is_compiled(kernel, "89", ""):  # it stands for that one too
+        if arch == "80" and not is_compiled(kernel, "89", ""):  # sm_80 also represents sm_89 here
             arch = "89"
         assert figures["shared"] <= SHARED_BYTES[arch], (target, kernel, figures)
 

@@ -1,4 +1,4 @@
-"""A mixture of experts as one compiled call, against its parts one by one."""
+"""A mixture of experts as one compiled call, against its separate steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.engines import checkpoint
 from tests.support.model_helpers import DenseAttention, build, cpu_kernels
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "qwen3_next")
-"""A softmax divided by the sum; biases and a clamped gate; sigmoids, groups, a correction, a factor
-and a shared expert; sigmoids without groups; a shared expert that has a gate."""
+"""Softmax normalized by the sum; biases and a clamped gate; sigmoids, groups, a correction bias, a
+scaling factor and a shared expert; sigmoids without groups; a shared expert with a gate."""
 WAYS = {
     "int8": Quantization(bits=8, activations="int8"),
     "int4": Quantization(bits=4, activations="int8"),
@@ -29,7 +29,7 @@ WAYS = {
 
 
 def mixture(directory: str | Path, way: str = "float32") -> SparseMLP:
-    """The mixture of experts of a checkpoint's last layer, fused."""
+    """The fused mixture of experts in a checkpoint's last layer."""
     kept = way in ("bfloat16", "16 bits")
     kernels = cpu_kernels(torch.float32, WAYS.get(way))
     if way == "bfloat16":
@@ -43,7 +43,7 @@ def mixture(directory: str | Path, way: str = "float32") -> SparseMLP:
 
 
 def check(mlp: SparseMLP, tokens: int, size: int = 64) -> None:
-    """The call against its parts, and each token alone: the same bits."""
+    """The call must give the bits of its parts, and each token alone the same bits."""
     x = torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens))
     found, expected = mlp(x), by_parts(mlp, x)
     atol = 2e-6 * max(1.0, expected.abs().max().item())
@@ -74,13 +74,13 @@ def test_weights_of_every_form(way: str) -> None:
 
 @pytest.mark.parametrize("tokens", [kernels.MOST_ROWS // 2 + 100, 4 * kernels.MOST_ROWS])
 def test_more_rows_than_are_multiplied_at_a_time(tokens: int) -> None:
-    """Parts of whole experts; and experts that have more rows than a part."""
-    mlp = mixture(checkpoint("qwen3_moe"))  # two rows a token
+    """Chunks of whole experts, and experts with more rows than a chunk."""
+    mlp = mixture(checkpoint("qwen3_moe"))  # two rows per token
     check(mlp, tokens)
 
 
 def test_experts_give_the_bits_of_each_alone() -> None:
-    """Where the router's scores are the same numbers, so are the results."""
+    """With equal router scores, the results are equal."""
     mlp = mixture(checkpoint("gpt_oss"))
     x, (weights, ids) = torch.randn(40, 64), mlp.gate(torch.randn(40, 64))
     out = np.zeros((40, 64), np.float32)
@@ -128,10 +128,10 @@ def test_experts_of_no_whole_panels_run_one_by_one(tmp_path: Path) -> None:
 
 
 def small_sums(family: str, gate: torch.nn.Module) -> None:
-    """Has a router of transformers choose experts whose scores have sums of about what the family
-    adds to these, or takes them to be at least."""
+    """Changes a transformers router so that the sum of the chosen scores is close to the epsilon
+    that the family adds to the sum, or to its lower bound."""
     with torch.no_grad():
-        if family == "ernie4_5_moe":  # the first takes all of the softmax, others are preferred
+        if family == "ernie4_5_moe":  # the first has all of the softmax, others are chosen
             gate.weight.mul_(0.1)[0].fill_(28 / 51)  # 64 inputs, 0.8 each
             bias = gate.moe_statics.e_score_correction_bias
             bias.copy_(torch.arange(bias.numel()).view_as(bias) * 2)
@@ -142,7 +142,7 @@ def small_sums(family: str, gate: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("family", ["lfm2_moe", "glm4_moe", "ernie4_5_moe"])
 def test_sums_of_next_to_nothing_are_as_in_transformers(family: str, tmp_path: Path) -> None:
-    """LFM2 and GLM add to a sum, ERNIE takes it to be at least a number."""
+    """LFM2 and GLM add an epsilon to the sum of scores; ERNIE clamps the sum to a minimum."""
     model = make_model(family)
     block = [m for m in model.modules() if type(m).__name__.endswith(("MoeBlock", "MoeMoE", "MoE"))]
     small_sums(family, block[-1].gate)
@@ -154,6 +154,6 @@ def test_sums_of_next_to_nothing_are_as_in_transformers(family: str, tmp_path: P
     mlp = mixture(tmp_path)
     sums = mlp.gate(x)[0].sum(1) / mlp.gate.moe.scaling_factor
     assert 0.1 < sums.mean() < 0.9, "the sums are too large or too small to tell"
-    atol = 1e-4 * expected.abs().max().item()  # what logits of -46 have no digits for
+    atol = 1e-4 * expected.abs().max().item()  # the precision of logits near -46
     for found in (mlp(x), by_parts(mlp, x)):
         torch.testing.assert_close(found, expected.view(20, 64), rtol=1e-4, atol=atol)

@@ -1,4 +1,4 @@
-"""Attention over latents (MLA) on the CPU, beside the naive backend."""
+"""MLA attention on the CPU, against the naive backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.attention_cases import Paged
 
 
 class Latents(Paged):
-    """A batch of one KV head whose values are the first `value_dim` numbers of its keys."""
+    """A batch with one KV head whose values are the first `value_dim` elements of its keys."""
 
     def __init__(self, heads: int, value_dim: int, **options: object) -> None:
         super().__init__(num_kv_heads=1, group_size=heads, **options)
@@ -25,7 +25,7 @@ class Latents(Paged):
         return q, k, k[..., : self.spec.value_dim]
 
     def layer(self, layout: str) -> LayerCache:
-        keys = self.cache("PKD")[0]  # with one head the same in both layouts
+        keys = self.cache("PKD")[0]  # with one head, both layouts are equal
         keys = keys.transpose(1, 2) if layout == "KPD" else keys
         keys = keys.contiguous()
         return LayerCache(keys, keys[..., : self.spec.value_dim], self.spec)

@@ -1,4 +1,4 @@
-"""Compiled rules of recurrent states: what plain torch gives, however prompts are cut."""
+"""Compiled recurrent-state rules match plain torch for any split of the prompts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FORMS = [*(f"delta, {form}" for form in DELTA), *(f"Mamba-2, {form}" for form in
 def make(
     form: str, count: int, dtype: torch.dtype = torch.float32
 ) -> tuple[GatedDeltaNet | MambaMixer, torch.Tensor, list[torch.Tensor]]:
-    """A layer, its 8 states, and what it projects for some tokens; the same numbers in any
+    """A layer, its 8 states, and projected inputs for `count` tokens; the same values in any
     dtype."""
     rule, _, name = form.partition(", ")
     config = load_model_config(checkpoint("qwen3_5" if rule == "delta" else "bamba"))
@@ -73,15 +73,15 @@ def batch_of(*waves: StateWave) -> Batch:
 
 
 def wave_of(*spans: Span, singles: tuple[tuple[int, int], ...] = ()) -> StateWave:
-    """Single tokens first, each of a (slot read, slot written)."""
+    """Single tokens come first, each with a (read slot, written slot)."""
     reads, writes = torch.tensor(singles, dtype=torch.int64).view(-1, 2).T
     return StateWave(tokens=slice(len(reads)), reads=reads, writes=writes, spans=spans)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_kernel_gives_what_plain_torch_gives(form: str) -> None:
-    """Decodes, one in place; a prompt that leaves snapshots, one of them where it began; and one
-    that begins, in a later wave, where another has ended."""
+    """Decodes, one of them in place; a prompt that writes snapshots, one at its start; and, in a
+    later wave, a sequence that starts from another one's final state."""
     first = Span(2, 100, 5, 4, ((1, 4), (70, 5), (98, 6)))
     waves = (
         wave_of(first, Span(100, 140, 0, 0, ((40, 7),)), singles=((1, 1), (2, 3))),
@@ -89,7 +89,7 @@ def test_the_kernel_gives_what_plain_torch_gives(form: str) -> None:
     )
     layer, states, inputs = make(form, LENGTH)
     plain, expected, wide = make(form, LENGTH, torch.float64)
-    rows = torch.tensor([0, 72, 99, LENGTH - 1])  # the second is the first after a snapshot
+    rows = torch.tensor([0, 72, 99, LENGTH - 1])  # row 72 is the first after a snapshot
     found = kernel(layer)(*inputs, batch_of(*waves), rows)
     wanted = plain.mix(*wide, batch_of(*waves), rows)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Decoder layers as one compiled call: what their parts give one by one, in every family."""
+"""Decoder layers as one compiled call match their separate steps, in every family."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ SIZES = {"max_num_batched_tokens": 128, "max_num_seqs": 8, "max_model_len": 512}
 
 
 def load(family: str | Path, fields: dict[str, Any] | None = None, **options: Any) -> LLM:
-    """An engine on the CPU with a model of a family, or of a directory."""
+    """An engine on the CPU with a model of a family, or from a directory."""
     directory = family if isinstance(family, Path) else checkpoint(family, **(fields or {}))
     options = {"dtype": "float32", "num_kv_blocks": 96} | SIZES | options
     return LLM(directory, device="cpu", skip_tokenizer_init=True, **options)
 
 
 def outputs(llm: LLM) -> list[tuple[object, ...]]:
-    """Tokens and log-probabilities: prompts of one tile and of many, chunks, decodes; then a prompt
-    alone, whose first chunks need no logits, and one that is scored."""
+    """Tokens and log-probabilities of prompts of one and of many tiles, chunks and decodes; then of
+    a single prompt whose first chunks need no logits, and of one with prompt_logprobs."""
     found: list[tuple[object, ...]] = []
     for lengths, scored in (((1, 5, 40, 90, 300, 2), None), ((270,), None), ((150,), 0)):
         prompts = [{"prompt_token_ids": ids} for ids in random_prompts(len(lengths), lengths)]
@@ -45,7 +45,7 @@ def outputs(llm: LLM) -> list[tuple[object, ...]]:
             (result,) = output.outputs
             assert result.finish_reason == "length", result.error
             found.append((result.token_ids, result.logprobs, output.prompt_logprobs))
-    # More rows leave the last layer than have come in: all six sample from the prompt's last token.
+    # Here the last layer returns more rows than it gets: all six sample from the last prompt token.
     llm.reset_prefix_cache()
     drawn = SamplingParams(n=6, seed=3, max_tokens=4, ignore_eos=True, logprobs=1)
     (output,) = llm.generate([{"prompt_token_ids": [5, 7]}], drawn, use_tqdm=False)
@@ -53,7 +53,7 @@ def outputs(llm: LLM) -> list[tuple[object, ...]]:
 
 
 def outputs_of_parts(llm: LLM) -> list[tuple[object, ...]]:
-    """The same of each layer by itself, part by part."""
+    """The same outputs when each layer runs alone, step by step."""
     decoder = llm.engine.executor.model.model
     decoder.stack = list(decoder.layers)
     return outputs(llm)
@@ -69,8 +69,10 @@ def numbers(found: object) -> list[float]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how far its log-probabilities may be from those of the parts, by default all bits
-    are equal; how many calls its layers are, and of how many layers each is, where that is asked.
+    """A model and the expected result.
+
+    `tolerance` bounds how far log-probabilities differ from the separate steps; 0 means equal bits.
+    `calls` is the number of fused calls and `depths` the number of layers per call, where checked.
     """
 
     family: str
@@ -113,13 +115,13 @@ CASES = {
     "convolutions": Case("lfm2", calls=1),
     "convolutions, experts": Case("lfm2_moe", calls=1),
     "convolutions, two rotations": Case("lfm3", tolerance=1e-5, calls=2),
-    # torch's sigmoid of the gates of attention has other last bits.
+    # torch's sigmoid of the attention gates rounds differently.
     "delta rule": Case("qwen3_5", tolerance=1e-5, calls=1),
     "delta rule, int8": Case("qwen3_5", INT8, tolerance=0.02),
     "delta rule, experts": Case("qwen3_next", tolerance=1e-5, calls=1),
     "Mamba-2, int8": Case("bamba", INT8, calls=1),
     "Mamba-2, experts": Case("granite_hybrid", calls=1),
-    # MLA: rotations have other last bits.
+    # MLA: RoPE rounds differently.
     "MLA": Case("deepseek_v2", fields=LATENT, tolerance=1e-4),
     "MLA, bfloat16": Case("deepseek_v3", BFLOAT16, LATENT, tolerance=0.05),
     "MLA, a bfloat16 cache": Case(
@@ -129,7 +131,7 @@ CASES = {
         "glm4_moe_lite", {"quantization": "int8_weight_only"}, LATENT, tolerance=1e-4
     ),
     "MLA, factors": Case("minicpm3", fields=LATENT, tolerance=1e-4),
-    # Gemma 4: torch's norms of values and of queries, and its gate of inputs, have other last bits.
+    # Gemma 4: torch's value norms, query norms and input gate round differently.
     "shared keys, an input": Case("gemma4", {}, SHARED, 5e-5, (3, 1, 1, 1, 1)),
     "values that are keys": Case(
         "gemma4", {}, {"attention_k_eq_v": True, "num_kv_shared_layers": 0}, 5e-5, (3, 1, 2, 1)
@@ -158,7 +160,7 @@ def test_fused_layers_give_what_their_parts_give(case: Case) -> None:
         return
     if case.tolerance < 0.1:
         assert [tokens for tokens, *_ in fused] == [tokens for tokens, *_ in expected]
-    else:  # Tokens differ at a tie, so that the scores of a prompt alone can be compared.
+    else:  # Ties may change tokens, so scores of a single prompt are compared.
         fused, expected = fused[7][2], expected[7][2]
     assert len(numbers(expected)) > 100
     assert numbers(fused) == pytest.approx(numbers(expected), abs=case.tolerance, rel=0)
@@ -180,10 +182,10 @@ def test_rows_of_logits_may_be_taken_in_the_last_layer(family: str, monkeypatch:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("hunyuan", {}),  # norms after the rotation
-        ("cohere2", {}),  # LayerNorm; attention and MLP side by side
-        ("gemma4_moe", {}),  # experts beside an MLP
-        ("llama", {"dtype": "float64"}),  # kernels of linear layers are for float32
+        ("hunyuan", {}),  # QK norm after RoPE
+        ("cohere2", {}),  # LayerNorm; parallel attention and MLP
+        ("gemma4_moe", {}),  # experts in parallel with an MLP
+        ("llama", {"dtype": "float64"}),  # linear-layer kernels support float32 only
         ("llama", {"attention_backend": "naive"}),
     ],
 )
@@ -194,7 +196,7 @@ def test_a_layer_that_no_kernel_fits_runs_part_by_part(family: str, options: Any
 
 
 def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits() -> None:
-    """Qwen3-MoE with experts in some layers only, all of which are in one call of their own."""
+    """Qwen3-MoE with experts in some layers only: the fused call contains all of those layers."""
     with load("qwen3_moe") as llm:
         stack = llm.engine.executor.model.model.stack
         assert [len(layers.layers) for layers in stack] == [3]
@@ -205,7 +207,7 @@ def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits() -> None:
 def test_neighbours_with_the_same_rotation_are_one_call(
     family: str, calls: list[list[int]], monkeypatch: Any
 ) -> None:
-    """Gemma 3's first two have a window each, and a KV group each."""
+    """The first two layers of Gemma 3 have their own windows and KV cache groups."""
     ran: list[int] = []
 
     def run(*arguments: object) -> None:
@@ -218,11 +220,11 @@ def test_neighbours_with_the_same_rotation_are_one_call(
         outputs(llm)
         stack = llm.engine.executor.model.model.stack
         assert [[len(call.operands) for call in layers._calls] for layers in stack] == calls
-    assert min(ran) > 0  # where not all rows go on, the last layer runs apart
+    assert min(ran) > 0  # with row selection, the last layer runs separately
 
 
 def test_neighbours_with_other_kinds_of_weights_have_calls_of_their_own(tmp_path: Path) -> None:
-    """A checkpoint of which one layer is int4 and the next is not quantized."""
+    """A checkpoint with one int4 layer, followed by an unquantized one."""
     ignored = {**int_config(), "ignore": ["lm_head", "re:.*layers[.]1[.]"]}
     floats = write_quantized(tmp_path, "llama", ignored, SYMMETRIC)
     path = tmp_path / "quantized" / "model.safetensors"
@@ -240,7 +242,7 @@ def test_neighbours_with_other_kinds_of_weights_have_calls_of_their_own(tmp_path
 
 def test_layers_that_are_bound_again_read_and_write_the_new_cache() -> None:
     with load("qwen3") as llm:
-        before = outputs(llm)[:8]  # Forks copy blocks of the cache that the runner has made.
+        before = outputs(llm)[:8]  # Forks copy KV blocks that the runner allocated.
         attentions = llm.engine.executor.model.attention_layers
         old = [attention.cache for attention in attentions]
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Blocks of GGUF's types against the `gguf` package's own reader, bit for bit."""
+"""Blocks of GGUF types against the reader of the `gguf` package, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from nanoengine.errors import WeightLoadError
 from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
 from nanoengine.layers.quantized_weight import codes_of
 
-FLOAT16 = {  # type -> where its float16 numbers are in a block
+FLOAT16 = {  # type -> offsets of the float16 values in a block
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
     "MXFP4": (), "Q8_K": (),
 }  # fmt: skip
 
 SPECIAL = [0.0, -0.0, 6e-8, -6e-8, 3e-5, 6.1e-5, -1.0, 65504.0, -65504.0]
-"""Zeros, subnormals and the largest."""
+"""Zeros, subnormals and the largest values."""
 
 
 def blocks(type: str, num_rows: int, num_blocks: int) -> numpy.ndarray:
-    """Rows of random blocks, whose float16 numbers are finite and of all sizes and signs."""
+    """Rows of random blocks with finite float16 values of all magnitudes and signs."""
     random = numpy.random.default_rng(len(type) + TYPES[type].bytes)
     raw = random.integers(0, 256, (num_rows, num_blocks, TYPES[type].bytes), "u1")
     if type == "MXFP4":
@@ -41,7 +41,7 @@ def blocks(type: str, num_rows: int, num_blocks: int) -> numpy.ndarray:
 
 
 def assert_same(found: torch.Tensor, expected: numpy.ndarray) -> None:
-    """Equal to the bit, signs of zeros included."""
+    """Equal bits, including the signs of zeros."""
     assert found.shape == expected.shape
     assert found.dtype == torch.float32
     assert torch.equal(found.view(torch.int32), torch.from_numpy(expected).view(torch.int32))
@@ -61,7 +61,7 @@ def test_every_type_is_read():
 
 
 def test_q8_k():
-    # Why by hand: the package has no reader of it.
+    # Why by hand: the package cannot read this type.
     rows = blocks("Q8_K", num_rows=4, num_blocks=2)
     raw = rows.reshape(4, 2, -1)
     expected = raw[:, :, :4].copy().view("f4") * raw[:, :, 4:260].view("i1")
@@ -104,5 +104,5 @@ def test_the_fields_are_those_of_a_quantized_weight(type):
         assert weight.mins.dtype == (torch.uint8 if two_levels else torch.float32)
     if weight.factors is not None:
         assert weight.factors.shape == (2, 2)
-    assert codes_of(weight).int().max() < 1 << weight.bits  # whatever the bytes are
+    assert codes_of(weight).int().max() < 1 << weight.bits  # for any bytes
     assert torch.equal(weight.part(slice(1, 2)).dequantized(), weight.dequantized()[1:])

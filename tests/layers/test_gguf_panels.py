@@ -1,4 +1,4 @@
-"""Rows of a GGUF file that are packed from its bytes, against those that are read first."""
+"""Rows packed directly from a GGUF file's bytes, against rows that are decoded first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_panels_are_those_of_rows_that_were_read(type, count):
     ids = torch.arange(count)
     read.activations = packed.activations = "float"
     assert torch.equal(read.rows(ids), packed.rows(ids))
-    if type != "MXFP4":  # it has two codes for 0, and scales too far apart for a row's float16
+    if type != "MXFP4":  # it has two codes for 0, and its scales exceed float16's range
         assert torch.equal(packed.rows(ids), read_blocks(type, rows).dequantized())
         assert torch.equal(read.values, packed.values)
 

@@ -1,5 +1,5 @@
-"""Models whose matrices are of several forms, as GGUF files have them: fused layers, experts, and
-an embedding that is kept as it is stored."""
+"""Models whose matrices have different quantization formats, as in GGUF files: fused layers,
+experts, and an embedding kept in its stored format."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 
 
 
 def form_of(name: str, first: int) -> str:
-    """That of a layer's rows from `first` on: as Q4_K_M has them, which gives more bits to v and to
-    some layers' down."""
+    """The format of a layer's rows from `first` on, as in Q4_K_M: more bits for v and for the down
+    projection of some layers."""
     if "experts" in name:
         return "Q6_K" if "down" in name else "Q4_K"
     is_second = ".1." in name
@@ -38,8 +38,8 @@ def form_of(name: str, first: int) -> str:
 def load_of_forms(
     self: QuantizedLinear, weight: torch.Tensor, first: int = 0, bits: int | None = None
 ) -> None:
-    """In the place of `QuantizedLinear.load`: rows of seeded random numbers, of small ones as a
-    model has them. The embedding of a tied head is the checkpoint's."""
+    """Replaces `QuantizedLinear.load`: rows of small seeded random values. A tied head keeps the
+    checkpoint's embedding."""
     rows, inputs = weight.shape
     if self.tied is not None:
         self.tied[first : first + rows] = weight
@@ -86,7 +86,7 @@ def test_experts_in_groups_are_one_call(tmp_path: Path, activations, monkeypatch
 
 @dataclass
 class Stored:
-    """A format that needs no file."""
+    """A quantization format without a file."""
 
     def matrix_slots(self, *_: object) -> dict[str, object]:
         return {}

@@ -1,4 +1,4 @@
-"""Mamba-2's rule: chunks and single tokens agree; what a config may say."""
+"""Mamba-2: chunks and single tokens agree; which config values are supported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights move side by side, and take their memory once."""
+"""Packed weights move to one allocation and use their memory once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ COUNT, SIZE = 300, 1 << 20
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Resident memory of this process, bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library is another one")
 def test_buffers_are_in_memory_once_after_they_moved() -> None:
-    """What they left stayed with the C library, so that a model was there twice."""
+    """The C library kept the freed memory before, so a model used twice its size."""
     model, between = nn.Module(), []
-    torch.empty(30 << 20, dtype=torch.uint8)  # From now on the C library keeps what is smaller.
+    torch.empty(30 << 20, dtype=torch.uint8)  # From now on the C library keeps smaller blocks.
     before = resident()
     for i in range(COUNT):
         model.register_buffer(f"b{i}", torch.full((SIZE,), i % 251, dtype=torch.uint8))
@@ -49,7 +49,7 @@ def gated(x, weight, out, workers):
 
 
 def test_who_touches_a_gate_and_its_up_reads_them(monkeypatch) -> None:
-    """What one of four workers touches is made NaN: so are the outputs of that worker's share."""
+    """NaN in the memory that one of four workers touches must reach that worker's outputs only."""
     found: list[np.ndarray] = []
     monkeypatch.setattr(pool, "touch", lambda memory, workers: found.append(memory))
     workers, inner, inputs = 4, 512, 32

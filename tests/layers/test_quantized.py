@@ -1,4 +1,4 @@
-"""Quantized linear layers: the arithmetic, its errors, and what is refused."""
+"""Quantized linear layers: arithmetic, errors, and rejected options."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def method(
     weight: torch.Tensor, option: str, *, dtype: torch.dtype = torch.float32
 ) -> QuantizedLinear:
-    """A layer made and filled as a model does it, in two parts."""
+    """A layer that is created and loaded as a model does it, in two parts."""
     quantization = resolve_quantization(option, None, device="cpu")
     made = cpu_kernels(dtype, quantization).linear("model.layers.0.mlp.down_proj")
     made.create(weight.shape, dtype, CPU)
     half = weight.shape[0] // 2
-    made.load(weight[half:], half)  # parts may come in any order
+    made.load(weight[half:], half)  # parts may be loaded in any order
     made.load(weight[:half])
     made.finish()
     return made
@@ -81,13 +81,13 @@ def test_every_weight_of_8_bits_is_off_by_half_a_step_at_most(
     assert quantized.values.min() >= -127
     steps = quantized.scales.abs().repeat_interleave(group_size, 1)
     error = (quantized.dequantized() - weight).abs()
-    # Scales of groups are rounded to 11 bits.
+    # Group scales are rounded to 11 bits.
     assert (error <= steps * (0.5 + 127 * 2**-11 * (group_size < 96)) * (1 + 1e-5)).all()
     assert (quantized.dequantized()[1] == 0).all()
 
 
 def old_int4(weight: torch.Tensor) -> torch.Tensor:
-    """Rounded without a search: the largest of each group of 32 becomes -8 (Q4_0 of ggml)."""
+    """Rounding without a search: the largest value per group of 32 becomes -8 (Q4_0 of ggml)."""
     grouped = weight.unflatten(1, (-1, 32))
     most, least = grouped.amax(2, keepdim=True), grouped.amin(2, keepdim=True)
     scales = (torch.where(most >= -least, most, least) / -8).half().float()
@@ -223,7 +223,7 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(option: str) -> None:
 
 
 def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
-    """What int8 layers make of inputs [T, K]: groups of rotated inputs, rounded one by one."""
+    """The int8-rounded inputs [T, K]: groups of rotated inputs, rounded one by one."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     values, scales = quantize_activations(rotate(wide), GROUP)
     back = rotate(values.double() * scales.double().repeat_interleave(GROUP, 1)) / ROTATED
@@ -235,7 +235,7 @@ def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
 def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.dtype) -> None:
     weight, x, bias = random(48, 96), random(2, 5, 96, seed=1, dtype=dtype), random(48, seed=2)
     made = method(weight, option, dtype=dtype)
-    bits, group_size = (8, 96) if option.startswith("int8") else (6, 32)  # narrow, and down_proj
+    bits, group_size = (8, 96) if option.startswith("int8") else (6, 32)  # or down_proj
     rounded = quantize_rotated(weight) if option == "int8" else quantize(weight, bits, group_size)
     matrix, inputs = rounded.dequantized().double(), x.double()
     if option == "int8":
@@ -255,8 +255,8 @@ def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.
 
 
 def test_a_few_large_inputs_leave_the_others_their_bits() -> None:
-    """Inputs of trained models have columns that are 30 times as large as the rest. With one scale
-    per token and per output the squared error is 34 times as large."""
+    """Some input columns of trained models are 30 times as large as the rest. With one scale per
+    token and per output, the squared error is 34 times as large."""
     weight, x = random(64, 640), random(20, 640, seed=1)
     x[:, [5, 300]] *= 30
     exact = x.double() @ weight.double().T
@@ -278,7 +278,7 @@ def test_stored_rows_of_one_scale_are_rotated_where_activations_are_int8() -> No
 
 @pytest.mark.parametrize("inputs", [64, 72, 640])
 def test_rotated_rows_are_rounded_once(inputs: int) -> None:
-    """Also where one group holds all inputs, so that it could be taken for one scale per output."""
+    """This includes one group over all inputs, which looks like one scale per output."""
     weight = random(16, inputs)
     made = QuantizedLinear("x", bits=8, group_size=None, activations="int8")
     made.create((16, inputs), torch.float32, CPU)
@@ -325,7 +325,7 @@ def test_zero_points_and_the_order_of_inputs_are_obeyed() -> None:
 
 
 def test_long_dot_products_are_exact() -> None:
-    """Sums of 12,000 products of 127 pass float32's whole numbers."""
+    """Sums of 12,000 products of 127 exceed the integers that float32 holds exactly."""
     weight = QuantizedWeight(
         values=torch.full((1, 12_001), 127, dtype=torch.int8),
         scales=torch.ones(1, 1), zeros=None, bits=8, group_size=12_001,
@@ -360,7 +360,7 @@ FEW_BITS = {
     "qkv_proj": [(96, 5), (32, 8)], "o_proj": [(64, 5)], "gate_up_proj": [(192, 4)],
     "down_proj": [(64, 6)],
 }  # fmt: skip
-"""Rows and bits of the matrices of a layer of the checkpoints here, whose hidden size is 64."""
+"""Rows and bits per matrix of a layer in these checkpoints, whose hidden size is 64."""
 
 
 def test_int4_has_more_bits_where_errors_cost_most() -> None:
@@ -380,10 +380,10 @@ def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) ->
         count, num_bytes = model_size(model)
         assert count == plain
         rows = 2 * (128 + 64 + 2 * 96 + 64)
-        if option == "int8":  # Inputs fill groups of 64, which have scales of two bytes.
+        if option == "int8":  # Inputs fill groups of 64 with 2-byte scales.
             layers = 2 * (64 * 128 + 64 * 64 + 2 * 64 * 96 + 64 * 128)
             scales = 2 * (rows + 2 * 64)
-        else:  # 16 bytes per output and block; and what is in an array.
+        else:  # 16 bytes per output and block, plus the array of sizes.
             inputs = {name: 96 if name == "down_proj" else 64 for name in FEW_BITS}
             layers = 2 * sum(n * b * inputs[i] for i, of in FEW_BITS.items() for n, b in of) // 8
             scales = 4 * rows + rows * 16 + 2 * (4 * 256 + 192)
@@ -395,7 +395,7 @@ def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) ->
 def test_ranks_hold_parts_of_the_quantized_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", intermediate_size=512)
     quantization = resolve_quantization("int4", None, device="cpu")
-    # Why float64: there the plain form is kept, which can be read.
+    # Why float64: this dtype keeps the plain layout, which the test can read.
     kernels = cpu_kernels(torch.float64, quantization)
     whole = build(tmp_path, torch.float64, kernels=kernels).model.layers[0]
     shard = Shard(1, 2)
@@ -434,11 +434,11 @@ KEPT = Quantization(bits=4, activations="float", stored=STORED)
         ("int8_weight_only", None, "cpu", Quantization(bits=8, activations="float")),
         (None, STORED, "cpu", KEPT),
         ("int4", STORED, "cpu", replace(KEPT, activations="int8")),
-        # An option may name the format that the checkpoint has.
+        # The option may name the checkpoint's own format.
         ("awq", STORED, "cpu", KEPT),
         ("gptq", GPTQ, "cpu", replace(KEPT, stored=GPTQ)),
         ("compressed-tensors", PACKED, "cpu", replace(KEPT, stored=PACKED)),
-        # A GPU takes float activations, and stored weights without an option.
+        # A GPU uses float activations, and keeps stored weights without an option.
         (None, STORED, "cuda", None),
         ("awq", STORED, "cuda", None),
         *((o, None, "cuda", Quantization(bits=int(o[3]), activations="float")) for o in OPTIONS),
@@ -465,7 +465,7 @@ def test_options_choose_activations_and_may_not_contradict_the_checkpoint(
 def test_a_mixture_of_experts_is_quantized_while_it_loads(
     option: str, stacked: bool, tmp_path: Path
 ) -> None:
-    """Each expert's matrices are those of a layer that is quantized alone, stacked or not."""
+    """An expert has the same matrices as a layer that is quantized alone, stacked or not."""
     make_checkpoint(tmp_path, "qwen3_moe", fused_experts=stacked)
     resolved = resolve_quantization(option, None, device="cpu")
     kernels = cpu_kernels(torch.float32, resolved)

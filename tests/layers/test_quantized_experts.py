@@ -1,4 +1,4 @@
-"""Experts in 4 and 8 bits on a GPU: held as they are stored, by one grouped product."""
+"""Experts in 4 and 8 bits on a GPU: kept in their stored format, in one grouped product."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FORMS = {
     "gptq": ("int4", 32, 32), "awq": ("int4", 32, 32), "pack-quantized": ("int4", 32, 32),
     "gptq-8-bit": ("int8", 32, 32), "int-quantized": ("int8", 64, 128),
 }  # fmt: skip
-"""How a checkpoint is stored -> form, inputs of a tile, inputs that share a scale."""
+"""Checkpoint format -> form, inputs per tile, inputs per scale."""
 
 
 def stored_as(case: str, directory: Path, **overrides: Any) -> Path:
-    """Writes a mixture of experts; the directory of what is stored, beside the same in floats."""
+    """Writes a quantized mixture of experts and the same weights as floats; returns the former."""
     sizes = SIZES | {"mlp_only_layers": []} | overrides
     sizes |= {"head_dim": 32} if case in SMALL_FLOATS else {}
     write_case(directory, case, "qwen3_moe", **sizes)
@@ -48,7 +48,7 @@ def stored_as(case: str, directory: Path, **overrides: Any) -> Path:
 
 
 def on_gpu(directory: Path, **fields: Any) -> CausalLM:
-    """As an engine on a GPU holds it, in float32."""
+    """The model as an engine on a GPU loads it, in float32."""
     kernels = TritonKernels(DenseAttention(), dtype=torch.float32)
     kernels = stored_kernels(directory, kernels, triton_kind)
     return build(directory, torch.float32, kernels=kernels, **fields)
@@ -66,7 +66,7 @@ def rows(count: int, size: int = 128) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", FORMS)
 def test_a_grouped_product_widens_what_is_stored(case: str, tmp_path: Path) -> None:
-    """Beside the same numbers as floats, in float64, one expert after the other."""
+    """The reference uses the same weights in float64, one expert after another."""
     directory = stored_as(case, tmp_path)
     mlp, floats = mixture(on_gpu(directory)), mixture(build(tmp_path / "floats", torch.float64))
     grouped = mlp.routed
@@ -76,7 +76,7 @@ def test_a_grouped_product_widens_what_is_stored(case: str, tmp_path: Path) -> N
         assert (stack.zeros is not None) == (case in ("gptq", "awq", "gptq-8-bit"))
     bits = 4 if FORMS[case][0] in ("int4", "e2m1") else 8
     assert grouped.gate_up.weight.numel() == 8 * 256 * 128 * bits // 8
-    for index, expert in enumerate(mlp.experts.experts):  # nothing is there twice
+    for index, expert in enumerate(mlp.experts.experts):  # nothing is stored twice
         for method, stack in ((expert.gate_up, grouped.gate_up), (expert.down, grouped.down)):
             for name in ("weight", "scales"):
                 part = getattr(stack, name)[index]
@@ -89,7 +89,7 @@ def test_a_grouped_product_widens_what_is_stored(case: str, tmp_path: Path) -> N
 
 
 def test_inputs_in_another_order_are_multiplied_expert_by_expert(tmp_path: Path) -> None:
-    """Each expert's order is its own."""
+    """Each expert has its own input order."""
     directory = stored_as("gptq-desc-act", tmp_path)
     mlp, floats = mixture(on_gpu(directory)), mixture(build(tmp_path / "floats", torch.float64))
     assert not mlp.graph_safe and isinstance(mlp.experts.experts[3].down, TritonQuantizedLinear)
@@ -115,7 +115,7 @@ def test_new_weights_of_an_expert_come_into_the_stack() -> None:
 
 
 def test_a_matrix_without_a_tile_is_floats_beside_one_that_is_held(tmp_path: Path) -> None:
-    """40 inputs of down are no tiles of 16."""
+    """down_proj has 40 inputs, no multiple of a tile of 16."""
     directory = stored_as("int-quantized", tmp_path, moe_intermediate_size=40)
     grouped, floats = mixture(on_gpu(directory)).routed, build(tmp_path / "floats", torch.float64)
     assert isinstance(grouped, TritonExperts)
@@ -126,7 +126,7 @@ def test_a_matrix_without_a_tile_is_floats_beside_one_that_is_held(tmp_path: Pat
 
 @pytest.mark.parametrize(("case", "inputs"), [("fp8", 192), ("awq", 128), ("nvfp4", 64)])
 def test_two_ranks_hold_their_parts(case: str, inputs: int, tmp_path: Path) -> None:
-    """Where a part cuts through groups, these become smaller ones."""
+    """Groups that cross a rank's boundary are split into smaller groups."""
     directory = stored_as(case, tmp_path, moe_intermediate_size=inputs)
     floats, found = mixture(build(tmp_path / "floats", torch.float64)), torch.zeros(7, 128)
     for rank in (0, 1):
@@ -143,13 +143,13 @@ def test_two_ranks_hold_their_parts(case: str, inputs: int, tmp_path: Path) -> N
 ON_GPU = {"device": "cuda", "attention_backend": "triton", "max_num_batched_tokens": 16}
 SMALL = {"dtype": "float32", "max_num_seqs": 2, "num_kv_blocks": 32, "block_size": 16}
 PROMPTS = random_prompts(40, 3)
-"""The first goes in chunks, whose rows have no logits."""
+"""The first prompt is prefilled in chunks, which have no logits."""
 
 
 @pytest.mark.parametrize("case", ["fp8", "awq", "mxfp4", "int4", "int8", "Q4_0", "Q8_0"])
 def test_tokens_are_those_of_float_activations_on_the_cpu(case: str, tmp_path: Path) -> None:
-    """Stored so, quantized while they load, or blocks of a GGUF file: decodes are replays, no step
-    waits, and a layer's experts are two products."""
+    """Stored formats, quantization at load, and GGUF blocks: decodes replay CUDA graphs, no step
+    synchronizes, and the experts of a layer take two products."""
     options, path, sizes = dict(SMALL), tmp_path, SIZES | {"mlp_only_layers": []}
     if case == "mxfp4":
         make_mxfp4(path)

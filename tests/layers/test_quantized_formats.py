@@ -1,5 +1,5 @@
-"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and fp8 against the same weights as
-floats: multiplied as they are stored, and expanded while they load."""
+"""Checkpoints of GPTQ, AWQ, compressed-tensors and fp8 against the same weights as floats:
+multiplied in their stored format, and dequantized at load."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_stored_model_equals_its_float_weights(case: str, tmp_path: Path) -> N
     [
         *(("qwen3_moe", case, {"head_dim": 32}) for case in ("fp8", "nvfp4", "awq")),  # experts
         ("phi3", "fp8", {}), ("phi3", "awq", {}),  # merged matrices
-        ("ernie4_5", "awq", {}),  # RoPE over neighbours
+        ("ernie4_5", "awq", {}),  # interleaved RoPE
     ],
 )  # fmt: skip
 def test_families_with_other_matrices_are_read_too(
@@ -145,7 +145,7 @@ def test_an_engine_generates_what_transformers_does(case: str, tmp_path: Path) -
 def test_an_engine_holds_floats_where_no_kernel_takes_the_stored_form(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a GPU, but that the device is this CPU."""
+    """The configuration of a GPU, on this CPU."""
     on_gpu = partial(resolve_quantization, device="cuda")
     monkeypatch.setattr(build_module, "resolve_quantization", lambda *given, device: on_gpu(*given))
     floats, prompts = write_case(tmp_path, "mixed"), random_prompts(12, 5)
@@ -205,7 +205,7 @@ def test_dummy_weights_need_no_stored_form(tmp_path: Path) -> None:
 
 
 def test_biases_stay_beside_quantized_matrices(tmp_path: Path) -> None:
-    """Of the model's own, and the zeros that GPTQ writers add to layers without one."""
+    """The model's own biases, and the zero biases that GPTQ writers add to layers without one."""
     floats = write_case(tmp_path, "gptq", "qwen2")
     expected = all_logits(build(floats, torch.float64), PROMPTS)
     quantized = tmp_path / "quantized"
@@ -244,7 +244,7 @@ def test_words_are_unpacked_from_the_low_bits(bits: int) -> None:
 
 
 def weight_of(form: str) -> QuantizedWeight:
-    """Every code there is, in a matrix with an incomplete panel of outputs."""
+    """Every possible code, in a matrix with an incomplete output panel."""
     generator = torch.Generator().manual_seed(1)
     codes, group_size = torch.randint(0, 256, (88, 192), generator=generator), 32
     scales = torch.rand(88, 6, generator=generator) + 0.5
@@ -355,7 +355,7 @@ def test_tensors_that_do_not_match_are_named(case: str, tmp_path: Path) -> None:
     name, change, message = BROKEN[case]
     write_case(tmp_path, name)
     edit(tmp_path / "quantized", change)
-    # Each matrix becomes floats by itself, in an order of inputs of its own.
+    # Dequantization handles each matrix separately, with its own input order.
     for make in (load_held, *([] if "fused" in case else [load_expanded])):
         with pytest.raises(WeightLoadError, match=message):
             make(tmp_path / "quantized")

@@ -1,4 +1,4 @@
-"""16-bit weights on a CPU: kept as they are, computed in float32 exactly or multiplied in bf16."""
+"""16-bit weights on a CPU: stored in 16 bits, computed exactly in float32 or with bf16 products."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_products_of_bfloat16_are_exact_and_added_in_float32(rows):
     weight = random_weight(37, 128, torch.bfloat16)
     x = torch.randn(rows, 128)
     result = layer(weight, rounds_inputs=True).apply(x, None)
-    # The twin: the same numbers rounded, by the layer that is held to float32.
+    # The reference: the same rounded values in the layer that computes in float32.
     rounded = layer(weight).apply(x.bfloat16().float(), None)
     assert torch.equal(result, rounded)
     exact = x.bfloat16().double() @ weight.double().T
@@ -63,7 +63,7 @@ def test_products_of_bfloat16_are_exact_and_added_in_float32(rows):
 
 
 def test_inputs_are_rounded_half_to_even_and_nan_stays():
-    x = torch.tensor([[1.00390625, 1.01171875, -3.0e38, float("nan")]])  # ties, both ways
+    x = torch.tensor([[1.00390625, 1.01171875, -3.0e38, float("nan")]])  # ties in both directions
     out = cpu_linear.rounded_rows(x.numpy(), 1)
     if cpu_linear.DOTS:  # pairs, the first in the high half
         out = np.stack((out & np.uint32(0xFFFF0000), out << np.uint32(16)), -1).view(np.float32)
@@ -72,7 +72,7 @@ def test_inputs_are_rounded_half_to_even_and_nan_stays():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A checkpoint of bfloat16, and the same numbers in float32."""
+    """A bfloat16 checkpoint, and the same values in float32."""
     kept = tmp_path_factory.mktemp("kept")
     make_checkpoint(kept, "qwen3", dtype=torch.bfloat16)
     copied = tmp_path_factory.mktemp("copied")
@@ -111,7 +111,7 @@ def test_bfloat16_is_close_to_float32_and_needs_half_of_the_cache(family, tmp_pa
     assert info.dtype == "bfloat16"
     assert info.block_bytes == wide.block_bytes // 2
     for one, other in zip(exact, rounded, strict=True):
-        common = one[0].keys() & other[0].keys()  # of the first token, after the same prompt
+        common = one[0].keys() & other[0].keys()  # the first token, after the same prompt
         assert common
         assert all(abs(one[0][i] - other[0][i]) < 0.1 for i in common)
     assert exact != rounded
@@ -159,7 +159,7 @@ def test_float16_is_refused_where_activations_exceed_it(family, tmp_path):
 
 
 def test_an_odd_number_of_inputs_keeps_float32(tmp_path):
-    """bfloat16 weights lie in pairs of inputs, and float16 ones are read two by two."""
+    """bfloat16 weights are stored in pairs of inputs, and float16 weights are read in pairs."""
     make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, intermediate_size=97)
     assert outputs(tmp_path, dtype="float32")[2].weight_bytes > 4 * 2 * 64 * 97 * 3
     with pytest.raises(
@@ -197,7 +197,7 @@ def test_quantized_layers_beside_16_bit_ones(tied, dtype, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_layers_that_a_quantized_checkpoint_leaves_as_they_are(dtype, tmp_path):
-    """Its whole numbers say nothing of the floats beside them."""
+    """The integer tensors do not set the dtype of the unquantized layers."""
     write_case(tmp_path, "gptq")
     file = tmp_path / "quantized" / "model.safetensors"
     floats = torch.float16 if dtype == "auto" else torch.float64
@@ -214,7 +214,7 @@ def test_layers_that_a_quantized_checkpoint_leaves_as_they_are(dtype, tmp_path):
 
 
 def test_an_odd_number_of_inputs_is_no_16_bit_layers():
-    """Its last would be left out."""
+    """The kernel would ignore the last input."""
     for dtype in KINDS:
         with pytest.raises(AssertionError):
             layer(torch.ones(16, 5, dtype=dtype))

@@ -1,4 +1,4 @@
-"""The experts of a step as grouped products in Triton: right, without a wait, in a graph."""
+"""The experts of a step as grouped Triton products: correct, without synchronizing, in a graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_GPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one")
 
 @pytest.fixture
 def small(monkeypatch):
-    """Tiles so small that tiny layers have several, and experts' rows too."""
+    """Small tiles, so that tiny layers and experts have several."""
     config = GemmConfig(rows=16, columns=16, inputs=32, warps=4, stages=2)
     monkeypatch.setattr(triton_experts, "expert_config", lambda *shape: config)
 
@@ -63,7 +63,7 @@ def test_grouped_products_give_what_experts_give_one_by_one(small, family, token
 def test_a_token_has_the_same_bits_alone_and_among_others(small, row_products):  # noqa: F811
     _, grouped = mixture("qwen3_moe", torch.float32)
     x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    logits = grouped.router.logits(x)  # Why once: torch's own product may depend on the rows
+    logits = grouped.router.logits(x)  # Why once: torch's own product may depend on the batch size
 
     def of(rows: slice) -> torch.Tensor:
         grouped.router.logits = lambda _: logits[rows]
@@ -75,7 +75,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(small, row_products): 
 
 
 def test_each_expert_keeps_its_weights_in_the_stack():
-    """Nothing is there twice, and the readable form still runs."""
+    """No weight is stored twice, and the reference implementation still runs."""
     mlp, grouped = mixture("qwen3_moe", torch.float32)
     for index, expert in enumerate(mlp.experts.experts):
         assert expert.gate_up.weight.data_ptr() == grouped.gate_up.weight[index].data_ptr()
@@ -107,12 +107,12 @@ FORMS = {
     "near": replace(SOFTMAX, num_experts=16, score="sparsemixer", jitter=0.3),
     "none near": replace(SOFTMAX, num_experts=16, score="sparsemixer"),
 }  # fmt: skip
-"""The forms that the families have, and sizes that are no powers of two."""
+"""The routing forms of the families, and sizes that are no powers of two."""
 
 
 @pytest.fixture
 def few_blocks(monkeypatch):
-    """So few programs that each has several tiles of tokens."""
+    """Few programs, so that each handles several tiles of tokens."""
     monkeypatch.setattr(triton_experts, "MOST_BLOCKS", 3)
 
 
@@ -122,7 +122,7 @@ def correction_of(moe: MoEConfig) -> torch.Tensor | None:
 
 
 def check_places(ids: torch.Tensor, places: tuple[torch.Tensor, ...], experts: int) -> None:
-    """Those of a stable sort, in tiles of 16 rows."""
+    """The positions must equal those of a stable sort, in tiles of 16 rows."""
     order, starts, tiles = (each.tolist() for each in places)
     expected = ids.flatten().sort(stable=True)
     assert order == expected.indices.tolist()
@@ -152,11 +152,11 @@ def test_the_experts_and_weights_are_those_of_the_router(few_blocks, form, token
 
 @pytest.mark.parametrize("form", ["softmax over all", "128 experts", "groups"])
 def test_of_equal_scores_those_of_the_lowest_indices_are_taken(few_blocks, form):
-    """As the CPU's kernel takes them; torch promises no order of equals."""
+    """The CPU kernel does the same; torch does not define the order of equal scores."""
     moe, correction = FORMS[form], correction_of(FORMS[form])
     correction = None if correction is None else torch.zeros_like(correction)
     logits = torch.randn(60, moe.num_experts, generator=torch.Generator().manual_seed(0))
-    logits = (2 * logits).round() / 2  # 0 and -0 among them
+    logits = (2 * logits).round() / 2  # includes 0 and -0
     logits[7] = 0
     _, ids, places = triton_experts.route(logits.to(DEVICE), correction, moe, 16)
     shape = 60, moe.num_experts_per_tok
@@ -174,10 +174,10 @@ def test_of_equal_scores_those_of_the_lowest_indices_are_taken(few_blocks, form)
     check_places(ids, places, moe.num_experts)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's on NaN, by the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy on NaN, in the interpreter
 @pytest.mark.parametrize("form", ["128 experts", "60 experts", "groups", "near"])
 def test_no_score_makes_a_token_take_an_expert_twice_or_one_that_is_not_there(few_blocks, form):
-    """Else rows of the order were never written. Padding of a graph may have any values."""
+    """Otherwise entries of the order would stay unwritten. Padding tokens may have any values."""
     moe = FORMS[form]
     logits = torch.randn(40, moe.num_experts, generator=torch.Generator().manual_seed(0))
     for row, value in enumerate((torch.nan, -torch.nan, torch.inf, -torch.inf)):
@@ -192,7 +192,7 @@ def test_no_score_makes_a_token_take_an_expert_twice_or_one_that_is_not_there(fe
 def test_tiles_are_chosen_by_the_rows_of_an_expert_unless_bits_are_promised(
     monkeypatch, deterministic
 ):
-    """2 of 8 experts take each token; every size gives what experts give one by one."""
+    """Each token uses 2 of 8 experts. Every tile size gives the results of the separate experts."""
     mlp, _ = mixture("qwen3_moe", torch.float16)
     attention, used = DenseAttention(), []
     attention.deterministic = deterministic
@@ -220,7 +220,7 @@ def test_tiles_are_chosen_by_the_rows_of_an_expert_unless_bits_are_promised(
     ("qwen2_moe", 40, 14),
 ])  # fmt: skip
 def test_a_layer_is_at_most_14_launches(family, tokens, most):
-    """Eight of the router and the experts; one that every token takes, and its gate, have the
+    """The router and the experts take eight launches; a shared expert and its gate take the
     others."""
     directory = checkpoint(family)
     sizes = {"max_num_seqs": 1, "max_model_len": 16, "block_size": 16, "num_kv_blocks": 2}

@@ -1,4 +1,4 @@
-"""Deterministic linear layers, and a whole model of them: right, and the same bits in any batch."""
+"""Deterministic linear layers, and a whole model of them: correct, and equal bits in any batch."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ ATOL = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 @pytest.fixture
 def small(monkeypatch):
-    """Tiles so small that tiny layers have several."""
+    """Small tiles, so that tiny layers have several."""
     config = GemmConfig(rows=16, columns=16, inputs=32, warps=4, stages=2)
     monkeypatch.setattr(triton_linear, "gemm_config", lambda *shape: config)
 
@@ -58,7 +58,7 @@ def test_products_with_and_without_bias(small, sizes, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_product_for_each_head_is_one_launch(small, dtype):
-    """Of parts of rows, into parts of rows, by weights that are not side by side."""
+    """Inputs, outputs and weights are strided slices."""
     x = inputs(19, 3 * 50, dtype).view(19, 3, 50)[..., :40].transpose(0, 1)
     weight = inputs(3 * 32, 40, dtype).view(3, 32, 40)[:, :20].transpose(1, 2)
     out = torch.full((19, 3, 24), 7.0, dtype=dtype, device=DEVICE)
@@ -89,7 +89,7 @@ def test_tiles_fit_together(arch):
 
 @pytest.fixture
 def deterministic_engine(monkeypatch, row_products):  # noqa: F811
-    """Makes engines whose every operation is the GPU's, interpreted, with small tiles."""
+    """Creates engines that run every operation of the GPU in the interpreter, with small tiles."""
     tile = TileConfig(rows=16, keys=16, warps=4, stages=2)
     monkeypatch.setattr(attention, "kernel_config", lambda *shape: KernelConfig(tile, tile))
 
@@ -105,7 +105,7 @@ def deterministic_engine(monkeypatch, row_products):  # noqa: F811
 
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
 def test_a_model_gives_the_same_bits_alone_in_chunks_and_after_a_hit(deterministic_engine):
-    """Log-probabilities are compared bit for bit: tokens would hide last bits."""
+    """The test compares bits of log-probabilities, because equal tokens could hide differences."""
     prompts = random_prompts(2, [37, 20], vocab_size=64)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=0)
 

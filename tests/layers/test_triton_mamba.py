@@ -1,4 +1,4 @@
-"""The Triton kernels of Mamba layers give what the plain forms give."""
+"""The Triton kernels of Mamba layers match their reference implementations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADS, VALUE = 6, 20
 
 
 def pair(groups: int, dtype: torch.dtype = torch.float32, **changes) -> tuple:
-    """A layer whose weights are random, over 9 random states, and its kernels."""
+    """A layer with random weights over 9 random states, and its kernels."""
     config, key = load_model_config(checkpoint("bamba")), changes.pop("key_dim", 12)
     plan = replace(
         config.states, num_key_heads=groups, num_value_heads=HEADS, key_dim=key, value_dim=VALUE,
@@ -61,7 +61,7 @@ def test_single_tokens_give_what_plain_steps_give(groups, key_dim):
 
 @pytest.mark.parametrize(("groups", "key_dim"), [(1, 12), (3, 24)])
 def test_spans_give_what_each_gives_alone(groups, key_dim):
-    """Of several sequences at once, and of sizes that fill no tile."""
+    """Several sequences at once, with sizes that fill no tile."""
     mixer, kernel = pair(groups, key_dim=key_dim)
     kept, shape = mixer.rows.clone(), (86, HEADS, VALUE)
     expected, found = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
@@ -76,7 +76,7 @@ def test_spans_give_what_each_gives_alone(groups, key_dim):
 
 @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.2, 0.9)])
 def test_gates_give_what_torch_gives(limits):
-    """In rows of something wider; of a step that is nothing, and of a long one."""
+    """Strided rows; one step size is nearly zero and one is large."""
     mixer, kernel = pair(2, step_limits=limits)
     mixer.heads.dt_bias[:3] = torch.tensor([-30.0, 0.5, 90.0])
     for dtype in (torch.float32, torch.float16):
@@ -97,7 +97,7 @@ def test_gates_and_norms_in_either_order_give_what_torch_gives(norm, dtype):
 
 
 def test_padding_writes_nothing():
-    """Slot 0 holds the zeros from which sequences start."""
+    """Slot 0 holds the zero state from which sequences start."""
     mixer, kernel = pair(2)
     mixer.rows.zero_()
     slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)

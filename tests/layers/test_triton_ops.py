@@ -14,7 +14,7 @@ EPS = 1e-6
 PLAIN = Kernels(DenseAttention())
 DTYPES = [torch.float32, torch.float16]
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2**-6}
-"""Two roundings of numbers of size 2 to 4: the twins may round a tie's neighbour differently."""
+"""Two roundings of values between 2 and 4, since the implementations may round ties differently."""
 
 
 def kernels_of(dtype):
@@ -57,8 +57,8 @@ def test_the_weight_s_dtype_says_where_the_norm_is_rounded():
     narrow = ops.rms_norm(x, weight.half(), EPS)
     wide = ops.rms_norm(x, weight.half().float(), EPS)
     assert not torch.equal(narrow, wide)
-    # Nearly all of the twins' elements have the same bits; were the rules mixed up, a tenth or more
-    # would differ.
+    # Nearly all elements have the same bits in both implementations. If the rules were mixed up, a
+    # tenth or more would differ.
     for ours, of in ((narrow, weight.half()), (wide, weight.half().float())):
         assert (ours != plain.rms_norm(x, of, EPS)).float().mean() < 0.01
 
@@ -114,7 +114,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
 
 
 def test_a_gpu_gets_these_kernels_and_a_cpu_its_own():
-    from nanoengine.models.cpu import CPUKernels  # numba, which a machine with a GPU may lack
+    from nanoengine.models.cpu import CPUKernels  # imports numba, which a GPU machine may lack
 
     def kind(device, dtype, backend=DenseAttention):
         return type(make_kernels(backend(), device=torch.device(device), dtype=dtype))
@@ -143,7 +143,7 @@ def test_a_thread_reads_16_bytes_at_a_time(size, warps):
 
 
 def test_no_rows_are_no_work():
-    """A chunk in the middle of a prompt gives no logits: nobody goes on in the last layer."""
+    """A chunk in the middle of a prompt needs no logits, so the last layer gets no rows."""
     ops, weight = kernels_of(torch.float32), torch.ones(64, device=DEVICE)
     nothing = numbers(0, 64, dtype=torch.float32)
     assert ops.rms_norm(nothing, weight, EPS).shape == (0, 64)

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits by the Triton product, beside the floats that they stand for."""
+"""4-bit and 8-bit weights in the Triton product, against the dequantized weights."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_inputs_in_another_order_and_groups_without_a_tile() -> None:
 
 
 def held_by(directory: Path) -> Kernels:
-    """Kernels that hold what a checkpoint stores."""
+    """Kernels that keep a checkpoint's weights in their stored format."""
     return stored_kernels(directory, Kernels(DenseAttention()), triton_kind)
 
 
@@ -123,7 +123,7 @@ def held_by(directory: Path) -> Kernels:
     "case", ["gptq-desc-act", "awq", "pack-quantized-zeros", "int-quantized", "fp8"]
 )
 def test_a_model_is_held_as_it_is_stored(case: str, tmp_path: Path) -> None:
-    """In a byte or half of one; the logits are those of the weights as floats."""
+    """Weights take one or half a byte; the logits match those of the dequantized weights."""
     floats, directory = write_case(tmp_path, case), tmp_path / "quantized"
     model = build(directory, torch.float32, kernels=held_by(directory))
     held = [m for m in model.modules() if isinstance(m, TritonQuantizedLinear)]
@@ -160,8 +160,8 @@ def rounded_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds to e4m3 as torch does. Why: it loses the carry of a fraction that it
-    rounds up, and digits below the least exponent."""
+    """Makes the interpreter round to e4m3 as torch does. Why: it drops the carry when it rounds a
+    mantissa up, and digits below the smallest exponent."""
     convert = interpreter._convert_float
 
     def converted(data: Any, kind: Any, to: Any, mode: Any) -> Any:
@@ -198,7 +198,7 @@ def e4m3_layer(weight: QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> 
 
 @pytest.mark.usefixtures("rounding")
 def test_fp8_is_multiplied_by_fp8() -> None:
-    """Beside the numbers that the codes stand for, in float64."""
+    """The reference multiplies the dequantized values in float64."""
     weight = drawn("e4m3", 48, 160, 160, False)
     method, bias = e4m3_layer(weight), torch.linspace(-9, 9, 48).to(DEVICE, torch.bfloat16)
     assert method.form == "e4m3 by e4m3" and method.weight.dtype == torch.float8_e4m3fn
@@ -228,7 +228,7 @@ def test_what_a_gpu_does_not_multiply_in_fp8_takes_float_activations(
 
 
 class Emulated(QuantizedLinear):
-    """A weight by activations rounded to e4m3, both as floats: what fp8 by fp8 is."""
+    """The reference for fp8 by fp8: a weight times activations rounded to e4m3, both as floats."""
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         codes, scales = rounded_rows(x)
@@ -239,7 +239,7 @@ class Emulated(QuantizedLinear):
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("case", ["channel", "fp8-matrix"])
 def test_a_model_in_fp8_computes_what_its_form_says(case: str, tmp_path: Path) -> None:
-    """Logits are nearer to those of rounded activations than to those of floats."""
+    """The logits are closer to those of rounded activations than to those of float activations."""
     write_case(tmp_path, case, head_dim=32)
     stored = load_model_config(tmp_path / "quantized").quantization
     assert stored is not None and stored.activations == "e4m3"
@@ -319,7 +319,7 @@ def test_of_a_gguf_file_layers_of_one_known_type_are_held() -> None:
     ("gptq-desc-act", 0), ("awq", 16), ("int-quantized", 32), ("fp8", 32), ("channel", 32),
 ])  # fmt: skip
 def test_a_rank_holds_its_part_of_what_is_stored(case: str, tile: int, tmp_path: Path) -> None:
-    """Whether or not the part cuts through groups, or inputs are in another order."""
+    """This holds whether or not the part splits groups or the inputs are reordered."""
     if case == "awq":
         config, pack = AWQ | {"group_size": 64}, partial(awq, group_size=64)
         floats = write_quantized(tmp_path, "llama", config, pack, intermediate_size=192)
@@ -340,7 +340,7 @@ def test_a_rank_holds_its_part_of_what_is_stored(case: str, tile: int, tmp_path:
 
 
 def test_a_rank_with_a_part_of_the_inputs_takes_float_activations(tmp_path: Path) -> None:
-    """Why: a token's scale would be that of its part."""
+    """Why: a token's scale would depend on the rank's part of the inputs."""
     write_case(tmp_path, "channel")
     directory = tmp_path / "quantized"
     part = build(directory, torch.bfloat16, kernels=held_by(directory), shard=Shard(1, 2))

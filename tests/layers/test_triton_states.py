@@ -1,4 +1,4 @@
-"""The Triton kernels of layers that keep states give what the plain forms give."""
+"""The Triton kernels of linear-attention layers match their reference implementations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.mark.parametrize(("channels", "bias"), [(6, True), (700, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_convolution_has_the_bits_of_its_twin(channels, bias, dtype):
-    """Also where a sequence goes on in the state that it starts from."""
+    """This includes a sequence that updates its state in place."""
     conv, states = random_conv(channels, bias, dtype, kernel=3)
     kept = states.clone()
     x = torch.randn(3, channels).to(DEVICE, dtype)
@@ -38,7 +38,7 @@ def test_a_convolution_has_the_bits_of_its_twin(channels, bias, dtype):
 
 
 def random_conv(channels, bias, dtype, kernel):
-    """A convolution, and all states: their rows hold something else too."""
+    """A convolution and a buffer of states whose rows also contain other data."""
     picked = channels, torch.arange(channels)
     conv = CausalConv(kernel, channels, bias=bias, picked=picked, context=make_context(dtype))
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_single_tokens_give_what_plain_steps_give(heads, sizes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gates_and_norms_give_what_torch_gives(dtype):
-    """In rows of something wider; with a decay that forgets nothing, and one that forgets all."""
+    """Strided rows; one decay keeps everything and one forgets everything."""
     plan = delta_plan(1, 3, value_dim=40)
     layer = delta_layer(plan, torch.float32, torch.zeros(2, plan.size)).to(DEVICE)
     torch.manual_seed(4)
@@ -89,10 +89,10 @@ def test_gates_and_norms_give_what_torch_gives(dtype):
 
 
 SPANS = (
-    Span(1, 6, 0, 0, ((5, 1),)),  # from nothing on
-    Span(6, 80, 62, 2, ((1, 2), (2, 4), (74, 3))),  # over a chunk's end, past two snapshots
-    Span(80, 82, 5, 5, ((1, 5), (2, 6))),  # its first snapshot is where it starts
-    Span(83, 85, 128, 7, ((2, 7),)),  # shorter than the taps, in its own state
+    Span(1, 6, 0, 0, ((5, 1),)),  # starts from the zero state
+    Span(6, 80, 62, 2, ((1, 2), (2, 4), (74, 3))),  # crosses a chunk boundary and two snapshots
+    Span(80, 82, 5, 5, ((1, 5), (2, 6))),  # its first snapshot is its initial state
+    Span(83, 85, 128, 7, ((2, 7),)),  # shorter than the kernel size, updates its state in place
 )
 
 
@@ -112,7 +112,7 @@ def test_spans_are_cut_where_chunks_end_and_states_are_written():
 
 @pytest.mark.parametrize("heads", [(2, 4), (1, 1)])
 def test_spans_give_what_each_gives_alone(heads):
-    """Of several sequences at once, and of sizes that fill no tile."""
+    """Several sequences at once, with sizes that fill no tile."""
     plan = delta_plan(*heads, key_dim=12, value_dim=40)
     torch.manual_seed(2)
     states = torch.randn(9, plan.size).to(DEVICE)
@@ -130,7 +130,7 @@ def test_spans_give_what_each_gives_alone(heads):
 
 
 def test_keys_that_hardly_differ_are_told_apart():
-    """Equal tokens again and again: the inverse of their system is small, its powers are not."""
+    """Repeated equal tokens: the inverse of their system is small, but its powers are not."""
     plan = delta_plan(1, 1, key_dim=16, value_dim=16)
     states = torch.zeros(2, plan.size, device=DEVICE)
     layer = delta_layer(plan, torch.float32, states).to(DEVICE)
@@ -163,7 +163,7 @@ def test_a_convolution_of_spans_has_the_bits_of_its_twin(channels, bias, dtype):
 
 
 def test_padding_writes_nothing():
-    """Slot 0 holds the zeros from which sequences start."""
+    """Slot 0 holds the zero state from which sequences start."""
     plan = delta_plan(1, 2)
     states = torch.zeros(2, plan.size, device=DEVICE)
     layer = delta_layer(plan, torch.float32, states).to(DEVICE)

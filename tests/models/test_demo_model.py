@@ -1,4 +1,4 @@
-"""The bundled model through the whole engine: if it can still recall, the engine is right."""
+"""The bundled model in the whole engine: it only answers correctly if the engine is correct."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def llm():
 
 @pytest.mark.guards("nanoengine/assets/**/*", "nanoengine/models/*.py", "nanoengine/layers/*.py")
 def test_recall_of_held_out_facts(llm):
-    """200 questions on passages of 100 to 800 tokens; at least 95 % answered exactly."""
+    """200 questions on passages of 100 to 800 tokens; at least 95 % must be answered exactly."""
     cases = [json.loads(line) for line in RECALL.read_text().splitlines()]
     outputs = llm.generate([case["prompt"] for case in cases], GREEDY, use_tqdm=False)
     found = [(o.outputs[0].text.strip(), o.outputs[0].finish_reason) for o in outputs]

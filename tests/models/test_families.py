@@ -1,5 +1,5 @@
-"""Every family that is data: a tiny checkpoint of transformers gives the same greedy tokens here,
-whatever the prefix cache, chunks and a pool too small do to its steps."""
+"""Every data-defined family: a tiny transformers checkpoint gives the same greedy tokens, whatever
+the prefix cache, chunks and a small pool change in the engine's steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.model_helpers import all_logits, build, their_logits
 from tests.support.model_helpers import random_prompts as plain_prompts
 
 PROMPTS = random_prompts(4, (26, 19, 3, 26))
-PROMPTS[3] = PROMPTS[0][:17] + PROMPTS[3][17:]  # a prefix that two have
+PROMPTS[3] = PROMPTS[0][:17] + PROMPTS[3][17:]  # two prompts share a prefix
 NUM_TOKENS = 8
 
 CASES = {family: (family, {}) for family in FAMILIES} | MODELS["variants"]
@@ -38,7 +38,7 @@ RARELY = {
     "gptj", "granite_swa", "granitemoe_swa", "olmo free", "opt no bias", "jais2", "mellum",
     "solar_open", "vaultgemma",
 }  # fmt: skip
-"""Cases of mechanisms that others have too: they run where what a model is made of has changed."""
+"""Cases whose mechanisms other cases cover too. They run only when model code changes."""
 GROUND = ("nanoengine/checkpoint/**/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py")
 EACH = [
     pytest.param(case, marks=[pytest.mark.guards(*GROUND)] if case in RARELY else [])
@@ -48,10 +48,10 @@ EACH = [
 
 @functools.cache
 def expected_tokens(case: str) -> list[list[list[int]]]:
-    """What transformers takes for most likely, in float64, at each place of the engine's answer to
-    each prompt. An answer of just these tokens is the one that it decodes greedily.
+    """Most likely tokens of transformers, in float64, at each position of the engine's output, per
+    prompt. An output that equals these tokens is the greedy one.
 
-    Why not decoded: a forward for each token took a third of this file's time.
+    Why no generation: one forward per token took a third of this file's time.
     """
     family, overrides = CASES[case]
     model, found = make_model(family, **overrides).to(torch.float64), []
@@ -65,7 +65,7 @@ def expected_tokens(case: str) -> list[list[list[int]]]:
 
 @functools.cache
 def directory(case: str) -> str:
-    """The checkpoint of a case, made once a test run."""
+    """The checkpoint of a case, written once per test run."""
     family, overrides = CASES[case]
     if not overrides:
         return checkpoint(family)
@@ -76,8 +76,8 @@ def directory(case: str) -> str:
 
 @functools.cache
 def engine_tokens(case: str, **options: Any) -> list[list[list[int]]]:
-    """Tokens of an engine that computes chunks of 7 in a pool that does not hold all prompts, which
-    run twice, the second time from the prefix cache."""
+    """Tokens of an engine with chunks of 7 and a pool that cannot hold all prompts. It runs the
+    prompts twice, the second time from the prefix cache."""
     windows = set(load_model_config(directory(case)).sliding_windows)
     options |= {"max_num_batched_tokens": 7, "max_num_seqs": 4, "max_model_len": 48}
     options |= {"block_size": 8, "num_kv_blocks": 11 if len(windows) == 1 else 17}
@@ -177,7 +177,7 @@ def test_longrope_is_long_where_the_engines_longest_sequence_is(
 def test_what_stands_beside_layer_types_in_olmo_3s_ropes_is_ignored_and_told(
     turns: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As transformers does, which writes both then."""
+    """transformers ignores these keys too, and its config files contain both."""
     reference = make_checkpoint(tmp_path, "olmo3", rope_parameters=dict(turns))
     file, prompts = tmp_path / "config.json", plain_prompts(40)
     expected = their_logits(reference, prompts)
@@ -253,7 +253,7 @@ def test_layers_for_drafts_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_gemma_3_text_part_leaves_out_what_is_as_in_the_class() -> None:
-    """Published configs of the 4B model name five sizes only."""
+    """Published configs of the 4B model contain five sizes only."""
     text = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,
@@ -271,7 +271,7 @@ def test_a_gemma_3_text_part_leaves_out_what_is_as_in_the_class() -> None:
 
 
 def test_null_switches_gemma_2s_caps_off(tmp_path: Path) -> None:
-    """Although its config class has others where the keys are absent."""
+    """If the keys are absent, the config class has other defaults."""
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     reference = make_checkpoint(tmp_path, "gemma2", **dict.fromkeys(caps))
     raw, prompts = json.loads((tmp_path / "config.json").read_text("utf-8")), plain_prompts(40)

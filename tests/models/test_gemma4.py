@@ -1,4 +1,4 @@
-"""Models whose layers differ: which caches share a slice, and what is refused by name."""
+"""Models with different layers: which caches share a slice, and which values are rejected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_layers_of_the_narrower_kind_share_a_slice() -> None:
 
 
 def test_a_pool_of_the_published_shapes_wastes_nothing() -> None:
-    """The 31B model: 50 layers with a window, 10 others of half their width."""
+    """The 31B model: 50 layers with a window, and 10 layers of half their width without one."""
     text = {
         "model_type": "gemma4_text", "num_hidden_layers": 60, "hidden_size": 5376,
         "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
@@ -114,7 +114,7 @@ def test_ranks_may_share_the_one_kv_head_of_all_layers() -> None:
 
 
 def test_chunks_score_prompts_and_sample_as_whole_prompts_do() -> None:
-    """Steps of which some, all or no tokens give logits."""
+    """Steps in which some, all or no tokens need logits."""
     prompts = random_prompts(3, (21, 5, 30))
     asked = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1)
     plain = greedy(4)

@@ -1,4 +1,4 @@
-"""GGUF files of every architecture: logits are those of transformers on the numbers in the file.
+"""GGUF files of every architecture give the logits of transformers with the file's weights.
 
 `tests/support/gguf_files.py` writes them as llama.cpp's converter does.
 """
@@ -45,11 +45,11 @@ FULL = "full_attention"
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 ALL_EXPERTS = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
-"""So that rounding does not choose others."""
+"""With all experts, rounding cannot change the choice of experts."""
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = MODELS["gguf"]
-"""Name -> a family and what its config must say so that a GGUF file can hold it."""
+"""Name -> a family and the config changes that a GGUF file can represent."""
 
 TYPES = [
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
@@ -58,14 +58,14 @@ TYPES = [
 
 
 def mixed(name: str) -> str:
-    """The types of a file in Q4_K_M, which differ within what is multiplied as one."""
+    """The types of a Q4_K_M file, which differ within matrices that are multiplied as one."""
     if name.startswith(("token_embd", "output")) or name.endswith(("_v.weight", "ffn_down.weight")):
         return "Q6_K"
     return "Q4_K"
 
 
 def partly(name: str) -> str:
-    """A matrix of floats beside quantized ones with which it is multiplied."""
+    """A float matrix that is merged with quantized ones."""
     return "F16" if name.endswith(("attn_k.weight", "ffn_up.weight")) else "Q8_0"
 
 
@@ -77,7 +77,7 @@ def found_logits(path: Path, option: str | None = None, **fields: Any) -> torch.
 
 
 def often(names: Iterable[str], *always: str) -> list[Any]:
-    """Names as parameters, of which all but `always` run where what reads a file has changed."""
+    """Names as parameters. All but `always` run only when reading or quantization code changes."""
     rarely = pytest.mark.guards("nanoengine/checkpoint/**/*.py", "nanoengine/layers/*.py")
     return [pytest.param(name, marks=() if name in always else rarely) for name in names]
 
@@ -87,7 +87,7 @@ def test_every_architecture(case: str, tmp_path: Path, caplog: pytest.LogCapture
     family, overrides = CASES[case]
     model = make_gguf(tmp_path / "m.gguf", family, **overrides)
     expected = their_logits(model, PROMPTS)
-    # Why 64: longrope's lists are chosen by the engine's length, in transformers by the prompt's.
+    # Why 64: longrope's factors depend on the engine's length, in transformers on the prompt's.
     fields = {"max_positions": 64} if case == "phi3 longrope" else {}
     assert (found_logits(tmp_path / "m.gguf", **fields) - expected).abs().max() < 2e-4
     assert "not read" not in caplog.text
@@ -112,8 +112,8 @@ NEXT_32 = {
     "shared_expert_intermediate_size": 32, "linear_value_head_dim": 16, "num_experts_per_tok": 8,
     "num_hidden_layers": 2, "layer_types": ["linear_attention", FULL],
 }  # fmt: skip
-"""Rows of whole blocks; all experts, so that rounding does not choose others; a layer of each kind,
-because each of them adds to what rounding does."""
+"""Rows are whole blocks. All experts are used, so rounding cannot change the choice. There is one
+layer of each kind, because every layer adds rounding errors."""
 QUANTIZED: dict[str, tuple[str | Callable[[str], str], dict[str, Any]]] = {
     "llama": (mixed, {**WIDE, "tie_word_embeddings": True, "attention_bias": False}),
     "qwen2": (partly, {}),
@@ -130,7 +130,7 @@ QUANTIZED: dict[str, tuple[str | Callable[[str], str], dict[str, Any]]] = {
     "gemma4": ("Q8_0", {}),
     "gemma4_moe": ("Q8_0", {"top_k_experts": 6}),
 }
-"""Case -> the types of its matrices, and what differs."""
+"""Case -> the types of its matrices, and changed config keys."""
 
 
 @pytest.mark.parametrize("case", often(QUANTIZED, "llama", "gpt_oss"))
@@ -142,7 +142,7 @@ def test_files_of_several_types(case: str, tmp_path: Path, monkeypatch: pytest.M
     expected = their_logits(model, PROMPTS)
     found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
     assert (found - expected).abs().max() < 2e-4
-    # Activations in int8 are off by a part in 254 of a row's largest, a few per cent in the end.
+    # int8 activations differ by 1/254 of a row's maximum, which adds up to a few per cent.
     rounded = found_logits(tmp_path / "m.gguf")
     assert 1e-4 < (rounded - expected).abs().mean() < 0.1 * expected.abs().mean()
 
@@ -286,7 +286,7 @@ def test_linear_and_yarn_rotations(tmp_path: Path) -> None:
 
 def test_windows_have_the_usual_base_where_a_file_says_none(tmp_path: Path) -> None:
     config = config_with(tmp_path, "gemma3", rope__freq_base=5e5, rope__freq_base_swa=None)
-    assert {rope.theta for rope in config.ropes} == {1e4}  # all have a window: three of six
+    assert {rope.theta for rope in config.ropes} == {1e4}  # each sixth layer has none: here all have one
     config = config_with(tmp_path, "gemma3", rope__freq_base=5e5, attention__sliding_window=None)
     assert {rope.theta for rope in config.ropes} == {5e5}
 
@@ -305,7 +305,7 @@ def test_ends_and_sampling_of_a_generation_config(tmp_path: Path) -> None:
     keys = {"tokenizer__ggml__tokens": words, "tokenizer__ggml__token_type": kinds}
     keys |= {"tokenizer__ggml__eos_token_id": 2, "tokenizer__ggml__eot_token_id": 7}
     config = config_with(tmp_path, general__sampling__temp=0.5, general__sampling__top_k=9, **keys)
-    assert config.eos_token_ids == (2, 7, 8)  # the 9th is a word of a text
+    assert config.eos_token_ids == (2, 7, 8)  # token 9 is normal text
     assert config.generation_defaults == {"temperature": 0.5, "top_k": 9}
     words[10], words[11] = "<|return|>", "<|call|>"
     kinds[10] = kinds[11] = 3
@@ -384,7 +384,7 @@ def test_info_says_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_layout_of_other_programs_is_found(tmp_path: Path) -> None:
-    """LM Studio's publisher/model/file, ollama's blobs, and a repository in the hub's cache."""
+    """LM Studio's publisher/model/file, ollama's blobs, a repository in the Hugging Face cache."""
 
     def found(path: Path) -> Path:
         return resolve_model(EngineConfig(model=str(path)))
@@ -505,7 +505,7 @@ def test_which_file_of_the_hub_is_not_guessed(
 def mock_hub(
     folder: Path, monkeypatch: pytest.MonkeyPatch, files: list[str]
 ) -> list[tuple[str, str | None, list[str]]]:
-    """A hub with one repository; what was downloaded of it."""
+    """A fake hub with one repository; records the downloaded files."""
     import huggingface_hub
 
     asked: list[tuple[str, str | None, list[str]]] = []

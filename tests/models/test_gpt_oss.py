@@ -1,6 +1,6 @@
-"""gpt-oss: MXFP4 experts as published checkpoints hold them, and what its config may ask for.
+"""gpt-oss: MXFP4 experts in the published format, and supported config values.
 
-`test_families.py` holds its greedy tokens to transformers' from a checkpoint of floats.
+`test_families.py` compares its greedy tokens with transformers', from a float checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def quantized(path: Path, option: str | None = None, dtype: torch.dtype = torch.
 def test_mxfp4_experts_are_what_transformers_makes_floats_of(
     checkpoint: tuple[Path, torch.nn.Module], expected: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Held in 4 bits, by the CPU's kernels in float32 and by plain torch in float64."""
+    """Experts stay in 4 bits, in the CPU kernels (float32) and in plain torch (float64)."""
     model = quantized(checkpoint[0], dtype=dtype)
     expert = model.model.layers[0].mlp.experts.experts[3]
     assert expert.gate_up.values.nbytes == 2 * 64 * 64 // 2
@@ -61,7 +61,7 @@ def test_mxfp4_experts_are_what_transformers_makes_floats_of(
 def test_without_methods_for_4_bits_they_are_held_as_floats(
     checkpoint: tuple[Path, torch.nn.Module], expected: torch.Tensor
 ) -> None:
-    """As on a GPU, where no quantization is resolved."""
+    """A GPU also resolves to no quantization."""
     stored = load_model_config(checkpoint[0]).quantization
     assert resolve_quantization(None, stored, device="cuda") is None
     assert (all_logits(build(checkpoint[0]), PROMPTS) - expected).abs().max() < 1e-4
@@ -76,7 +76,7 @@ def test_activations_may_be_quantized_too(
 
 
 def test_greedy_tokens_of_an_engine(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    """Chunks of 7, a pool that does not hold all prompts, and again from the prefix cache."""
+    """Chunks of 7, a pool that cannot hold all prompts, and a second run from the prefix cache."""
     path, model = checkpoint
     prompts, found = random_prompts(4, (26, 19, 3)), []
     with torch.inference_mode():
@@ -95,7 +95,7 @@ def test_greedy_tokens_of_an_engine(checkpoint: tuple[Path, torch.nn.Module]) ->
 
 
 def test_a_published_config_is_read() -> None:
-    """What config.json of the 20B model says, less its layer types; it has no dtype."""
+    """The config.json of the 20B model, without its layer types; it has no dtype."""
     raw = {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
         "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64,

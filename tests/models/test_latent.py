@@ -1,5 +1,5 @@
-"""Attention over latents beside transformers: random sizes, a log-probability of each token in two
-dtypes, what lies in the cache; and what is refused."""
+"""MLA attention against transformers: random sizes, log-probabilities per token in two dtypes, the
+contents of the cache, and unsupported options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.quantized_checkpoints import PROJECTIONS, load_expanded, load
 
 
 def sizes(seed: int) -> dict[str, Any]:
-    """Fields of a config."""
+    """Random config fields."""
     pick = random.Random(seed).choice
     heads, rank, query_rank = pick((1, 3, 8)), pick((8, 32, 72)), pick((None, 16, 48))
     return {
@@ -34,7 +34,7 @@ def sizes(seed: int) -> dict[str, Any]:
         "attention_bias": pick((False, True)),
         "tie_word_embeddings": pick((False, True)),
         "hidden_size": 24 * heads,
-        "rms_norm_eps": 1e-3,  # which the norms inside do not have
+        "rms_norm_eps": 1e-3,  # the inner norms use their default
     }
 
 
@@ -53,7 +53,7 @@ STORED_SIZES = {
     "moe_intermediate_size": 64,
     "names": (*PROJECTIONS, "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
 }  # fmt: skip
-"""Blocks of 128 end within heads, and within what is turned."""
+"""Blocks of 128 end within heads and within the dimensions that RoPE rotates."""
 
 
 @pytest.mark.parametrize("case", ["fp8", "block", "gptq-desc-act", "awq", "pack-quantized-8-bit"])
@@ -79,7 +79,7 @@ def test_a_stored_model_equals_its_float_weights(case: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-3), ("bfloat16", 0.25)])
 @pytest.mark.parametrize("backend", ["naive", "cpu"])
 def test_log_probabilities_of_a_prompt(backend: str, dtype: str, off: float) -> None:
-    """In chunks, from a cache of blocks."""
+    """Prefills in chunks with a paged cache."""
     fields = {"kv_lora_rank": 40, "q_lora_rank": 48, "v_head_dim": 16}
     directory = checkpoint("deepseek_v3", **fields)
     (prompt,) = random_prompts(1, (40,))

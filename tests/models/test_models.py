@@ -42,8 +42,8 @@ def oracle(
 
 
 def _widen(model: torch.nn.Module) -> None:
-    """transformers computes norms and router probabilities in float32 even in a float64 model;
-    widened, it is an oracle for far more digits."""
+    """Makes a float64 transformers model compute norms and router probabilities in float64 instead
+    of float32, so that more digits can be compared."""
 
     def norm(module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         centered = type(module).__name__.startswith("Gemma")
@@ -91,7 +91,7 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 
 class Ranks:
-    """Collectives of threads that run one model: each rank waits for all others' tensors."""
+    """Collectives between threads that run one model: each rank waits for all others' tensors."""
 
     def __init__(self, world_size: int) -> None:
         self.parts: list[torch.Tensor | None] = [None] * world_size
@@ -115,7 +115,7 @@ class Ranks:
 
 
 def logits_of_ranks(models: Sequence[CausalLM], prompts: list[list[int]]) -> list[torch.Tensor]:
-    """What each rank computes, all at once."""
+    """The outputs of all ranks, which run at the same time."""
     with ThreadPoolExecutor(len(models)) as pool:
         return list(pool.map(all_logits, models, [prompts] * len(models)))
 

@@ -1,4 +1,4 @@
-"""Plain first: which families are the plain model. What a start loads is in test_limits.py."""
+"""Plain first: which families use the plain model. test_limits.py checks what a start loads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.support.engines import checkpoint
         ("llama", {"attention_bias": True}, True),
         ("qwen3", {}, True),
         ("mistral", {}, True),  # windows
-        ("gemma3", {}, False),  # norms on both sides, two kinds of rotation
+        ("gemma3", {}, False),  # sandwich norms, two RoPE configurations
         ("qwen3_moe", {}, False),
-        ("lfm2", {}, False),  # states
-        ("granite", {}, False),  # factors
+        ("lfm2", {}, False),  # recurrent states
+        ("granite", {}, False),  # multipliers
     ],
 )
 def test_what_the_plain_model_computes_is_the_plain_model(family, overrides, plain):

@@ -1,5 +1,5 @@
-"""Models before Llama, and others whose rows came with them, in sizes and forms drawn at random:
-log-probabilities of transformers at each position, and its tokens in chunks from a small pool."""
+"""Models before Llama and their relatives in random sizes and variants: log-probabilities of
+transformers at each position, and its tokens from an engine with chunks and a small pool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.guards(
 
 
 def variation(family: str, seed: int) -> dict[str, Any]:
-    """Keys of a config, whatever the seed of those that the family has."""
+    """Random config keys. The seed determines all of them, whatever keys the family has."""
     draw = random.Random(f"{family} {seed}")
     heads, size, layers = draw.choice((2, 3, 4, 6)), draw.choice((8, 16, 24)), draw.randint(1, 3)
     kv_heads = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
@@ -88,7 +88,7 @@ def test_log_probabilities_and_tokens_are_those_of_transformers(
             for _ in range(5):
                 prompt.append(int(model(torch.tensor([prompt])).logits[0, -1].argmax()))
     found = all_logits(build(tmp_path, torch.float64), [ids]).log_softmax(-1)
-    assert (found - expected).abs().max() < 2e-5  # angles are float32
+    assert (found - expected).abs().max() < 2e-5  # RoPE angles are float32
     options = {"max_num_batched_tokens": 7, "max_num_seqs": 3, "max_model_len": 48}
     engine = make_engine(
         str(tmp_path), block_size=8, num_kv_blocks=13, dtype="float32", attention_backend="cpu",

@@ -1,4 +1,4 @@
-"""settings/cores.py: the cores that a process may use, and that torch and the kernels follow."""
+"""settings/cores.py: the number of usable cores, and that torch and the kernels follow it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DISK = "21 1 254:0 / / rw,relatime - ext4 /dev/vda rw"
 
 
 def system(tmp_path: Path, groups: str, mounts: str, **files: str) -> Path:
-    """A root folder with such files in /proc/self, and files below /sys/fs/cgroup."""
+    """A root folder with these files in /proc/self and below /sys/fs/cgroup."""
     texts = {"proc/self/cgroup": groups, "proc/self/mountinfo": f"{DISK}\n{mounts}\n"}
     texts |= {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     for name, text in texts.items():
@@ -34,14 +34,14 @@ def system(tmp_path: Path, groups: str, mounts: str, **files: str) -> Path:
 @pytest.mark.parametrize(
     ("group", "top", "limits", "quota"),
     [
-        ("/", "/", {"cpu.max": "400000 100000\n"}, 4),  # a container's own view
+        ("/", "/", {"cpu.max": "400000 100000\n"}, 4),  # as seen inside a container
         ("/", "/", {}, math.inf),
         ("/a/b", "/", {"a/b/cpu.max": "max 100000\n"}, math.inf),
         ("/a/b", "/", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
         ("/a/b", "/", {"a/b/cpu.max": "50000 100000\n", "a/cpu.max": "300000 100000\n"}, 0.5),
         ("/a/b", "/", {"other/cpu.max": "100000 100000\n"}, math.inf),
         ("/docker/x/y", "/docker/x", {"y/cpu.max": "200000 50000\n"}, 4),
-        ("/a", "/docker/x", {"cpu.max": "200000 100000\n"}, 2),  # not below what is mounted
+        ("/a", "/docker/x", {"cpu.max": "200000 100000\n"}, 2),  # outside the mounted folder
         ("/../other", "/", {"cpu.max": "200000 100000\n"}, 2),
     ],
 )
@@ -97,7 +97,7 @@ def test_allowed_is_the_least_and_at_least_one(tmp_path, monkeypatch, limit, aff
 
 @pytest.fixture
 def threads(monkeypatch):
-    """torch on a host of 64 cores, 32 of them physical, of which 4 are allowed: its threads."""
+    """torch's thread count on a host with 64 logical and 32 physical cores; 4 are allowed."""
     for name in NUMBERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cores, "allowed_cores", lambda: 4)
@@ -136,7 +136,7 @@ def test_physical_cores_are_counted_once(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux has affinities")
 @pytest.mark.parametrize("order", ["allow; import torch", "import torch; allow"])
 def test_an_engine_follows_the_affinity(order):
-    """In a process of its own, as torch counts once: one core is allowed before that, or after."""
+    """Runs in its own process, as torch counts cores once. The affinity is set before or after."""
     code = (
         f"import os; {order};"
         "from tests.support.engines import checkpoint, make_engine;"

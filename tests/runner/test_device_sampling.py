@@ -1,4 +1,4 @@
-"""The GPU's way to sample tokens, run on the CPU: it gives the tokens that the CPU's way gives."""
+"""The GPU's sampling path, run on the CPU: it gives the tokens of the CPU's path."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def sampler_of(kind, vocab_size, seed):
 
 
 def packed(sampler, positions):
-    """The sampler's parameters as the device holds them."""
+    """The sampler's parameters in the layout of the device."""
     seeds = torch.from_numpy(sampler.seeds)
     uniform = random_bits(seeds, torch.from_numpy(positions)).double() * 2.0**-53
     return DrawParams(torch.cat((torch.from_numpy(sampler.params), uniform[None])))
@@ -77,7 +77,7 @@ def test_the_same_tokens_as_on_the_cpu(kind, vocab_size, dtype):
 def test_a_full_sort_draws_what_a_search_draws(
     seed, vocab_size, spread, steps, uniform, top_p, min_p
 ):
-    """Ties, -0.0, -inf, tiny and huge logits."""
+    """Covers ties, -0.0, -inf, tiny and huge logits."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, vocab_size, generator=generator) * spread
     logits = (logits * steps).round() / steps

@@ -1,5 +1,5 @@
-"""Forks between steps: shared blocks, copy-on-write, rows, refusals. What is in the blocks is
-verified by the FakeExecutor, slot by slot."""
+"""Forks between steps: shared blocks, copy-on-write, rows, and rejected forks. FakeExecutor checks
+the contents of the blocks slot by slot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def executor(engine: LLMEngine) -> FakeExecutor:
 
 
 def assert_goes_on(child: Sequence, given: list[int]) -> None:
-    """The child's output starts with `given` and goes on with its own seed."""
+    """Checks that the child's output starts with `given` and continues with its own seed."""
     max_tokens = child.params.max_tokens or 0
     want = expected_output(PROMPT, child.seed, max_tokens, child.stop_ids, 0, given)
     assert child.output_token_ids == want
@@ -164,7 +164,7 @@ def test_refusals_name_what_is_wrong():
 
 
 def test_a_fork_with_another_token_is_the_sequence_that_had_sampled_it():
-    """Penalties too: the sampler's states follow the token that was chosen, not the sampled one."""
+    """This includes penalties: the sampler states follow the given token, not the sampled one."""
     directory = engines.checkpoint("qwen3")
     prompt = engines.random_prompts(1, [21])[0]
     params = SamplingParams(
@@ -205,7 +205,7 @@ def test_outputs_show_forks_that_join_while_they_grow():
 
 
 def test_a_block_may_be_read_and_written_by_copies_of_one_step():
-    """The last other user of the source was preempted in the step: its block is handed out."""
+    """The last other user of the source was preempted in the step; its block is allocated again."""
     cache = KVCache(
         make_layout(4, 3),
         num_kv_heads=1,

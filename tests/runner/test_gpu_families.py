@@ -1,8 +1,7 @@
-"""Every model family on a card that is not there, through Triton's compiler; see
-`support/compiling_gpu.py`.
+"""Every model family on an emulated GPU, with Triton's compiler; see `support/compiling_gpu.py`.
 
-A launch that can't be bound or compiled, or that fails for one kind of step, can't be seen in
-Triton's interpreter; on a GPU it ends an engine.
+Triton's interpreter does not show launches that cannot be bound or compiled, or that fail for one
+kind of step. On a GPU, they end an engine.
 """
 
 import json
@@ -21,7 +20,7 @@ ODD = [
     'youtu {"kv_lora_rank": 33, "qk_rope_head_dim": 6, "qk_nope_head_dim": 5, "v_head_dim": 7,'
     ' "vocab_size": 257}',
 ]
-"""Sizes that are no powers of two, and less than what a matrix product of a GPU takes at least."""
+"""Sizes that are no powers of two, and sizes below the minimum of a GPU's matrix product."""
 
 
 @pytest.mark.guards(
@@ -31,8 +30,8 @@ ODD = [
 )  # fmt: skip
 @pytest.mark.timeout(600)
 def test_every_family_starts_and_runs_on_a_gpu_in_bfloat16(tmp_path):
-    """Their prompts are longer than a step's budget: mixtures of experts once died of a step that
-    was a chunk alone."""
+    """The prompts are longer than a step's budget: mixtures of experts once failed in a step with a
+    single chunk."""
     families = [*FAMILIES, *ODD]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.compiling_gpu", *families]

@@ -1,6 +1,6 @@
-"""The engine's paths for a GPU, on a device that is not there; see `support/emulated_gpu.py`.
+"""The engine's GPU paths on an emulated device; see `support/emulated_gpu.py`.
 
-Tokens are those of the CPU, no launch waits, no stream is out of order, and all memory comes back.
+Tokens equal those of the CPU, no launch synchronizes, streams are ordered, and memory is freed.
 """
 
 import subprocess
@@ -48,14 +48,14 @@ def on_gpu(**options):
 
 
 def on_gpu_by_torch(**options):
-    """As `on_gpu`, in float64 and without Triton, whose interpreter takes its time."""
+    """Like `on_gpu`, in float64 and without Triton, whose interpreter is slow."""
     with mock.patch.object(start, "make_backend", make_graph_safe):
         return on_gpu(**{"dtype": "float64", "attention_backend": "naive"} | options)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def written():
-    """Why: transformers, by which a model is written, can't be imported beside an emulated GPU."""
+    """Why: transformers writes the model, and cannot be imported with an emulated GPU."""
     checkpoint("qwen3", **SHAPE)
 
 
@@ -86,7 +86,7 @@ def test_a_machine_that_can_t_build_kernels_is_told_before_weights_are_read(erro
 
 
 def test_ranks_do_without_graphs():
-    """No graph that holds sums by NCCL has been tried."""
+    """CUDA graphs that contain NCCL operations are untested."""
     with EmulatedGPU() as gpu:
         engine = on_gpu_by_torch()
         assert engine.executor._uses_graphs
@@ -96,7 +96,7 @@ def test_ranks_do_without_graphs():
 
 
 def close(gpu, engine):
-    """Closes an engine, and holds what all of them are held to."""
+    """Closes an engine, and checks what must hold for every engine."""
     engine.close()
     assert not gpu.disorder
     assert gpu.num_allocated == 0
@@ -116,7 +116,7 @@ def test_tokens_are_those_of_the_cpu_and_no_launch_waits(eager):
 
 
 def test_the_memory_plan_counts_what_graphs_take():
-    """A pool that takes all it is given stays within its share of the memory, graphs included."""
+    """A pool of the default size stays within its share of the memory, including CUDA graphs."""
     with EmulatedGPU(memory_bytes=384 * 2**20) as gpu:
         engine = on_gpu_by_torch(
             num_kv_blocks=None, kv_cache_gib=None, memory_fraction=0.5, max_model_len=512,
@@ -133,8 +133,8 @@ def test_the_memory_plan_counts_what_graphs_take():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_launches_of_a_decode_and_of_what_is_around_its_layers(deterministic):
-    """Nine a layer; a sampling kernel, however rows sample; 40 small operators for inputs and the
-    advance."""
+    """Nine launches per layer; one sampling kernel for any parameters; 40 small operators to gather
+    inputs and advance positions."""
     product, attention = (
         ("gemm_kernel", "varlen_kernel") if deterministic else ("mm", "decode_kernel")
     )

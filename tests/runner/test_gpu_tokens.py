@@ -1,5 +1,5 @@
-"""Models of every kind on a GPU that is not there. Whatever the engine does, tokens and
-log-probabilities are those of plain torch on the CPU; decodes are graphs; launches are counted."""
+"""Models of every kind on an emulated GPU: tokens and log-probabilities equal those of plain torch
+on the CPU, decodes are CUDA graphs, and launches are counted."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ SIZES = {
 }  # fmt: skip
 ON_GPU = {"device": "cuda", "attention_backend": "triton"}
 WAIT = {"event.synchronize, runner/transfers.py wait"}
-"""The one for sampled tokens."""
+"""The synchronization for sampled tokens."""
 [_SHARED] = random_prompts(1, [36], seed=3)
 PROMPTS = [_SHARED + tail for tail in random_prompts(2, [7, 1], seed=4)]
 PROMPTS += random_prompts(2, [13, 1], seed=5)
-"""Two that begin alike, and two short ones."""
+"""Two prompts with a common prefix, and two short ones."""
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 CHUNKS = {"max_num_batched_tokens": 21}
 FORKED = SamplingParams(n=2, temperature=1.0, seed=7, max_tokens=6, ignore_eos=True)
 SCORED = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
 CASES = [
     ("qwen3", greedy(12), {"num_kv_blocks": 7}),
-    # Latents.
+    # MLA.
     ("deepseek_v2", greedy(4), {"fields": GROUPS}),
     ("deepseek_v3", greedy(4), CHUNKS),
     ("glm4_moe_lite", greedy(3), {}),
@@ -56,10 +56,10 @@ CASES = [
     )),
     *((family, greedy(4), CHUNKS) for family in ("qwen3_5", "falcon_h1", "nemotron_h")),
     ("bamba", greedy(12), {"num_kv_blocks": 7}),
-    # Layers of two head sizes, with windows, and with keys of an earlier layer.
+    # Layers with two head sizes, with windows, and with keys of an earlier layer.
     ("gemma4", SCORED, {"runs": 1}),
     ("gemma4", greedy(3), {"runs": 1, "deterministic": True}),
-    # Experts; of qwen2_moe a step may be a chunk of a prompt alone, whose rows give no logits.
+    # Experts. A step of qwen2_moe may be a single chunk, which needs no logits.
     *((family, greedy(4), {}) for family in ("qwen3_moe", "phimoe")),
     ("qwen2_moe", greedy(4), {"max_num_batched_tokens": 16, "long_prefill_threshold": 16}),
     ("gemma4_moe", greedy(4), CHUNKS),
@@ -68,7 +68,7 @@ CASES = [
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """Contexts of these lengths are split."""
+    """Makes the short contexts of these tests long enough for splits."""
     whole = triton_latent.latent_config
     monkeypatch.setattr(
         triton_latent, "latent_config", lambda *of: replace(whole(*of), split_tokens=16)
@@ -77,8 +77,8 @@ def short_splits(monkeypatch):
 
 @pytest.mark.parametrize(("family", "params", "options"), CASES)
 def test_tokens_are_those_of_the_cpu(short_splits, family, params, options):
-    """Two equal runs, of prompts that the CPU has one at a time. Nothing waits but for tokens,
-    decodes are graphs, and no memory is left."""
+    """Two equal runs against prompts that the CPU runs one at a time. The engine waits for tokens
+    only, decodes are CUDA graphs, and all memory is freed."""
     options = {"num_kv_blocks": 60} | options
     runs, directory = options.pop("runs", 2), checkpoint(family, **options.pop("fields", {}))
     plain = make_engine(
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_the_cpu(short_splits, family, params, options):
         gpu.waits.clear()
         for _ in range(runs):
             assert tokens(run(engine, PROMPTS, params)) == expected
-        scored = params.prompt_logprobs is not None  # what they ask for is fetched when it is there
+        scored = params.prompt_logprobs is not None  # prompt logprobs are fetched at once
         assert scored or (set(gpu.waits) == WAIT and gpu.num_replayed > 2 * runs)
         stats = engine.stats()
         engine.close()
@@ -126,8 +126,8 @@ def test_log_probabilities_are_those_of_the_cpu(family):
 
 
 def test_launches_of_a_layer():
-    """A dense family, a prompt and decodes outside of graphs, whose contexts are not split: 14 a
-    layer, its MLP included. The fourth step has nothing to run."""
+    """A dense family, a prompt and decodes without graphs or splits: 14 launches per layer,
+    including the MLP. The fourth step has nothing to run."""
     launches = {}
     with EmulatedGPU() as gpu:
         for layers in (1, 3):
@@ -154,8 +154,8 @@ def test_launches_of_a_layer():
 
 
 def test_two_ranks_give_the_tokens_of_one():
-    """In the interpreter alone: the emulated card is one. By processes: the interpreter is not made
-    for threads."""
+    """Runs in the interpreter, because the emulated GPU is a single device, and in processes,
+    because the interpreter is not thread-safe."""
     directory, prompts = checkpoint("deepseek_v3"), PROMPTS[2:]
     one = make_engine(directory, **SIZES, num_kv_blocks=20)
     expected = tokens(run(one, prompts, greedy(3)))
@@ -167,7 +167,7 @@ def test_two_ranks_give_the_tokens_of_one():
 
 
 def test_a_model_stored_in_fp8_gives_the_tokens_of_its_float_weights(tmp_path):
-    """In blocks of 128 x 128, as DeepSeek-V3 is."""
+    """The blocks are 128 x 128, as in DeepSeek-V3."""
     floats = write_case(tmp_path, "block", "deepseek_v3", **STORED_SIZES)
     plain = make_engine(str(floats), **SIZES, num_kv_blocks=9, attention_backend="naive")
     expected = tokens(run(plain, PROMPTS[2:3], greedy(3)))
@@ -180,7 +180,7 @@ def test_a_model_stored_in_fp8_gives_the_tokens_of_its_float_weights(tmp_path):
 
 @pytest.mark.parametrize(("family", "most"), [("qwen3_5", 60), ("lfm2", 50), ("bamba", 60)])
 def test_launches_do_not_depend_on_the_number_of_prompts(family, most):
-    """By the step: all prompts, then decodes, of which the first has new rows to bring up."""
+    """Counts per step: all prompts, then decodes. The first decode also updates new rows."""
     directory, launches = checkpoint(family), []
     with EmulatedGPU() as gpu:
         engine = make_engine(directory, **SIZES, **ON_GPU, num_kv_blocks=40)
@@ -200,8 +200,8 @@ def test_launches_do_not_depend_on_the_number_of_prompts(family, most):
 
 
 def test_a_decode_that_reads_what_another_one_writes_is_no_graph():
-    """The second sequence has found the state that the first one is to leave behind block 0, and
-    computes one token from there on; the third is a stranger."""
+    """The second sequence starts from the state that the first one writes after block 0 in the same
+    step, and computes one token. The third sequence is independent."""
     directory = checkpoint("lfm2")
     with EmulatedGPU():
         engine = make_engine(directory, **SIZES, **ON_GPU, num_kv_blocks=40)

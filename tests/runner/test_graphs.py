@@ -1,4 +1,4 @@
-"""GraphedDecode and DecodeStep: on the CPU, and in graphs of an emulated GPU."""
+"""GraphedDecode and DecodeStep: on the CPU, and in CUDA graphs of an emulated GPU."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ def test_sizes_are_dense_where_batches_are_small():
 
 
 def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
-    """Triton and graphs go by the current device; another one's memory is out of their reach."""
+    """Triton and graphs use the current device and cannot access another device's memory."""
     current = ["cuda:0"]
 
     @contextlib.contextmanager
@@ -73,7 +73,7 @@ def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
 
 
 def test_all_captures_warm_up_and_record_on_one_stream():
-    """Each further stream that cuBLAS runs on keeps a workspace for good."""
+    """Each further stream that cuBLAS uses keeps a workspace permanently."""
     with EmulatedGPU() as gpu:
         before = len(gpu.streams)
         for _ in range(2):
@@ -87,7 +87,7 @@ def test_all_captures_warm_up_and_record_on_one_stream():
 
 
 class Model:
-    """The next token is (token + position + first block) % VOCAB; the cache tells what it wrote."""
+    """The next token is (token + position + first block) % VOCAB; the cache records the writes."""
 
     def __init__(self, num_groups=1, num_slots=4096, device="cpu"):
         self.cache = torch.zeros(num_groups, num_slots, dtype=torch.int64, device=device)
@@ -110,7 +110,7 @@ class Model:
         tokens, positions, before, first = hidden.unbind(1)
         best = (tokens + positions + first) % VOCAB
         ids = torch.arange(VOCAB, device=hidden.device)
-        # A wrong `seq_lens` shows as NaN.
+        # A wrong `seq_lens` gives NaN.
         poison = torch.where(positions == before, 0.0, torch.nan)[:, None]
         return -((ids - best[:, None]) ** 2).double() + poison
 
@@ -135,7 +135,7 @@ def eager(step, size, kind):
 
 
 def admit(rows, sampler, step, *new):
-    """Sequences whose tokens but the last are computed; row, tokens, blocks, parameters."""
+    """Admits sequences with all tokens but the last computed: (row, tokens, blocks, parameters)."""
     plan = StepPlan(step=0)
     for row, token_ids, blocks, params in new:
         plan.admitted.append(
@@ -150,7 +150,7 @@ def admit(rows, sampler, step, *new):
 
 
 def decodes(*entries):
-    """The plan in which each (row, start) computes one token."""
+    """A plan in which each (row, start) computes one token."""
     plan = StepPlan(step=1)
     for row, start in entries:
         plan.rows.append(row)
@@ -189,7 +189,7 @@ def test_a_padded_replay_is_the_eager_step(num_groups):
             assert step.held.lengths.tolist() == twin.held.lengths.tolist()
         assert rows.pool[-1] == step.held.lengths[-1] == 0, "padding stays where it is"
         assert gpu.num_replayed == 2 * 4, "the forward, then the sampling"
-        # Four decodes of row 0, from position 1: token + position + first block, again and again.
+        # Four decodes of row 0, from position 1: token + position + first block, repeated.
         token = 1
         for position in range(1, 5):
             token = (token + position + 10) % VOCAB
@@ -203,7 +203,7 @@ def test_padding_writes_the_null_block_alone():
         step.load(decodes((0, 1), (1, 1)), 2)
         eager(step, 2, SamplingKind.GREEDY)
         cache = model.cache.clone()
-        step.load(decodes((1, 2)), 4)  # row 0 has left, its place in the batch is padding now
+        step.load(decodes((1, 2)), 4)  # row 0 has left; its place in the batch is padding now
         eager(step, 4, SamplingKind.GREEDY)
         batch = model.prepared[-1]
         assert batch.slot_mapping.tolist() == [[8 * BLOCK + 2, 0, 0, 0]]
@@ -228,7 +228,7 @@ def test_only_what_the_device_lacks_is_uploaded(monkeypatch):
         for later in range(3):
             step.load(decodes((0, 1 + later), (1, 1 + later)), 2)
             eager(step, 2, SamplingKind.GREEDY)
-        # rows, 2 lengths, 2 tokens, 4 table entries, 2 columns, 2 seeds; then nothing at all
+        # rows, 2 lengths, 2 tokens, 4 table entries, 2 columns, 2 seeds; then nothing
         assert shipped == [[2, 2, 2, 2, 2, 4, 4, 2, 8, 2, 2]]
         grown = decodes((0, 4), (1, 4))
         grown.table_updates.append(TableUpdate(1, 0, 2, (11,)))
@@ -257,7 +257,7 @@ def test_after_a_step_that_failed_nothing_is_taken_for_known():
 
 
 def graphed_engine(**options):
-    """An engine that replays its decodes, in float64: so nothing waits for Triton's interpreter."""
+    """An engine with graphed decodes, in float64 and without Triton's slow interpreter."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
     defaults |= {"num_kv_blocks": 60, "dtype": "float64", "attention_backend": "naive"}
     with mock.patch.object(runner_start, "make_backend", make_graph_safe):
@@ -287,7 +287,7 @@ PARAMS = {
 
 
 def close(gpu, engine):
-    """Closes an engine whose decodes were graphs, on streams in order."""
+    """Closes an engine after it replayed its decodes on ordered streams."""
     engine.close()
     assert gpu.num_replayed > 10
     assert not gpu.disorder

@@ -1,7 +1,7 @@
 """Greedy tokens and log-probabilities of the whole engine against transformers, family by family.
 
-One forward of transformers over prompt and output tells, by induction, whether greedy decoding
-there gives the same tokens: at each position its most likely token must be the engine's next one.
+One forward of transformers over prompt and output shows, by induction, whether greedy decoding
+gives the same tokens: at each position its most likely token must be the engine's next one.
 """
 
 import pytest
@@ -48,7 +48,7 @@ def test_greedy_64_tokens_equal_transformers(family, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"long_prefill_threshold": 7}, {"num_kv_blocks": 9}])
 def test_prompt_logprobs_from_a_token_on_are_those_of_all(options):
-    """Also where the tokens before come from the cache, and where a pool too small preempts."""
+    """This includes earlier tokens from the prefix cache, and a small pool with preemptions."""
     directory = checkpoint("llama")
     prompt = random_prompts(1, [70])[0]
     prompts = [prompt, [*prompt[:50], *prompt[10:30]], prompt, [*prompt[:50], *prompt[3:30]]]

@@ -1,4 +1,4 @@
-"""In the last layer only rows that give logits go on from attention; no result changes by that."""
+"""In the last layer only rows with logits continue after attention; no result changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAMILIES = ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "gemma3"]
 
 
 def rows_of_mlps(engine, monkeypatch) -> list[list[int]]:
-    """How many rows reach each layer's MLP, a list for each step to come."""
+    """How many rows reach each layer's MLP, one list per future step."""
     steps: list[list[int]] = []
     layers = engine.executor.model.model.layers
 
@@ -86,7 +86,7 @@ def test_a_row_is_the_same_whoever_goes_along(family, rows, tmp_path):
 
 
 def plan_of(*entries: tuple[int, int, int, int], **fields) -> StepPlan:
-    """(row, start, tokens, rows of logits) of each entry."""
+    """A plan with these (row, start, tokens, rows of logits) entries."""
     rows, starts, counts, num_logits = map(list, zip(*entries, strict=True))
     return StepPlan(
         step=1, rows=rows, starts=starts, num_scheduled_tokens=counts, num_logits=num_logits,

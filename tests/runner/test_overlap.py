@@ -1,8 +1,8 @@
-"""The overlapped loop: a step is launched before the one before it is taken in, and nobody notices.
+"""The overlapped loop: a step is launched before the previous one is committed, with equal results.
 
-The first half runs over a FakeExecutor that carries a plan out only when somebody waits for it; the
-second over the real runner, whose samples come to the host as late as they can. The matrix of
-features is in test_invisible.py, random operation sequences in test_core_machines.py.
+The first half uses a FakeExecutor that runs a plan only when its result is awaited. The second half
+uses the real runner, whose samples arrive on the host as late as possible. test_invisible.py has
+the matrix of features, test_core_machines.py random sequences of operations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def params(max_tokens=20, **changes):
 
 
 class Log:
-    """Says in which order the steps were planned, launched and taken in."""
+    """Records the order in which steps are planned, launched and committed."""
 
     def __init__(self, engine):
         self.events = []
@@ -93,7 +93,7 @@ def test_a_token_past_the_end_is_dropped():
 
 
 def most_under_way(engine):
-    """Steps that were launched and not carried out, at most."""
+    """The largest number of steps in flight."""
     run(engine)
     return engine.executor.most_queued
 
@@ -312,7 +312,7 @@ def _all_of(engine):
 
 
 def test_aborts_beside_others_and_rows_that_pass_on():
-    """Rows are few, so an aborted sequence's row has a new owner while its step still runs."""
+    """There are few rows, so an aborted sequence's row is reused while its step still runs."""
     truth = {}
     for overlap in (False, True):
         engine = engines.make_engine(

@@ -1,5 +1,5 @@
-"""Bugs seen in close peers that belong to no single part here; the others are tested where they
-would live, under names that begin with `test_peer_bug_`."""
+"""Bugs of similar engines that concern several parts here. The others are tested next to the part
+that could have them, under names that begin with `test_peer_bug_`."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def test_peer_bug_22_two_engines_live_in_one_process():
         [engine.add_request(str(i), prompt, greedy(8)) for i, prompt in enumerate(prompts)]
         for engine in (first, second)
     ]
-    while first.has_unfinished():  # step by step in turn
+    while first.has_unfinished():  # alternating steps
         first.step()
         second.step()
     assert [tokens(found) for found in requests] == expected
@@ -87,7 +87,7 @@ def test_peer_bug_24_checkpoints_of_every_dtype_load(stored, tmp_path):
 
 
 def test_peer_bug_27_a_step_ships_in_one_transfer_that_does_not_block(monkeypatch):
-    """On a device that is no CPU; torch's meta device stands in for one."""
+    """Uses a device other than a CPU: torch's meta device."""
     allocated = []
     empty = torch.empty
 

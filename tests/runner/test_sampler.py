@@ -1,7 +1,7 @@
-"""The sampling pipeline against a plain-Python twin, statistics, neighbours and edge cases.
+"""The sampling pipeline against a plain-Python reference, statistics, neighbours and edge cases.
 
-The twin (`reference_token`) does one row with lists and Python integers, in the order that the
-pipeline documents; the fast path must give the same token every time.
+The reference (`reference_token`) samples one row with lists and Python integers, in the order that
+the pipeline documents. The fast path must always give the same token.
 """
 
 import math
@@ -29,7 +29,7 @@ EOS = (2, 3)
 
 
 def admitted(row, params, prompt=(1, 2, 3), output=(), seed=0, bad_word_ids=()):
-    """A sequence as the plan brings it."""
+    """A sequence as a plan admits it."""
     return AdmittedSequence(
         row=row,
         seq_id=row,
@@ -50,7 +50,7 @@ def sampler_of(vocab_size, *sequences, eos=EOS, processors=()):
 
 
 def accept(sampler, rows, token_ids):
-    """Tells processors the tokens that rows have gained."""
+    """Passes the sampled tokens of the rows to the processors."""
     for i, edits in sampler.edits_of(rows).items():
         edits.accept(token_ids[i])
 
@@ -93,7 +93,7 @@ def reference_edit(logits, sequence, eos=EOS):
 
 
 def reference_token(logits, sequence, position, eos=EOS):
-    """The token of one row, by the rules that `runner/sampling/draw.py` states."""
+    """The token of one row, by the rules that `runner/sampling/draw.py` documents."""
     x, params = reference_edit(logits, sequence, eos), sequence.params
     by_id = list(range(len(x)))
     by_likelihood = sorted(by_id, key=lambda token: (-x[token], token))
@@ -127,7 +127,7 @@ def reference_token(logits, sequence, position, eos=EOS):
 
 
 def random_params(rng, vocab_size):
-    """Parameters with every feature on now and then; ids stay inside the vocabulary."""
+    """Random parameters that use every feature sometimes; ids are within the vocabulary."""
 
     def some_ids(most):
         return [rng.randrange(vocab_size) for _ in range(rng.randint(1, most))]
@@ -175,12 +175,12 @@ def test_every_row_gets_the_token_of_the_plain_python_twin(vocab_size):
     num_rows = 60 if vocab_size < 5000 else 16
     sequences = [random_sequence(rng, row, vocab_size) for row in range(num_rows)]
     logits = random_logits(vocab_size, num_rows, vocab_size)
-    logits[:, 0] = 0.0  # a token that nothing bans, so each row has one
+    logits[:, 0] = 0.0  # no row bans this token, so each row has one
     positions = [len(s.token_ids) for s in sequences]
     sampler = sampler_of(vocab_size, *sequences)
     fetched = sampler.sample(logits, range(num_rows), positions).fetch()
     for row, sequence in enumerate(sequences):
-        if row in fetched.errors:  # stop ids, bad words and allowed ids together left nothing
+        if row in fetched.errors:  # stop ids, bad words and allowed ids exclude all tokens
             assert np.isinf(reference_edit(logits[row].numpy(), sequence)).all()
             continue
         expected = reference_token(logits[row].numpy(), sequence, positions[row])
@@ -189,11 +189,11 @@ def test_every_row_gets_the_token_of_the_plain_python_twin(vocab_size):
 
 
 class Capture:
-    """A last processor that keeps what the others have made of each row's logits."""
+    """A last processor that stores the logits of each row after the other processors."""
 
     class State:
         def accept(self, token_id):
-            """Nothing changes."""
+            """Ignores the token."""
 
         def fork(self):
             return self
@@ -299,7 +299,7 @@ def chi_square(counts, probabilities):
 
 
 def limit(degrees):
-    """A chi-square this large has a chance below 1e-5 (Wilson and Hilferty)."""
+    """A chi-square value that is exceeded with probability below 1e-5 (Wilson and Hilferty)."""
     return degrees * (1 - 2 / (9 * degrees) + 4.27 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
@@ -331,7 +331,7 @@ def test_drawn_frequencies_match_the_probabilities(params, vary):
     before = np.cumsum(p[order]) - p[order]
     p[order[before >= params.get("top_p", 1.0)]] = 0
     p /= p.sum()
-    num_rows = 1 if vary == "positions" else num_draws // 4  # four tokens of each seed
+    num_rows = 1 if vary == "positions" else num_draws // 4  # four tokens per seed
     sampling = SamplingParams(**params)
     sampler = sampler_of(
         vocab_size, *(admitted(row, sampling, seed=row) for row in range(num_rows)), eos=()
@@ -381,7 +381,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 
 def run(sampler, row, position, num_tokens, vocab_size):
-    """Samples and accepts tokens one by one; the logits of a position are always the same."""
+    """Samples and accepts tokens one by one; the logits depend on the position only."""
     tokens = []
     for place in range(position, position + num_tokens):
         logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(place)) / 2
@@ -401,7 +401,7 @@ STATEFUL = SamplingParams(
 
 
 def test_a_readmitted_sequence_goes_on_as_if_it_had_never_left():
-    """Its tokens are more than a state of penalties holds at first."""
+    """The sequence has more tokens than the initial capacity of a penalty state."""
     words = ((6, 7), (8,), (9, 1, 2))
     known = {"params": STATEFUL, "prompt": range(100), "seed": 11, "bad_word_ids": words}
     expected = run(sampler_of(300, admitted(1, **known)), 1, 100, 120, 300)
@@ -542,7 +542,7 @@ def test_sizes_out_of_range_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_logprobs_are_of_the_raw_logits_with_ranks(dtype):
     vocab_size = 700
-    bias = {3: 100.0}  # decides the token, and must not show in the log-probabilities
+    bias = {3: 100.0}  # decides the token, and must not affect the log-probabilities
     asked = [None, 0, 5, 2]
     sequences = [
         admitted(row, SamplingParams(temperature=0, logprobs=n, logit_bias=bias))

@@ -1,5 +1,5 @@
-"""Models whose layers keep states: whatever the engine does, tokens are those of the plain run, and
-a decode's work does not grow with its context."""
+"""Linear-attention and SSM models: tokens equal those of the plain run whatever the engine does,
+and the cost of a decode does not grow with its context."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine_of(family: str, **options):
 
 @functools.cache
 def expected(family: str, n: int = 1):
-    """Each prompt alone, without a cache, in one chunk."""
+    """Each prompt alone, without a prefix cache, in one chunk."""
     engine = engine_of(family, enable_prefix_caching=False)
     return [tokens(run(engine, [prompt], PARAMS[n]))[0] for prompt in PROMPTS]
 
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_each_prompt_alone(family, case):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forks_part_with_their_states(family):
-    """More sequences than rows: some wait, and compute the end of the prompt again."""
+    """There are more sequences than rows: some wait, and compute the end of the prompt again."""
     found = tokens(run(engine_of(family), PROMPTS, PARAMS[3]))
     assert found == expected(family, 3)
     assert all(len({tuple(ids) for ids in answers}) > 1 for answers in found)

@@ -1,4 +1,4 @@
-"""The sampling kernel, interpreted: the tokens of its twin in torch, and their distribution."""
+"""The sampling kernel, interpreted: the tokens of its torch reference, and their distribution."""
 
 import numpy as np
 import pytest
@@ -24,18 +24,18 @@ pytestmark = pytest.mark.guards(
 )
 
 ALMOST_ONE = 1 - 2.0**-53
-"""The greatest uniform number: it draws the last token that the filters keep."""
+"""The largest uniform number: it draws the last token that the filters keep."""
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Tiles so small that a short line has several."""
+    """Small tiles, so that a short row of logits has several."""
     monkeypatch.setattr(triton_sampling, "BLOCK", 64)
 
 
 @pytest.fixture(params=[(64, 128), (8, 16), (2, 2)])
 def room(request, monkeypatch):
-    """Candidates of a line: all that filters leave, sometimes too few, too few."""
+    """Capacity for candidates: enough for all filtered tokens, sometimes too little, too little."""
     set_room(monkeypatch, *request.param)
 
 
@@ -89,8 +89,8 @@ def test_filters_as_its_twin(dtype, num_lines):
 
 
 def adversarial():
-    """Lines of 66: ties, two zeros, -inf, one token alone, flat, steps, one above ties, and all
-    likely tokens in one lane."""
+    """Rows of 66 logits: ties, two zeros, -inf, a single token, flat, steps, one above ties, and
+    all likely tokens in one lane."""
     ties = torch.arange(66).remainder(3).float()
     zeros = torch.where(torch.arange(66) % 2 == 0, -0.0, 0.0)
     holes = torch.where(torch.arange(66) % 5 == 0, torch.arange(66) / 9.0, -torch.inf)
@@ -121,10 +121,10 @@ def test_the_best_token_is_the_first_of_equals():
 
 
 def passes(monkeypatch, temperature, **filters):
-    """How often the kernel reads a typical line of 2,000 logits, and how often of that it searches.
+    """How often the kernel reads a typical row of 2,000 logits, and how many search calls it makes.
 
-    The line: logits fall with the logarithm of the rank, as frequencies of words do, from 20 on,
-    with noise, rounded to bfloat16 and searched as such.
+    The logits fall from 20 with the logarithm of the rank, as word frequencies do, with noise. They
+    are rounded to bfloat16 and searched as bfloat16.
     """
     read, searched, size = [], [], 2000
     monkeypatch.setattr(triton_sampling, "BLOCK", 256)
@@ -158,10 +158,10 @@ def passes(monkeypatch, temperature, **filters):
     ],
 )
 def test_how_often_a_line_is_read(monkeypatch, temperature, filters, most_read, searches, most):
-    """What filters leave is mostly among the candidates: passes for the best of each lane, for the
-    next until there are none (two where lanes are as few as here), and without a top_k for the sum
-    of all. Where candidates are too few, a search takes half of a pass for each bit: of 16 bits of
-    bfloat16 some 8 over the keys of tokens that have a weight."""
+    """Usually all tokens that pass the filters are candidates. The kernel then reads once for the
+    best token per lane, again until no lane has further ones (twice with as few lanes as here), and
+    without top_k once more for the sum. With too few candidates, a search costs half a pass per
+    bit: about 8 of the 16 bits of bfloat16 over the keys of tokens with a weight."""
     if most_read:
         read, searched = passes(monkeypatch, temperature, **filters)
         assert read <= most_read and searched == 0
