@@ -59,10 +59,11 @@ images: $(READY)  ## draw docs/images anew, from a run of the demo model; needs 
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,browser]"
 	@$(BIN)/python tools/images.py
 
-lint: $(READY_TEST)  ## style, format and types
+lint: $(READY_TEST)  ## style, format, types and the words of the docs and comments
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python tools/prose.py
 
 loc: $(READY)  ## lines of code by file and folder; what one prompt meets of them
 	@$(BIN)/python tools/loc.py

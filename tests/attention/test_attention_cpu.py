@@ -339,7 +339,7 @@ def test_refuses_what_it_cannot_compute(options, message):
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_number_of_workers_changes_no_bit(kv_dtype):
-    """This includes more workers than cores. With many workers, tasks of a chunk have fewer rows."""
+    """Also with more workers than cores. With many workers, tasks of a chunk have fewer rows."""
     paged = Paged(lengths=[*LENGTHS, (200, 260)], dtype=torch.float32, kv_dtype=kv_dtype)
     backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
     found = []
