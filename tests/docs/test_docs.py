@@ -24,10 +24,10 @@ def test_links_between_pages_lead_somewhere():
     assert [link for page, link in links if not (page.parent / link).exists()] == []
 
 
-# --- the tables of kv_cache.md --------------------------------------------------------------------
+# --- the table of tests/kv_cache.md ---------------------------------------------------------------
 
 ROWS = re.findall(
-    r"^\| (\d+) \| (.*) \|$", (ROOT / "docs/kv_cache.md").read_text(encoding="utf-8"), re.MULTILINE
+    r"^\| (\d+) \| (.*) \|$", (ROOT / "tests/kv_cache.md").read_text(encoding="utf-8"), re.MULTILINE
 )
 REFERENCE = re.compile(r"`((?:\w+/)*\w+\.py)::([\w.]+)`")
 
@@ -60,14 +60,14 @@ def missing(cell: str, folder: Path) -> list[str]:
     ]
 
 
-def test_the_kv_page_has_all_mechanisms_in_order():
-    assert [int(number) for number, _ in ROWS] == list(range(1, 39))
-    assert {row.count(" | ") for _, row in ROWS} == {3}
+def test_the_kv_table_has_all_mechanisms_in_order():
+    assert [int(number) for number, _ in ROWS] == list(range(1, 45))
+    assert {row.count(" | ") for _, row in ROWS} == {2}
 
 
 @pytest.mark.parametrize(("number", "row"), ROWS, ids=[number for number, _ in ROWS])
-def test_what_the_kv_page_names_exists(number, row):
-    _, where, test, _ = row.split(" | ")
+def test_what_the_kv_table_names_exists(number, row):
+    _, where, test = row.split(" | ")
     assert missing(where, ROOT / "nanoengine") == []
     assert missing(test, ROOT / "tests") == []
     assert all(name.startswith("test_") for _, name in REFERENCE.findall(test))
