@@ -48,8 +48,7 @@ def write_weights(path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "parts/one.safetensors"])
 def test_a_job_is_not_resumed_with_other_weights(batch: Batch, name: str) -> None:
-    """Regression: only headers were compared, and no weights in subfolders: one output, two
-    models."""
+    """Regression: only headers were compared, and weights in subfolders were ignored."""
     model = batch.directory / "model"
     if name != "model.safetensors":
         index = {"weight_map": {"a": name}}
