@@ -72,7 +72,7 @@ class EngineRun:
     def __init__(
         self, scheduler_class: type[Scheduler], *, is_checked: bool = True, **options: Any
     ) -> None:
-        one = SimpleNamespace(**options)  # one value for each of OPTIONS
+        one = SimpleNamespace(**options)  # one value per option
         # Why more than the seed: Hypothesis prefers few seeds, and the tiers would repeat.
         self.random = Random(
             f"{one.seed} {one.num_blocks} {one.block_size} {one.windows} {one.states} {one.budget}"
@@ -508,7 +508,7 @@ OFTEN = {
     "disk stores": 200,
     "disk failures": 20,
 }
-"""Minimum count of each event in a run of the suite; with fewer it proves little.
+"""Minimum count per event in a run of the suite; with fewer it proves little.
 
 The pseudorandom runs are always the same and have nearly all events. Hypothesis alone had 0 to 600
 disk loads: it draws constants from all loaded modules, so each run is a new sample.

@@ -125,9 +125,10 @@ def ends_well() -> Iterator[None]:
 
 def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs `nanoengine ...`, `python -m ...` or `python script.py ...` in this process.
-    
+
     Returns:
-        What it prints."""
+        What it prints.
+    """
     program, *rest = arguments
     printed = io.StringIO()
     rest, target = (rest[: rest.index(">")], rest[-1]) if ">" in rest else (rest, None)

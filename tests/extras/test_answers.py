@@ -93,7 +93,7 @@ def outcome(completion: Any, tools: list[dict[str, Any]]) -> str:
 
 
 def count(folder: Path, llm: LLM, max_tokens: int) -> collections.Counter[str]:
-    """Counts the outcomes; each row is a separate call with its own tools."""
+    """Counts the outcomes; there is one call per row, with the row's tools."""
     found = collections.Counter[str]()
     encode = llm.get_tokenizer().encode
     # Why: without the bias, the model never ends a string or a number.

@@ -333,7 +333,7 @@ ENDS = {EOS: 6.0} | {
 
 
 def check_schemas(schemas: list[dict[str, Any]], whitespace: bool, seed: int) -> int:
-    """Samples random texts of the schemas, checks the complete ones, and returns their number."""
+    """Samples one text per schema, validates the complete ones, and returns their number."""
     import jsonschema
 
     params = [

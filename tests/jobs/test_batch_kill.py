@@ -89,7 +89,7 @@ def undisturbed(
 
 
 def records(output: Path) -> dict[str, Any]:
-    """Returns records by id, without the time of the job; each row has one."""
+    """Returns records by id, without the time of the job; exactly one per row."""
     found = [json.loads(line) for line in output.read_bytes().splitlines()]
     by_id = {record.get("id", f"simple {record.get('_row')}"): record for record in found}
     assert len(by_id) == len(found) == NUM_ROWS
@@ -249,7 +249,7 @@ def write_inputs(directory: Path) -> dict[str, list[str]]:
 
 
 def kept(directory: Path) -> dict[int, Any]:
-    """Returns the records of a job's outputs, without its time; a row has one record."""
+    """Returns the records of a job's outputs by row, without its time; at most one per row."""
     found: dict[int, Any] = {}
     for line in b"\n".join(path.read_bytes() for path in directory.glob("*.jsonl")).split(b"\n"):
         try:

@@ -40,7 +40,7 @@ def simple_rows() -> list[Any]:
 
 
 def write_weights(path: Path, content: bytes) -> None:
-    """Writes a file with a fixed header and timestamp; its size depends only on `content`'s."""
+    """Writes a file with a fixed header and timestamp; other weights differ only in their data."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes((2).to_bytes(8, "little") + b"{}" + content)
     os.utime(path, ns=(0, 0))
