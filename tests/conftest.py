@@ -19,8 +19,7 @@ from tests.support import guarded, limits
 
 
 def has_gpu() -> bool:
-    """The result of `torch.cuda.is_available` without torch: its build and the driver's GPU
-    count."""
+    """Returns `torch.cuda.is_available()` without torch: by its build and the driver's count."""
     if "+cpu" in version("torch"):
         return False
     try:

@@ -21,8 +21,7 @@ def test_the_overlapped_loop_is_tested_with_options_that_go_together(options):
 
 
 def test_another_package_named_tests_does_not_hide_these(tmp_path):
-    """Some packages install one; Python prefers a regular package to a folder without
-    `__init__.py`."""
+    """Some packages install `tests`; Python prefers it to a folder without `__init__.py`."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     code = "from importlib.util import find_spec; print(find_spec('tests.support.engines').origin)"

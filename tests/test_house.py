@@ -138,8 +138,7 @@ def test_the_chain_notices(tmp_path, module, line):
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Returns groups of modules that reach each other; modules outside of any cycle are left
-    out."""
+    """Returns groups of modules that reach each other, without modules outside of cycles."""
     reached = {module: set(names) for module, names in graph.items()}
     for middle in graph:  # Source: Warshall's algorithm
         for names in reached.values():

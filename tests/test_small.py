@@ -119,8 +119,7 @@ def test_random_workloads_give_the_tokens_of_each_prompt_alone():
 
 def test_plans_equal_those_of_the_large_scheduler(monkeypatch):
     # Why: the large scheduler can skip a waiting request that does not fit, and lets chunks of
-    # equal
-    # prompts reuse blocks that another one has just filled. The small one does neither.
+    # equal prompts reuse blocks that another has just filled. The small one does neither.
     monkeypatch.setattr(waiting, "MAX_LOOK_AHEAD", 0)
     monkeypatch.setattr(LargeBlockManager, "catch_up", lambda self, seq: None)
     seen = dict.fromkeys(("shared", "chunks", "preempted", "evicted"), 0)

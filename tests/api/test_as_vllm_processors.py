@@ -78,8 +78,7 @@ def test_indices_are_those_of_the_rows(steps: list[list[int]]) -> None:
 
 
 class Odd(Recorder):
-    """For requests with `extra_args`, keeps only one logit, chosen by the number of output
-    tokens."""
+    """Keeps one logit per row with `extra_args`; the number of output tokens chooses it."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -226,8 +225,7 @@ LONG = VLLMParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 def test_steps_end_though_who_has_all_is_slow_to_ask_on(engine: VLLMAsync) -> None:
-    """Regression: an engine without requests was stepped forever, and each step's error was
-    kept."""
+    """Regression: an idle engine was stepped forever, and each step's error was kept."""
 
     async def run() -> None:
         held = engine.generate("Once", VLLMParams(max_tokens=1), "held")

@@ -36,8 +36,7 @@ QUESTION = {"messages": [{"role": "user", "content": "What is the time?"}]}
 
 @functools.cache
 def chatml() -> PreTrainedTokenizerFast:
-    """Returns a base model's tokenizer with ChatML tokens, fine-tuned to end turns with
-    `<|im_end|>`."""
+    """Returns a base model's tokenizer, fine-tuned with ChatML: `<|im_end|>` ends its turns."""
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -55,7 +54,7 @@ def chatml() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a checkpoint with it. Llama's is loaded without transformers, Qwen2's with it."""
+    """Returns a checkpoint with this tokenizer; only Qwen2's is loaded with transformers."""
     path = tmp_path_factory.mktemp("base") / request.param
     make_checkpoint(path, request.param, vocab_size=256 + 3, eos_token_id=TEXT_END)
     chatml().save_pretrained(path)

@@ -106,7 +106,7 @@ def made(metadata: Metadata) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Tokenizer]]:
-    """Returns pairs: the tokenizer from a GGUF file, and the one that it was written from."""
+    """Returns one pair per kind: the tokenizer from a GGUF file, and its source."""
     place = tmp_path_factory.mktemp("gguf")
     return {
         "byte_level": (

@@ -326,7 +326,7 @@ def test_peer_bug_07_an_abandoned_stream_leaks_nothing_and_says_so(llm: LLM) -> 
         next(abandoned)
 
 
-# --- life -----------------------------------------------------------------------------------------
+# --- lifecycle ------------------------------------------------------------------------------------
 
 
 def test_close_is_final_and_idempotent(make_llm: MakeLLM) -> None:

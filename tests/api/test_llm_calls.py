@@ -171,7 +171,7 @@ def test_a_progress_bar_may_abort(llm: LLM) -> None:
     assert_idle(llm)
 
 
-# --- calls in calls -------------------------------------------------------------------------------
+# --- nested calls ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("eager_bars")

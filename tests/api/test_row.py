@@ -123,9 +123,6 @@ def test_each_prompt_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     assert len(checked) == 8
 
 
-# --- progress -------------------------------------------------------------------------------------
-
-
 # --- seeds ----------------------------------------------------------------------------------------
 
 SAMPLED = SamplingParams(temperature=1.0, n=2, max_tokens=12)
@@ -174,8 +171,7 @@ def test_the_key_and_the_seed_of_the_job_decide_together(demo: LLM) -> None:
 
 
 def test_without_keys_seeds_are_those_of_arrival(llm: LLM) -> None:
-    """The seed is xxh3_64 of "seed/arrival" shifted right by 1; so these calls keep their
-    tokens."""
+    """The seed is xxh3_64 of "seed/arrival", shifted right by 1. These calls keep their tokens."""
     import xxhash
 
     requests = []

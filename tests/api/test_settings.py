@@ -41,7 +41,7 @@ WRONG: dict[Any, tuple[object, ...]] = {
 
 OBJECTS = (object(), b"x", 1j)
 OPEN = {(Row, "prompt"), (SamplingParams, "structured_outputs"), (SamplingParams, "stop")}
-"""Fields that are checked where they are used, by their own class, or below."""
+"""Fields that are checked where they are used, by another class, or in the tests below."""
 
 FIELDS = [
     pytest.param(cls, name, kind, id=f"{cls.__name__}.{name}")

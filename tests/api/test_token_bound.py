@@ -1,5 +1,4 @@
-"""The lower bound on a text's tokens: never above the true count, and high for far too long
-texts."""
+"""A lower bound on a text's tokens: never above the true count, and high for very long texts."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_what_a_table_names_fails_the_check_of_fields(cls, table):
         assert meaning.get("alias", "") in kinds.keys() | {""}
 
 
-# --- what they do ---------------------------------------------------------------------------------
+# --- effects --------------------------------------------------------------------------------------
 
 
 def test_logprobs_of_minus_one_are_those_of_the_whole_vocabulary() -> None:

@@ -223,7 +223,7 @@ def test_every_request_finishes_in_a_bounded_number_of_steps(
 ):
     """With equal priorities, request i ends within (i + 1) * (2 * rows + overtakers + 1) * longest.
 
-    Proof: the first running sequence in order computes a token in each step and is never preempted.
+    Proof: the first running sequence in order computes one token per step and is never preempted.
     If the first unfinished request waits, three sets of requests end one after another, at most
     `longest` steps each: the running ones; the MAX_OVERTAKEN that may pass it; and, where the last
     few run longest first, the ones that waited with it (at most as many as ran). Then it runs and

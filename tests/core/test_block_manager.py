@@ -189,13 +189,13 @@ def test_hybrid_groups_share_one_pool_and_hit_together():
     assert cached(manager, [*range(20), 30]) == 20
     manager.pool.evict(windowed[9:])  # the window group loses its last block: its hit ends at 18
     assert cached(manager, [*range(20), 30]) == 18
-    manager.pool.evict(full[5:6])  # the full group's hit ends at 10 now, a hit of both
+    manager.pool.evict(full[5:6])  # the full group now ends at 10, a hit for both
     assert cached(manager, [*range(20), 30]) == 10
     manager.pool.evict(windowed[4:5])  # no longer: each length needs two blocks of the window
     assert cached(manager, [*range(20), 30]) == 8
 
 
-# --- the end --------------------------------------------------------------------------------------
+# --- deallocation ---------------------------------------------------------------------------------
 
 
 def test_blocks_are_freed_tail_first():
@@ -218,8 +218,8 @@ def test_groups_are_freed_side_by_side_so_that_evictions_shorten_the_hit_evenly(
 
 
 def test_a_full_block_whose_last_token_is_not_known_yet_is_asked_for_again():
-    """With overlapped steps. Regression: if a later block, left by rejected drafts, was full too,
-    the block was indexed."""
+    """With overlapped steps. Regression: the block was indexed if a later block, left by rejected
+    drafts, was full too."""
     manager = make_manager(block_size=4)
     seq = computed(manager, [1, 2, 3])
     assert manager.may_append(seq, 3)  # a token and two drafts

@@ -72,9 +72,8 @@ class EngineRun:
     def __init__(
         self, scheduler_class: type[Scheduler], *, is_checked: bool = True, **options: Any
     ) -> None:
-        one = SimpleNamespace(**options)  # one value for each of OPTIONS
-        # Why more than the seed: Hypothesis prefers few seeds, and the tiers would repeat with
-        # them.
+        one = SimpleNamespace(**options)  # one value per option
+        # Why more than the seed: Hypothesis prefers few seeds, and the tiers would repeat.
         self.random = Random(
             f"{one.seed} {one.num_blocks} {one.block_size} {one.windows} {one.states} {one.budget}"
             f" {one.admission} {one.late}"
@@ -195,8 +194,8 @@ class EngineRun:
 
     def steps(self, count: int, seed: int) -> None:
         """Runs several steps, with random events between them at the rate of a long run."""
-        # Why mixed: Hypothesis prefers few seeds, the more so the more loaded modules it has read
-        # constants from, and some events then never occurred.
+        # Why mixed: Hypothesis repeats few seeds, more often when it reads constants from more
+        # loaded modules, and some events then never occurred.
         random = Random(seed ^ self.random.getrandbits(20))
         for _ in range(count):
             self.step()
@@ -509,7 +508,7 @@ OFTEN = {
     "disk stores": 200,
     "disk failures": 20,
 }
-"""Minimum count of each event in a run of the suite; with fewer it proves little.
+"""Minimum count per event in a run of the suite; with fewer it proves little.
 
 The pseudorandom runs are always the same and have nearly all events. Hypothesis alone had 0 to 600
 disk loads: it draws constants from all loaded modules, so each run is a new sample.

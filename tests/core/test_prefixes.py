@@ -47,8 +47,7 @@ def test_a_name_is_kept_while_a_descendant_lives(weak_hash):
 
 
 def test_a_digest_names_the_whole_prefix():
-    """Events and files identify a block only by its digest, and other processes compute it
-    again."""
+    """Events and files name a block only by its digest, and other processes compute it again."""
 
     def digests(salt: str | None, *blocks: list[int]) -> list[bytes]:
         prefixes = Prefixes()

@@ -37,8 +37,7 @@ def admission_order(engine: LLMEngine) -> list[int]:
 
 
 def test_a_head_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
-    # The running request has half of the pool for 60 steps; the first waiting one needs more than
-    # that.
+    # One request uses half of the pool for 60 steps; the first waiting one needs more than that.
     engine = make_engine(num_blocks=41, max_num_seqs=8, max_num_batched_tokens=256)
     engine.add_request("runner", range(1, 17), params(60))
     engine.step()

@@ -39,7 +39,7 @@ def ask(engine: LLMEngine, name: str, prompt: list[int] = PROMPT):
 
 
 def contents(engine: LLMEngine, prompt: list[int]) -> list[Content]:
-    """Returns the contents of the prompt's full blocks, in each group."""
+    """Returns the contents of the prompt's full blocks, per group."""
     manager = engine.scheduler.block_manager
     seq = make_sequence(prompt)
     prefixes = manager.prefix_cache._prefixes_of(seq, len(prompt) // manager.block_size)

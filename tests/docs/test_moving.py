@@ -139,7 +139,7 @@ def test_fields_come_in_the_order_of_the_page(section: str, settings: Any, own: 
     assert same.keys() == set(fields) - own
 
 
-# --- what is called and read ----------------------------------------------------------------------
+# --- calls and attributes -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

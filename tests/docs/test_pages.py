@@ -124,8 +124,11 @@ def ends_well() -> Iterator[None]:
 
 
 def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs `nanoengine ...`, `python -m ...` or `python script.py ...` in this process, and returns
-    its output."""
+    """Runs `nanoengine ...`, `python -m ...` or `python script.py ...` in this process.
+
+    Returns:
+        What it prints.
+    """
     program, *rest = arguments
     printed = io.StringIO()
     rest, target = (rest[: rest.index(">")], rest[-1]) if ">" in rest else (rest, None)
@@ -233,7 +236,7 @@ def test_a_command_that_is_not_there_is_noticed(line: str, why: str, tmp_path: P
     assert why in why_wrong(arguments)
 
 
-# --- the reader of pages --------------------------------------------------------------------------
+# --- the parser of pages --------------------------------------------------------------------------
 
 
 def test_no_page_shows_an_output_of_nothing() -> None:

@@ -93,10 +93,10 @@ def outcome(completion: Any, tools: list[dict[str, Any]]) -> str:
 
 
 def count(folder: Path, llm: LLM, max_tokens: int) -> collections.Counter[str]:
-    """Counts the outcomes; each row is a separate call with its own tools."""
+    """Counts the outcomes; there is one call per row, with the row's tools."""
     found = collections.Counter[str]()
     encode = llm.get_tokenizer().encode
-    # Why: the model never ends a string or a number without the bias.
+    # Why: without the bias, the model never ends a string or a number.
     bias = {encode(mark, add_special_tokens=False)[-1]: size for mark, size in ENDS.items()}
     for number, (name, question, tools) in enumerate(rows(folder, CATEGORIES)):
         (output,) = llm.chat(

@@ -150,7 +150,8 @@ print("FOUND", found.scores["test"][0]["main_score"])
 
 @pytest.mark.extra
 def test_mteb_evaluates_vectors(tmp_path: Path) -> None:
-    """The expected scores are the cosines of `LLM.embed`, so the rank correlation is 1."""
+    """The reference scores are the cosines of `LLM.score`, so the rank correlation is 1; or -1 when
+    they are negated."""
     pytest.importorskip("mteb")
     first = ["Tom had a dog.", "A red bird sang.", "The cat slept.", "Once upon a time"]
     second = ["Tom had a cat.", "The bird was red.", "He ran to the park.", "Long ago"]

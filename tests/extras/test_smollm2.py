@@ -27,7 +27,7 @@ def test_a_chat_answers_and_ends(llm: LLM) -> None:
 
 
 def test_what_ends_an_answer_and_a_stop_string_that_no_text_shows(llm: LLM) -> None:
-    """With EOS ignored, the token that closes the turn still stops as a stop string."""
+    """With EOS ignored, a stop string can still name the token that closes the turn."""
     text = llm.tokenizer.token_text
     assert [text(i) for i in llm.info.eos_token_ids] == ["<|im_end|>", "<|endoftext|>"]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop=["<|im_end|>"])

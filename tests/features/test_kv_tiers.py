@@ -27,8 +27,7 @@ NUM_TOKENS = 12
 
 
 def small_engine(tiers, **options) -> LLMEngine:
-    """Creates an engine whose device pool holds two of the prompts, so that the others are
-    evicted."""
+    """Creates an engine whose device pool holds two of the prompts; the others are evicted."""
     options = {"block_size": 8, "num_kv_blocks": 25} | options
     return make_engine(checkpoint("qwen3"), kv_tiers=tiers, **options)
 
@@ -57,8 +56,7 @@ def test_what_the_device_evicts_comes_back_from_the_host(truth):
     loaded = before.loaded_blocks
     assert outputs(engine) == truth
     (host,) = engine.stats().tiers
-    # Full blocks of 8 tokens per prompt but the last one: 4, 6, 7, twice, minus blocks on the
-    # device.
+    # Full blocks per prompt without the last one: 4, 6, 7, twice, minus the blocks on the device.
     assert 20 <= host.loaded_blocks - loaded <= 34
     assert host.hit_blocks == host.loaded_blocks
     assert host.block_bytes == engine.info.block_bytes

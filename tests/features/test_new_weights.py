@@ -38,8 +38,7 @@ SMALL = {"num_kv_blocks": 32, "max_model_len": 128, "skip_tokenizer_init": True,
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Returns a function (family, overrides) -> two checkpoints of one model with different
-    weights."""
+    """Returns a function (family, overrides) -> two checkpoints with different weights."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def get(family: str, **overrides):
@@ -115,14 +114,13 @@ def test_as_an_llm_of_the_new_checkpoint(pair, family, overrides, options):
         assert answers(llm) == expected
 
 
-# --- a part of a matrix ---------------------------------------------------------------------------
+# --- slices of a matrix ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", *QUANTIZATIONS])
 @pytest.mark.parametrize(("first", "count"), [(0, 40), (16, 16), (5, 20), (30, 10), (17, 1)])
 def test_rows_come_in_place_of_rows(kind, first, count):
-    """Also where a panel of 16 rows contains old and new rows, and where the last one is
-    narrower."""
+    """Also with old and new rows in one panel of 16 rows, and with a narrower last panel."""
     old, new = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(first))
     quantization = resolve_quantization(kind, None, device="cpu") if "int" in kind else None
     dtype = torch.float32 if quantization else getattr(torch, kind)
@@ -160,7 +158,7 @@ def test_the_screen_of_a_head_is_of_the_new_weights(monkeypatch):
     assert head.values.data_ptr() == copy
 
 
-# --- what runs, and what is cached ----------------------------------------------------------------
+# --- running requests and cached blocks -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"num_kv_blocks": 8, "block_size": 8}])

@@ -1,5 +1,4 @@
-"""A caller's logits processors: their inputs, equal outputs with every feature, and their
-errors."""
+"""A caller's logits processors: inputs, errors, and equal outputs with every feature."""
 
 from __future__ import annotations
 

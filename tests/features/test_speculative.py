@@ -165,7 +165,7 @@ def test_forks_between_steps_and_aborts(tmp_path: Path):
 
 
 def test_measured_decisions_change_no_token():
-    """The decision depends on measured times; tokens are the same whatever it is."""
+    """Whether drafts are made depends on measured times; the tokens do not."""
     engine = make_engine(checkpoint("qwen3"), speculative="ngram")
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts(), greedy(NUM_TOKENS)))
     for _ in range(2):

@@ -146,7 +146,7 @@ def test_without_tokenizer_or_eos_there_is_no_structured_output() -> None:
 
 
 class Slow(AnyText):
-    """Blocks in compiling forms that contain "slow" until `may_end` is set."""
+    """Compiles a form; for one that contains "slow", it first waits until `may_end` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_ctrl_c_is_heard_though_it_comes_before_the_wait_begins(
     assert max(heard) <= structured.LOOK_S
 
 
-# --- what is complete is valid --------------------------------------------------------------------
+# --- complete texts are valid ---------------------------------------------------------------------
 
 NAMES = ["a", "b", "name", "the", "x y", 'q"', "é"]
 EXACT = st.integers(-(2**53), 2**53)
@@ -333,7 +333,7 @@ ENDS = {EOS: 6.0} | {
 
 
 def check_schemas(schemas: list[dict[str, Any]], whitespace: bool, seed: int) -> int:
-    """Samples random texts of the schemas, checks the complete ones, and returns their number."""
+    """Samples one text per schema, validates the complete ones, and returns their number."""
     import jsonschema
 
     params = [
@@ -705,7 +705,7 @@ def test_other_parameters_choose_within_the_grammar() -> None:
         assert len(outputs[2].outputs[0].token_ids) == len("yes") + 1, "no more EOS ids"
 
 
-# --- no feature shows -----------------------------------------------------------------------------
+# --- features don't change the output -------------------------------------------------------------
 
 OBJECT = {
     "type": "object",

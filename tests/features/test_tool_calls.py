@@ -176,8 +176,7 @@ def test_what_is_none_of_the_tools_is_named():
 
 @pytest.mark.parametrize("reader", READERS)
 def test_long_texts_of_marks_take_no_squared_time(reader):
-    """Quadratic time in a repeated marker would block a job; these texts would take over a
-    second."""
+    """A parser with quadratic time would block a job at an output that repeats a marker."""
     for mark in (
         "<tool_call>",
         "<function=",

@@ -364,8 +364,8 @@ def test_parquet_and_zstd(batch: Batch) -> None:
 
 @pytest.mark.extra
 def test_rows_of_parquet_are_held_to_the_limit_of_lines(batch: Batch) -> None:
-    """Regression: their size was not measured. A categorical column counts its dictionary per
-    row."""
+    """Regression: their size was not checked. A row of a dictionary-encoded column refers to all of
+    its dictionary, which must not count in full."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -387,7 +387,7 @@ def test_what_needs_pyarrow_says_which_extra_has_it(batch: Batch, monkeypatch: A
     assert batch.run(source, *GREEDY) == 0
 
 
-# --- CSV goes in, CSV comes out -------------------------------------------------------------------
+# --- CSV to CSV -----------------------------------------------------------------------------------
 
 
 def cells(path: Path, delimiter: str = ",") -> list[dict[str, str]]:
@@ -459,7 +459,7 @@ def test_no_rows_are_told(batch: Batch) -> None:
         assert "the inputs have no rows" in batch.told
 
 
-# --- one output, several runs ---------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 
 def test_the_same_command_goes_on_where_it_was(batch: Batch) -> None:
@@ -856,8 +856,7 @@ def test_what_is_written_behind_an_input_meanwhile_is_for_the_next_run(
 
 @pytest.mark.extra
 def test_a_parquet_file_whose_values_python_has_not(batch: Batch) -> None:
-    """Regression: they ended the run, and one of two columns with equal names was silently
-    dropped."""
+    """Regression: they ended the run, and one of two columns with equal names was dropped."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 

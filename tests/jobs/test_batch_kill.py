@@ -89,7 +89,7 @@ def undisturbed(
 
 
 def records(output: Path) -> dict[str, Any]:
-    """Returns records by id, without the time of the job; each row has one."""
+    """Returns records by id, without the time of the job; exactly one per row."""
     found = [json.loads(line) for line in output.read_bytes().splitlines()]
     by_id = {record.get("id", f"simple {record.get('_row')}"): record for record in found}
     assert len(by_id) == len(found) == NUM_ROWS
@@ -199,8 +199,8 @@ def test_a_full_disk_leaves_an_output_that_the_next_run_completes(
 def test_a_row_under_which_the_process_dies_three_times_is_poison(
     server: BatchServer, model: Path, tmp_path: Path, number: int
 ) -> None:
-    """Only that row is poison, though others ran at the same time. A kill from outside counts if
-    nothing was finished before it; one that finished a record can come before the three."""
+    """Only that row is poison, though others ran at the same time. A kill from outside counts only
+    if its process had finished no record, so uncounted kills may precede the three."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": "the dog " * (i % 5 + 1), "max_tokens": 4} for i in range(60)]
     lines[7] = {"prompt_token_ids": [7] * 37, "max_tokens": 4}
@@ -249,7 +249,7 @@ def write_inputs(directory: Path) -> dict[str, list[str]]:
 
 
 def kept(directory: Path) -> dict[int, Any]:
-    """Returns the records of a job's outputs, without its time; a row has one record."""
+    """Returns the records of a job's outputs by row, without its time; at most one per row."""
     found: dict[int, Any] = {}
     for line in b"\n".join(path.read_bytes() for path in directory.glob("*.jsonl")).split(b"\n"):
         try:

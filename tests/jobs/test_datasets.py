@@ -100,8 +100,7 @@ def test_with_an_output_it_is_resumed(llm: LLM, tmp_path: Path, seen: list[Any])
 def test_a_second_call_does_not_replace_the_rows_of_one_that_runs(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it was refused after its rows were written, which made the first one's
-    invalid."""
+    """Regression: it was refused only after it had overwritten the first call's rows."""
     output, stream = tmp_path / "out.jsonl", LLM.stream
 
     def beside(self: LLM, rows: Any, **options: Any) -> Any:
@@ -209,8 +208,7 @@ def test_no_library_is_imported_that_the_caller_does_not_use() -> None:
 
 
 def test_an_output_that_is_a_table_and_numbers_that_json_has_not(llm: LLM, tmp_path: Path) -> None:
-    """Regression: a row with NaN in any column could not be read back; the table was read as
-    text."""
+    """Regression: a row with NaN could not be read back, and the table was read as text."""
     pytest.importorskip("pyarrow")
     rows = [{"prompt": "one", "x": float("nan")}, {"prompt": "one", "x": 1.0}]
     found = llm.generate_dataset(rows, output=tmp_path / "out.parquet")

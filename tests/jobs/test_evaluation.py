@@ -189,8 +189,7 @@ def test_the_command_line(folder, monkeypatch, capsys):
     ],
 )
 def test_what_cant_be_done_is_refused_in_a_line(folder, capsys, monkeypatch, options, told):
-    """Regression: it printed a traceback, and lost results that can't be written with exit code
-    0."""
+    """Regression: it printed a traceback; unwritable results were lost with exit code 0."""
     monkeypatch.setattr(
         "nanoengine.bench.evaluation.LLM", lambda model, **o: EngineConfig(model=model, **o)
     )
@@ -199,7 +198,7 @@ def test_what_cant_be_done_is_refused_in_a_line(folder, capsys, monkeypatch, opt
 
 
 def test_choices_share_all_of_their_context_but_a_part_of_a_block(model):
-    """Prefill tokens drop 3.79 times; with blocks of 64 it was only 2.99 times."""
+    """Prefill tokens are 3.79 times fewer; with blocks of 64 they were only 2.99 times fewer."""
     draw = random.Random(0)
     asked = []
     for _ in range(3):

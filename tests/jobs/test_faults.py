@@ -61,8 +61,7 @@ class Disk:
         return counted
 
     def arm(self, last: int, part: float) -> None:
-        """Lets the call of this number fail after the fraction `part` of it is done; -1: none
-        fails."""
+        """Lets the call with this number fail after the fraction `part` of it; -1: none fails."""
         self.count, self.last, self.part = 0, last, part
 
 

@@ -164,7 +164,7 @@ def make_output(index, error=None):
 
 
 def test_parts_that_end_in_any_order_are_told_in_theirs():
-    """A failing part ends its row once, whatever the results of the others are."""
+    """A failing part also ends its row only once, whatever the other parts return."""
     reader = RowReader(RowOptions())
     source = Input(name="in.jsonl", form="jsonl")
     tasks = [reader.task(Line(n, source, n + 1, {"prompt": "a"})) for n in range(2)]

@@ -44,7 +44,7 @@ def task_of(
     ],
 )
 def test_a_rows_random_numbers_follow_its_id_and_not_its_place(row: Any, key: str | None) -> None:
-    """Regression: they depended on the index, so a reordered file had other answers."""
+    """Regression: they depended on the row's index, so a reordered file had other answers."""
     assert task_of(row, number=3).key == (key or "3")
     assert task_of(row, number=900).key == (key or "900")
 
@@ -68,7 +68,7 @@ def test_a_job_of_the_former_rule_is_not_gone_on_with(batch: Batch) -> None:
     assert "random_numbers: it was null, it is " in batch.told
 
 
-# --- what a row may hold --------------------------------------------------------------------------
+# --- content of a row -----------------------------------------------------------------------------
 
 
 def test_numbers_that_a_float_holds_are_carried() -> None:
@@ -79,7 +79,7 @@ def test_numbers_that_a_float_holds_are_carried() -> None:
 def test_parameters_that_are_remembered_are_bounded_by_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Regression: 1,024 of any size were cached, for example gigabytes of stop strings."""
+    """Regression: 1,024 params of any size were cached, for example gigabytes of stop strings."""
     monkeypatch.setattr(rows_module, "KNOWN_CHARS", 1000)
     reader = RowReader(RowOptions())
     for size in (10, 10_000):
@@ -120,7 +120,7 @@ def test_a_package_that_a_row_needs_is_told_with_the_row(
     assert "resumed                           2" in batch.told
 
 
-# --- what has no effect ---------------------------------------------------------------------------
+# --- fields without an effect ---------------------------------------------------------------------
 
 
 def error_of(row: dict[str, Any], options: RowOptions | None = None, kind: Any = "simple") -> str:

@@ -172,8 +172,7 @@ def as_csv(delimiter: str, encoding: str) -> bytes:
 def test_a_csv_of_any_delimiter_and_of_excel(
     tmp_path: Path, name: str, delimiter: str, encoding: str
 ) -> None:
-    """Regression: the header was read as one column, and then every row lacked the prompt
-    column."""
+    """Regression: the header was read as one column, so every row lacked the prompt column."""
     content = as_csv(delimiter, encoding)
     rows, error = read(tmp_path / name, gzip.compress(content) if "gz" in name else content)
     assert error is None

@@ -40,7 +40,7 @@ def simple_rows() -> list[Any]:
 
 
 def write_weights(path: Path, content: bytes) -> None:
-    """Writes a file with a fixed header and timestamp; its size depends only on `content`'s."""
+    """Writes a file with a fixed header and timestamp; other weights differ only in their data."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes((2).to_bytes(8, "little") + b"{}" + content)
     os.utime(path, ns=(0, 0))
@@ -48,8 +48,7 @@ def write_weights(path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "parts/one.safetensors"])
 def test_a_job_is_not_resumed_with_other_weights(batch: Batch, name: str) -> None:
-    """Regression: only headers were compared, and no weights in subfolders: one output, two
-    models."""
+    """Regression: only headers were compared, and weights in subfolders were ignored."""
     model = batch.directory / "model"
     if name != "model.safetensors":
         index = {"weight_map": {"a": name}}

@@ -66,7 +66,7 @@ def test_a_crash_counts_once_for_each_row_that_ran(
 ) -> None:
     path = tmp_path / "runs"
     path.write_bytes(text)
-    for _ in range(2):  # the first one is closed normally, so the second one finds the same
+    for _ in range(2):  # the first one is closed normally, so the second one counts the same
         journal = Journal(path, num_done, lambda row: row == 3)
         journal.note(7)
         journal.close(is_complete=False)

@@ -95,7 +95,7 @@ def test_what_comes_in_is_told_in_order(tmp_path: Path) -> None:
     assert lines[5] == {"abort": 2}
 
 
-# --- a replay is the run again --------------------------------------------------------------------
+# --- a replay equals the run ----------------------------------------------------------------------
 
 
 def traced(**options: Any) -> tuple[LLMEngine, ReplayedTrace]:
@@ -329,8 +329,7 @@ def lines_of_sample() -> list[bytes]:
 
 
 def changed(path: Path, **values: Any) -> int:
-    """Writes the sample with other values in the line of a step of five rows; returns its
-    number."""
+    """Writes the sample with other values in a step of five rows; returns the line's number."""
     lines = lines_of_sample()
     told = [json.loads(line) for line in lines]
     number = next(i for i, line in enumerate(told) if len(line.get("sampled", ())) == 5)

@@ -77,7 +77,7 @@ class Replayed:
 
 
 class States:
-    """State after each step of a replay: reference counts, contents and tables of running sequences
+    """State per step of a replay: reference counts, contents and tables of running sequences
     after its plan, and their token counts after its commit."""
 
     def __init__(self, replay: Replay) -> None:

@@ -1,4 +1,4 @@
-"""Collectives over gloo, with two ranks as threads of one process: they have no global state."""
+"""Collectives over gloo, with one thread per rank in one process: they have no global state."""
 
 from __future__ import annotations
 

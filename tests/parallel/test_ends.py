@@ -39,7 +39,7 @@ pytestmark = pytest.mark.guards(
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60
-"""Timeout in s. It takes about a second; the margin keeps a busy machine from failing a test."""
+"""Timeout [s]. An end takes about a second; a busy machine must not fail a test."""
 
 
 def make_ranks(**options: object) -> LLMEngine:
@@ -153,8 +153,7 @@ def test_ranks_that_wait_for_a_stopped_one_end_with_where_each_is(
 def test_a_rank_that_has_missed_a_plan_ends_all_at_the_next_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise one rank would add values of this step to another rank's values of the next
-    step."""
+    """Otherwise the ranks would add up values of different steps."""
     engine = make_ranks()
     processes = processes_of(engine)
     pipe = engine.executor._ranks.workers[1].pipe
@@ -184,7 +183,7 @@ def test_an_interrupt_between_any_two_instructions_leaves_ranks_in_step(
         return interrupt
 
     is_interrupted, instruction = True, 0
-    # Why: Python 3.12 traces instructions only for tracers set after a frame has asked for it.
+    # Why: Python 3.12 traces instructions only if a frame asked for it before the tracer was set.
     sys._getframe().f_trace_opcodes = True
     while is_interrupted:
         left = instruction = instruction + 1

@@ -55,8 +55,7 @@ def scripted_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_work(prompts: Iterable[str], **options: Any) -> tuple[Work, dict[int, Any]]:
-    """Returns a job over these prompts and the dict of its records; a second record of a row
-    fails."""
+    """Returns a job over these prompts and its records; a second record of a row fails."""
     records: dict[int, Any] = {}
 
     def finish(task: Task, result: RequestOutput | RowError) -> None:
@@ -92,8 +91,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def killer(engines: Replicas, records: dict[int, Any], moments: list[int]) -> threading.Thread:
-    """Returns a thread that kills a replica each time that the next number of records is
-    reached."""
+    """Returns a thread that kills one replica at each of these numbers of records."""
 
     def kill() -> None:
         for number, moment in enumerate(moments):
@@ -297,7 +295,7 @@ def test_no_replica_outlives_a_parent_that_is_killed() -> None:
     wait_until(lambda: all(map(is_gone, children)))
 
 
-# --- where replicas run ---------------------------------------------------------------------------
+# --- placement ------------------------------------------------------------------------------------
 
 
 def test_cores_are_shared_and_those_that_are_not_there_refused(
