@@ -96,7 +96,7 @@ def test_sliding_windows_never_touch_blocks_before_them(sliding_window):
     [{}, {"group_size": 5}, {"head_dim": 80}, {"head_dim": 8}, {"block_size": 8}, {"sinks": 2.0}],
 )
 def test_bfloat16_is_off_by_its_roundings(options, kv_dtype):
-    """Queries and weights are rounded too: scores by 2 ** -8, half of which are near 0."""
+    """Queries and weights are rounded too. Scores have errors of 2 ** -8; half are near 0."""
     paged = Paged(lengths=LENGTHS, dtype=torch.float32, kv_dtype=kv_dtype, **options)
     exact = paged.run("naive")
     paged.dtype = torch.bfloat16
@@ -339,7 +339,7 @@ def test_refuses_what_it_cannot_compute(options, message):
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_number_of_workers_changes_no_bit(kv_dtype):
-    """Also with more workers than cores. With many workers, tasks of a chunk have fewer rows."""
+    """This includes more workers than cores. With many workers, a chunk's tasks have fewer rows."""
     paged = Paged(lengths=[*LENGTHS, (200, 260)], dtype=torch.float32, kv_dtype=kv_dtype)
     backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
     found = []

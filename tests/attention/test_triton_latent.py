@@ -83,8 +83,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
     ("heads", "seqs", "least", "most"), [(16, 1, 32, 32), (16, 256, 4, 5), (128, 256, 4, 4)]
 )
 def test_the_results_of_splits_take_no_more_than_fills_the_card(heads, seqs, least, most):
-    """On an H100, the results of 32 splits of 256 sequences took 268 MB with 16 heads, and over
-    2 GB with 128."""
+    """On an H100, the results of 32 splits of 256 sequences took 268 MB with 16 heads, and more
+    than 2 GB with 128."""
     made = case(heads, 512, 64, (1, 40), block_size=64)
     kernels = backend(made)
     kernels.num_sms = 132

@@ -1,4 +1,4 @@
-"""`bench.py --ablate`: each switch does what its name says, and tokens that must be equal are."""
+"""`bench.py --ablate`: each switch has its effect, and outputs that must be equal are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/cpu_peers: workloads to the token, the roofline, the report, and what is skipped."""
+"""benchmarks/cpu_peers: exact workloads, the roofline, the report, and skipped runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def counts(name: str, **options) -> tuple[int, int, int]:
 
 
 def line(peer: str = "nanoengine", speed: float = 10.0, **changes) -> dict:
-    """A runner's line, undisturbed and of workload W3."""
+    """A result of a runner, undisturbed, for workload W3."""
     return {
         "peer": peer, "quantization": "none", "dtype": "float32", "version": "1", "load_s": 2.0,
         "body_bits": 32, "head_bits": 32, "kv_bits": 32, "workload": "W3", "requests": 1,
@@ -89,14 +89,14 @@ def test_only_w2_shares_a_prefix():
         name: shared_prefix(requests_of(name, vocab_size=4096)) for name in ("W1", "W2", "W3")
     }
     assert shared == {"W1": 0, "W2": 512, "W3": 0}
-    assert shared_prefix([([1, 2, 3], 1), ([1, 2, 3], 1)]) == 2  # a token of its own for each
+    assert shared_prefix([([1, 2, 3], 1), ([1, 2, 3], 1)]) == 2  # one token is not shared
 
 
 # --- roofline -------------------------------------------------------------------------------------
 
 
 def plain_cost(dense_params: int, head_params: int) -> ModelCost:
-    """A model of one layer, whose attention has one head of one number."""
+    """A model with one layer and one attention head of size one."""
     one = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1, "hidden_size": 1,
            "intermediate_size": 1, "vocab_size": 1}  # fmt: skip
     cost = ModelCost.from_config(one, 4)
@@ -136,7 +136,7 @@ def test_rows_hold_medians_spreads_shares_and_ratios():
     lines += [line("vllm", speed=s, round=i) for i, s in enumerate((15.0, 20.0, 10.0))]
     ours, theirs = report.rows(lines, CONFIG, PEAKS, 1.0)
     assert (ours["peer"], ours["output_tok_s"], ours["spread"]) == ("nanoengine", 30.0, [20, 40])
-    assert (theirs["output_tok_s"], theirs["nanoengine_is"]) == (15.0, 2.0)  # of 2, 1 and 4
+    assert (theirs["output_tok_s"], theirs["nanoengine_is"]) == (15.0, 2.0)  # median of 2, 1, 4
     requests = requests_of("W3", vocab_size=4096)
     cost = ModelCost.from_config(CONFIG, 4)
     seconds = ideal_seconds(cost, requests, PEAKS.limits("none"), Formats())
@@ -168,7 +168,7 @@ def test_a_default_is_held_to_what_it_computes_in():
     assert modern.limits("default", "bfloat16").flops_per_s == 400e9
     assert modern.limits("default", "bfloat16").attention_flops_per_s == 400e9
     assert modern.limits("default", "float32").flops_per_s == 100e9
-    assert PEAKS.limits("default", "bfloat16").flops_per_s == 100e9  # no such products there
+    assert PEAKS.limits("default", "bfloat16").flops_per_s == 100e9  # no bfloat16 products
     lines = [
         line("vllm", 8.0, quantization="default", dtype="bfloat16"),
         line("nanoengine", 2.0, quantization="default"),
@@ -199,7 +199,7 @@ def test_float32_peers_must_agree_and_quantized_ones_are_counted():
 
 def test_a_row_tells_what_is_kept_beside_busy_processes():
     speeds = {
-        "nanoengine": ((40.0, 60.0), (30.0, 30.0)),  # quiet, beside: of each round
+        "nanoengine": ((40.0, 60.0), (30.0, 30.0)),  # per round: alone, then next to busy processes
         "openvino": ((40.0, 40.0), (20.0, 10.0)),
         "llamacpp": ((20.0, 20.0), (30.0, 20.0)),
     }
@@ -212,7 +212,7 @@ def test_a_row_tells_what_is_kept_beside_busy_processes():
     rows = {row["peer"]: row for row in report.rows(lines, CONFIG, PEAKS, 1.0)}
     ours, theirs = rows["nanoengine"], rows["openvino"]
     assert (ours["output_tok_s"], ours["beside"]["output_tok_s"]) == (50.0, 30.0)
-    assert ours["beside"]["kept"] == 0.625  # of 0.75 and 0.5
+    assert ours["beside"]["kept"] == 0.625  # the mean of 0.75 and 0.5
     assert (ours["over_best_peer"], ours["beside"]["over_best_peer"]) == (1.25, 1.25)
     assert (theirs["nanoengine_is"], theirs["beside"]["nanoengine_is"]) == (1.25, 2.25)
 
@@ -245,7 +245,7 @@ def test_rounds_interleave_and_a_disturbed_run_is_repeated_alone(tmp_path, monke
     lines, failed, rounds = compare.run_rounds(entries, arguments(tmp_path))
     assert calls == [
         ("nanoengine", ["G", "W1", "W3"]), ("nanoengine", ["W3"]), ("vllm", ["G", "W1", "W3"]),
-        ("vllm", ["W1", "W3"]), ("nanoengine", ["W1", "W3"]),  # another begins each round
+        ("vllm", ["W1", "W3"]), ("nanoengine", ["W1", "W3"]),  # each round begins with another peer
     ]  # fmt: skip
     assert (failed, rounds) == ({}, 2)
     assert [entry["valid"] for entry in lines if entry["workload"] == "W3"].count(False) == 1

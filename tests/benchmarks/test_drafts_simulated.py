@@ -1,4 +1,4 @@
-"""Drafting on simulated machines: nothing is lost anywhere, much is won where rows are cheap."""
+"""Drafting on simulated machines: never a loss, and a large gain where extra tokens are cheap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side-by-side scripts without a GPU: driver, checkpoint, one engine, and the shim."""
+"""The GPU comparison scripts without a GPU: driver, checkpoint, one engine, and the shim."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_peers"
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch):
-    """The scripts find each other as if run from their folder."""
+    """Makes the scripts import each other as if they ran from their folder."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
     for name in ("common", "run_all", "run_nanoengine", "run_vllm", "make_checkpoint", "fa3"):
@@ -29,7 +29,7 @@ def path(monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A tiny checkpoint, as the script writes it."""
+    """A tiny checkpoint that the script writes."""
     directory = tmp_path_factory.mktemp("checkpoint")
     script = str(FOLDER / "make_checkpoint.py")
     subprocess.run([sys.executable, script, str(directory), "--shape", "tiny"], check=True)

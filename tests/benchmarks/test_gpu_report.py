@@ -32,7 +32,7 @@ TINY = Heads(num_heads=4, num_kv_heads=2, head_dim=32)
 
 
 class Clock:
-    """A clock that moves when it is told to."""
+    """A clock that advances only when a test advances it."""
 
     def __init__(self):
         self.now = 100.0
@@ -45,7 +45,7 @@ class Clock:
 
 
 def cases_of(clock, *costs):
-    """Cases that cost so many seconds; an exception in the place of a cost is raised."""
+    """Cases with these costs in seconds; an exception instead of a cost is raised."""
 
     def measure(cost):
         if isinstance(cost, Exception):
@@ -115,7 +115,7 @@ def test_the_drive_keeps_to_the_total_and_saves_after_each_part():
 
 
 class FakeTimer:
-    """Runs the work once and says that it took a second a call."""
+    """Runs the work once and reports a second per call."""
 
     def __init__(self):
         self.calls = 0
@@ -220,7 +220,7 @@ def test_tokens_of_the_demo_model_are_compared():
 
 
 class FakeEvent:
-    """A moment of the host's clock, in ms."""
+    """A time stamp of the host's clock, in ms."""
 
     def record(self):
         self.ms = 1e3 * time.perf_counter()
@@ -272,7 +272,7 @@ def test_the_kernels_of_a_profile():
 
 
 def results():
-    """A report's parts as a run might leave them."""
+    """Example results of all parts of a report."""
     return {
         "peaks": {
             "rows": [
@@ -376,7 +376,7 @@ def test_the_command_writes_after_each_part(monkeypatch, tmp_path, capsys):
 
 # --- a machine with a GPU and little else ---------------------------------------------------------
 
-# Why three more: what is needed brings them, and an engine without a bar needs them not.
+# Why three more: required packages depend on them, but an engine without a bar does not need them.
 ABSENT = [*absent(NEEDED), "rich", "tqdm", "typer"]
 WITHOUT = f"import os, sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
 
@@ -388,7 +388,7 @@ def python(*arguments):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_the_command_needs_no_package_that_a_gpu_machine_may_lack():
-    """It ended in ModuleNotFoundError: its command line was tyro's."""
+    """The command once failed with ModuleNotFoundError, because its command line used tyro."""
     script = "import runpy; sys.argv = ['bench.py', '--gpu-report']; runpy.run_path('bench.py', "
     done = python("-c", WITHOUT + script + "run_name='__main__')")
     assert done.returncode == 2, done.stderr

@@ -1,4 +1,4 @@
-"""A visit to a GPU: on a card that is not there, and with parts that crash or hang."""
+"""A GPU visit on an emulated GPU, with parts that crash or hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 LACKED = absent([*NEEDED, *gpu_visit.PACKAGES])
-"""What is installed here and may be missing where a visit goes."""
+"""Packages that are installed here and may be missing on the visited machine."""
 
 
 def test_every_part_runs(tmp_path):
@@ -59,13 +59,13 @@ def test_every_part_runs(tmp_path):
 
 
 def test_counters_are_those_of_a_case_that_there_is(tmp_path):
-    """Without it, ncu counted three launches of the first case, at batch 1."""
+    """With a wrong name, ncu counted three launches of the first case, at batch 1."""
     case = gpu_visit.steps_of(tmp_path / "visit.json")["counters"].command[-1]
     assert case in [case.name for case in kernels.decode_cases(torch.device("cpu"), None)]
 
 
 def test_the_tests_for_a_gpu_need_no_package_that_a_visit_lacks():
-    """What the preparation unpacks is enough."""
+    """The packages that the preparation unpacks are enough."""
     code = f"import sys; sys.modules.update(dict.fromkeys({LACKED})); import pytest; "
     code += "sys.exit(pytest.main(['tests/gpu', '--collect-only', '-qp', 'no:cacheprovider']))"
     env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -100,7 +100,7 @@ def test_slow():
 
 
 def failing_tests(folder, limit_s, *every):
-    """A part of tests that a GPU breaks."""
+    """A part whose tests fail on a GPU."""
     (folder / "test_it.py").write_text(FAILING)
     plain = ["-qc", os.devnull, "--rootdir", str(folder), "-p", "tests.gpu.conftest"]
     command = [sys.executable, "-m", "pytest", *plain, str(folder / "test_it.py")]
@@ -108,7 +108,7 @@ def failing_tests(folder, limit_s, *every):
 
 
 def visit(monkeypatch, folder, steps, repeats=0, **looks):
-    """Exit code and report of a visit of these parts."""
+    """Exit code and report of a visit with these parts."""
     monkeypatch.setattr(gpu_visit, "steps_of", lambda file: steps)
     monkeypatch.setattr(gpu_visit, "VISIT", tuple(steps))
     monkeypatch.setattr(gpu_visit, "LOOKS", tuple((name, *how) for name, how in looks.items()))
@@ -116,7 +116,7 @@ def visit(monkeypatch, folder, steps, repeats=0, **looks):
     monkeypatch.setattr(gpu_parts, "LEAST_S", 0.1)
     monkeypatch.setattr(processes, "ENDINGS", [(s, min(t, 3)) for s, t in processes.ENDINGS])
     monkeypatch.setenv("OUT", str(folder))
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # this may be a worker itself
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # this process may be a worker itself
     with pytest.raises(SystemExit) as ended:
         gpu_visit.main()
     return ended.value.code, json.loads((folder / "visit.json").read_text())
@@ -159,13 +159,13 @@ def test_a_stack_that_fails_voids_nothing_else(
     log = (tmp_path / "visit.log").read_text()
     assert log.count("well\n") == 1 and known in log
     for pid in re.findall(r"^child (\d+)", log, re.MULTILINE):
-        with contextlib.suppress(psutil.NoSuchProcess):  # else nobody has asked how it ended, yet
+        with contextlib.suppress(psutil.NoSuchProcess):  # otherwise it is an unreaped zombie
             child = psutil.Process(int(pid))
             assert child.status() == psutil.STATUS_ZOMBIE or child.wait(10) is None
 
 
 def test_a_failing_test_is_kept_at_once_and_looked_at_again(monkeypatch, tmp_path):
-    """Another one hangs: pytest would name what failed at its end."""
+    """Another test hangs: pytest would list failures only at the end."""
     steps = {"kernels": failing_tests(tmp_path, 12)}
     show = "import os, sys; print(os.environ.get('CUDA_LAUNCH_BLOCKING'), sys.argv[1:3])"
     look = {"CUDA_LAUNCH_BLOCKING": "1"}, (*PYTHON, show)
@@ -225,7 +225,7 @@ def test_a_visit_fits_into_ten_minutes_and_two_into_fifteen():
 
 
 def test_the_preparation_unpacks_what_the_tests_need(monkeypatch, tmp_path, capsys):
-    """The registry is left out: one wheel stands for all."""
+    """No package registry is used: one wheel represents all packages."""
     commands = []
 
     def download(command, check):

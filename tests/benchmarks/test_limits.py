@@ -1,4 +1,4 @@
-"""What a step must cost, and what the hardware reaches, by arithmetic and by measurement."""
+"""The minimum cost of a step and the limits of the hardware, by arithmetic and measurement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = {
 
 
 def record(*rows: tuple[int, int, int]) -> StepRecord:
-    """A step of (start, tokens, logits) a row."""
+    """A step with one (start, tokens, logits) entry per row."""
     return StepRecord(
         time_s=0.0,
         rows=range(len(rows)),
@@ -92,13 +92,13 @@ def test_cost_of_experts() -> None:
     dense = ModelCost.from_config(CONFIG | {"intermediate_size": 10}, 1)
     router = 2 * 8 * 8
     one_token = record((0, 1, 1))
-    # A single token meets exactly its 2 experts of size 5: a dense MLP of size 10, and the router.
+    # A single token uses exactly 2 experts of size 5: a dense MLP of size 10, and the router.
     assert cost.step(one_token)[0] == dense.step(one_token)[0] + 2 * router
     assert cost.step(one_token)[1] == pytest.approx(dense.step(one_token)[1] + router)
     many = record((0, 1000, 1000))
     all_experts = ModelCost.from_config(CONFIG | {"intermediate_size": 40}, 1)
     assert cost.step(many)[1] == pytest.approx(all_experts.step(many)[1] + router)
-    # A chunk without logits leaves the router and the experts of the last layer alone.
+    # A chunk without logits skips the router and the experts of the last layer.
     chunk = record((0, 1000, 0))
     assert cost.step(chunk)[1] == pytest.approx(all_experts.step(chunk)[1] + router / 2)
 
@@ -111,7 +111,7 @@ def test_peaks_are_measured() -> None:
 
 
 def test_a_gpu_multiplies_random_numbers(monkeypatch) -> None:
-    """A constant matrix draws less power: it gave a limit that was a tenth too high."""
+    """A constant matrix draws less power and made the measured limit a tenth too high."""
     seen = []
     monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append((a, b)))
     assert peak._gemm_rate(torch.device("cpu"), torch.bfloat16, 32, 0.0) > 0
@@ -122,7 +122,7 @@ def test_a_gpu_multiplies_random_numbers(monkeypatch) -> None:
 
 def test_a_multiplying_kernel_does_the_products_that_it_is_credited_with() -> None:
     def sums(kernel: Any, x: np.ndarray, y: np.ndarray, start: np.ndarray, turns: int) -> Any:
-        """The sums behind `turns` turns on one worker, all of them started at `start`."""
+        """The sums after `turns` iterations on one worker, all of them initialized to `start`."""
         data = np.zeros((1, cpu_peak.ROOM), start.dtype)
         width = len(x.view(start.dtype))
         data[0, :width], data[0, width : 2 * width] = x.view(start.dtype), y.view(start.dtype)
@@ -149,7 +149,7 @@ def test_a_multiplying_kernel_does_the_products_that_it_is_credited_with() -> No
         x, y = np.full(width, 3, np.uint8), np.arange(width, dtype=np.int8)
         start = np.ones(1, np.int32).view(np.float32)
         got = sums(cpu_peak.multiply_bytes, x, y, start, 1).view(np.int32)
-        # Without the one instruction the second factor is the sum itself: 1, 0, 0, 0 as bytes.
+        # Without vpdpbusd the second factor is the sum itself: 1, 0, 0, 0 as bytes.
         fours = y.reshape(-1, 4).sum(1) if CURRENT.byte_dots == "vpdpbusd" else np.ones(width // 4)
         assert np.array_equal(got, np.tile(1 + 3 * fours, cpu_peak.CHAINS))
         assert cpu_peak.operations("int8") == 8 * got.size

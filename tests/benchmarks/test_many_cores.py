@@ -1,4 +1,4 @@
-"""The model of many cores: it counts what a step costs, and more cores cost what they should."""
+"""The many-core model counts the cost of a step, and more cores have the expected cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE = Machine(cores=1, core_bytes=1e10, socket_bytes=1e10, core_flops=1e11)
 
 
 def totals(rows: int, context: int) -> tuple[float, float]:
-    """FLOPs and bytes of the parts that multiply and attend."""
+    """FLOPs and bytes of matrix products and attention."""
     parts = SMALL["num_hidden_layers"] * layer_parts(SMALL, rows, context, 4, 4, 1)
     big = [part for part in parts if part.name not in ("norm", "rotate", "gate")]
     flops = sum(part.count * part.item_flops for part in big)

@@ -1,4 +1,4 @@
-"""The roofline against figures worked out by hand and by an independent replay of the workload."""
+"""The roofline against manual calculations and an independent replay of the workload."""
 
 import pytest
 

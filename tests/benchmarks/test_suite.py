@@ -1,4 +1,4 @@
-"""`python bench.py`: its command line, what it adds to the report, and what it compares with."""
+"""`python bench.py`: its command line, additions to the report, and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench.py --sweep`, `--rate` and the pools that are simulated; figures of all reports."""
+"""`bench.py --sweep`, `--rate` and simulated pools; figures of all reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_sweep_has_a_point_for_each_value(
     one, four = report["points"]
     assert [one["value"], four["value"]] == [1, 4]
     assert one["mean_batch"] == 1 < four["mean_batch"]
-    # One sequence at a time reads all weights for each token: a larger batch has more headroom.
+    # A batch of one reads all weights per token, so a larger batch has more headroom.
     assert one["roofline"]["output_tokens_per_s"] < four["roofline"]["output_tokens_per_s"]
     for point in (one, four):
         assert len(point["ttft_s"]) == len(point["itl_s"]) == 101

@@ -302,7 +302,7 @@ def test_the_largest_vocabulary_is_that_of_the_sampler() -> None:
     assert KEYS["vocab_size"].most == MAX_VOCAB_SIZE
 
 
-# --- keys that nobody reads -----------------------------------------------------------------------
+# --- unused keys ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -1,7 +1,7 @@
-"""What needs a real GPU. Without one everything here is imported, collected and skipped.
+"""Tests for a real GPU. Without one they are imported, collected and skipped.
 
-If the environment has GPU_ROWS, a line of JSON per test is appended to that file as soon as the
-test has ended, with the traceback of what failed: a run that is cut off keeps what it has.
+If the environment sets GPU_ROWS, one line of JSON per test is appended to that file as soon as the
+test ends, with the traceback of a failure. An interrupted run keeps its results.
 """
 
 import json
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
-    # Why last: the controller has the report by then. It starts another worker for what is left.
+    # Why last: the controller has the report by then. It starts another worker for the other tests.
     if IS_WORKER and report.failed and is_context_dead():
         os._exit(1)
     if not IS_WORKER and "GPU_ROWS" in os.environ and (report.when == "call" or not report.passed):
@@ -36,13 +36,13 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_collectreport(report):
-    """A module that can't be imported."""
+    """Records a module that cannot be imported."""
     if report.failed and not IS_WORKER:
         pytest_runtest_logreport(report)
 
 
 def row_of(report):
-    """A test's name, and its seconds, or why it was skipped, or how it failed."""
+    """A test's name with its duration in seconds, its reason to skip, or its failure."""
     text = report.longreprtext.splitlines()
     if report.passed:
         return {"case": report.nodeid, "seconds": round(report.duration, 2)}
@@ -54,7 +54,7 @@ def row_of(report):
 
 
 def is_context_dead():
-    """Whether this process can use its GPU no more: after an illegal access each call fails."""
+    """Whether the CUDA context is broken: after an illegal access each call fails."""
     if not torch.cuda.is_initialized():
         return False
     try:

@@ -1,7 +1,7 @@
-"""Log-probabilities of whole sequences, by the engine and by transformers, to compare models with.
+"""Log-probabilities of whole sequences from the engine and from transformers, for comparisons.
 
-Why not tokens: two tokens of nearly equal probability may change places by one rounding, and then
-all that follows differs. Each model scores the same tokens here, so errors don't build up.
+Why not tokens: one rounding may swap two tokens of nearly equal probability, and all later tokens
+then differ. Here both models score the same tokens, so errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from nanoengine.settings.params import SamplingParams
 from tests.support.engines import make_engine, reference, run
 
 Scores = list[torch.Tensor]
-"""For each sequence the log-probabilities of its tokens but the first, float64."""
+"""Per sequence, the log-probabilities of all tokens but the first, float64."""
 
 
 def engine_scores(
     directory: str, prompts: list[list[int]], max_tokens: int, **options: Any
 ) -> tuple[list[list[int]], Scores]:
-    """Greedy generation: all tokens of each sequence, and what the engine says of them."""
+    """Greedy generation: all tokens of each sequence, and their log-probabilities in the engine."""
     params = SamplingParams(
         temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0
     )
@@ -40,7 +40,7 @@ def engine_scores(
 def reference_scores(
     directory: str, sequences: list[list[int]], dtype: torch.dtype, device: str
 ) -> Scores:
-    """What transformers says of the same tokens, computed in `dtype`."""
+    """The log-probabilities of the same tokens in transformers, computed in `dtype`."""
     model = reference(directory, dtype).to(device)
     scores = []
     for sequence in sequences:
@@ -59,10 +59,10 @@ def mean_error(scores: Scores, exact: Scores) -> float:
 def check_scores(
     directory: str, prompts: list[list[int]], dtype: torch.dtype, device: str, **options: Any
 ) -> tuple[float, float]:
-    """Holds the engine against transformers, both in `dtype`, by their distance from float64.
+    """Compares the errors of the engine and of transformers, both in `dtype`, against float64.
 
-    Why twice the other's error: both round as often, in another order. A wrong mask, position or
-    norm is off by far more; a wrong token has a log-probability that differs by whole numbers.
+    Why twice the other's error: both round equally often, in a different order. A wrong mask,
+    position or norm has a far larger error; a wrong token changes log-probabilities by 1 or more.
 
     Returns:
         The two mean errors.

@@ -1,7 +1,7 @@
-"""The engine's GPU paths: graphs at every batch size, memory, staging, tiers on side streams.
+"""The engine's GPU paths: graphs at every batch size, memory, staging, and tiers on side streams.
 
-Where tokens must be the same, the model is in float64 with the naive backend, as in the tests on a
-CPU: what differs is then the path, never a rounding.
+Where tokens must be equal, the model runs in float64 with the naive backend, as in the CPU tests,
+so that only the path can differ and not the rounding.
 """
 
 import gc
@@ -22,7 +22,7 @@ EXACT = {"device": "cuda", "dtype": "float64", "attention_backend": "naive"}
 
 
 def fast_engine(dtype="bfloat16", **options):
-    """A tiny Qwen3 on the GPU's own kernels."""
+    """A tiny Qwen3 with the GPU kernels."""
     options = {"attention_backend": "triton", "debug_checks": False} | options
     return make_engine(checkpoint("qwen3"), device="cuda", dtype=dtype, **options)
 
@@ -59,9 +59,9 @@ def test_equal_runs_give_equal_tokens():
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 21])
 def test_graphs_cover_every_batch_size(max_num_seqs):
-    """Batches shrink one by one, down from the largest; eager steps are the oracle.
+    """Batches shrink one by one from the largest size; eager steps are the reference.
 
-    Float32, for products of padded batches add up in another order.
+    Float32, because products of padded batches are added in another order.
     """
     prompts = random_prompts(max_num_seqs, [5, 70, 33])
     lengths = [greedy(4 + 2 * i) for i in range(max_num_seqs)]
@@ -103,9 +103,9 @@ def test_shutdown_gives_all_memory_back():
 
 
 def test_a_share_of_memory_is_not_passed(monkeypatch):
-    """A pool that takes all it is given leaves room for prompts, logits, sampling and graphs.
+    """A pool that uses its whole share leaves space for prompts, logits, sampling and graphs.
 
-    What is free is counted as if this process were alone: tests of other files run beside it.
+    Free memory is counted as if this process were alone, because other test files run in parallel.
     """
     gc.collect()
     torch.cuda.empty_cache()
@@ -134,9 +134,9 @@ def test_a_share_of_memory_is_not_passed(monkeypatch):
 
 
 def test_staging_ships_every_array_as_it_is():
-    """Several transfers are under way at once, each from a pinned buffer of its own."""
+    """Several transfers are in flight at once, each from its own pinned buffer."""
     draw, under_way = np.random.default_rng(0), []
-    torch.cuda._sleep(50_000_000)  # some 25 ms in which no transfer can finish
+    torch.cuda._sleep(50_000_000)  # about 25 ms in which no transfer can finish
     for size in (1, 3, 17, 1000, 5, 40_000, 2):
         arrays = [
             draw.integers(-(2**40), 2**40, size),
@@ -172,14 +172,14 @@ def test_downloads_hold_what_was_there_when_they_began():
 
 
 def test_blocks_stored_and_loaded_on_the_side_stream_are_whole():
-    """The stream copies what the main one has queued before it, and loads before what comes after.
+    """The side stream copies after earlier work of the main stream, and loads before later work.
 
-    Long sleeps on the main stream make the wrong order visible.
+    Long sleeps on the main stream expose a wrong order.
     """
     kv = torch.zeros(2, 3, 9, 16, 2, 64, dtype=torch.bfloat16, device=CUDA)
     storage = HostStorage(kv, 9)
     assert all(chunk.is_pinned() for chunk in storage.chunks)
-    cycles = 50_000_000  # some 25 ms
+    cycles = 50_000_000  # about 25 ms
     for trial in range(3):
         content = torch.randn_like(kv)
         torch.cuda._sleep(cycles)

@@ -1,4 +1,4 @@
-"""The fused and the deterministic kernels on a real GPU: bfloat16, and bits that must be equal."""
+"""The fused and the deterministic kernels on a real GPU: bfloat16, and equal bits."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""The GPU backends on a real GPU, at real sizes: parity, determinism, graphs and bandwidth.
+"""The GPU backends on a real GPU at real sizes: parity, determinism, graphs and bandwidth.
 
-What the interpreter can't show: bfloat16, tensor cores, races, and results that depend on what runs
-beside them. flash_attn takes part where it is installed.
+The tests cover what the interpreter does not: bfloat16, tensor cores, races, and results that
+depend on concurrent programs. flash_attn is included if it is installed.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ CASES = [
     *((name, DECODES, BF16 | {"block_size": size, "group_size": 2}) for name, size in BACKENDS),
     *(("triton", [*DECODES[:8], *PREFILLS[:3]], {"block_size": 64, **shape}) for shape in SHAPES),
     *(("triton", MIXED, BF16 | {"block_size": n, "head_dim": 128}) for n in (16, 32, 128, 256)),
-    # Beyond the most splits.
+    # More than the maximum number of splits.
     ("triton", [(1, 8192), (1, 8193), (1, 30000)], BF16 | {"block_size": 64}),
 ]
 
@@ -59,7 +59,7 @@ def test_parity(name, lengths, options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", [16, 20, 128])
 def test_parity_over_latents(heads, dtype):
-    """At DeepSeek's sizes, with as many splits as there can be, and more than a program takes."""
+    """DeepSeek's sizes, with up to the maximum of splits: more than a program merges at once."""
     lengths = *DECODES[:8], (1, 6000), (1, 20000), *PREFILLS[:3]
     made = latents.case(heads, 512, 64, *lengths, block_size=64, dtype=dtype)
     error = made.run(latents.backend(made)).double() - latents.expected(made)
@@ -88,7 +88,7 @@ def test_equal_runs_give_equal_bits():
 @pytest.mark.parametrize(("name", "block_size"), BACKENDS)
 @pytest.mark.parametrize("count", [1, 3, 8, 20])
 def test_graphs_replay_what_eager_gives(name, block_size, count):
-    """Captured with launches for 4,096 tokens, as an engine does, and replayed on other queries."""
+    """The capture covers up to 4,096 tokens, as in an engine; the replay uses other queries."""
     case = make_case(
         *DECODES[:count], dtype=torch.bfloat16, block_size=block_size, head_dim=128, group_size=2
     )

@@ -1,7 +1,7 @@
 """Fused layers, the fp8 KV cache and deterministic=True on a GPU.
 
-In bfloat16, which Triton's interpreter can't compute, and at the sizes of real models; float16 and
-float32 are covered on a CPU.
+In bfloat16, which Triton's interpreter does not support, and at the sizes of real models. CPU tests
+cover float16 and float32.
 """
 
 import pytest
@@ -49,8 +49,8 @@ def test_attention_over_fp8():
 
 
 def test_a_model_with_an_fp8_cache_is_off_by_no_more_than_the_plain_one():
-    """Mean error of log-probabilities against float64 without fp8, beside the naive backend's with
-    the same cache in float32: rounding to 4 bits outweighs all else."""
+    """Mean error of log-probabilities against float64 without fp8, next to the error of the naive
+    backend with the same cache in float32: rounding to 4 bits dominates."""
     directory = checkpoint("qwen3")
     errors = {}
     for name, dtype in (("triton", "bfloat16"), ("naive", "float32")):

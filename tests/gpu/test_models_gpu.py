@@ -1,9 +1,9 @@
 """Whole models on a GPU against transformers: chunks, mixed batches, decodes, graphs.
 
-Errors are measured against float64. What was seen on a CPU with the naive backend, for the engine
-and for transformers alike: 2e-2 to 7e-2 in bfloat16 (8 bits a number), 2e-3 to 9e-3 in float16 (11
-bits), 1e-6 to 3e-6 in float32; Gemma's logits are the largest. The bound is twice what transformers
-has in the same dtype, on the same GPU.
+Errors are measured against float64. On a CPU with the naive backend, the engine and transformers
+both had errors of 2e-2 to 7e-2 in bfloat16 (8 bits per element), 2e-3 to 9e-3 in float16 (11 bits),
+and 1e-6 to 3e-6 in float32; Gemma has the largest logits. The bound is twice the error of
+transformers in the same dtype on the same GPU.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from tests.support.engines import checkpoint, random_prompts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PROMPTS = random_prompts(7, [1, 5, 63, 64, 65, 130, 200])
-"""Lengths around a block of 64, and above the step's budget, so that they come in chunks."""
+"""Lengths around a block of 64, and lengths above the step's budget, which need chunks."""
 
 SMALL_STEPS = {"max_num_batched_tokens": 48, "max_num_seqs": 8}
 

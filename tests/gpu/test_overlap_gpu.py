@@ -1,6 +1,6 @@
-"""The overlapped loop and captured decode steps on a real GPU: the tokens of the plain eager loop.
+"""The overlapped loop and captured decode steps on a real GPU give the tokens of the eager loop.
 
-In float32, where a batch's neighbours and padding change nothing that shows in a token.
+The tests use float32, in which other sequences and padding of a batch do not change tokens.
 """
 
 import pytest
@@ -17,7 +17,7 @@ PARAMS = [
 ]
 EDITED = SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=2, max_tokens=40)
 CACHES = [{"kv_cache_gib": 0.1}, {"num_kv_blocks": 24, "block_size": 16}]
-"""Room for all sequences at once, and so little that some wait."""
+"""Enough space for all sequences at once, and so little that some wait."""
 
 
 def engine_of(**options):

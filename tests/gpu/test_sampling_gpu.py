@@ -1,4 +1,4 @@
-"""The sampling kernel on a real GPU: the tokens of its twin, at the size of a real vocabulary."""
+"""The sampling kernel on a real GPU gives the tokens of its reference, with a real vocabulary."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_tokens_are_those_of_the_twin(dtype, kind, monkeypatch):
     monkeypatch.setattr(draw, "has_kernel", lambda *rest: False)
     expected, _ = sample_on_device(logits, packed, kind)
     assert valid.all()
-    # Why one: an exponential's last bit may move the end of what top_p keeps.
+    # Why one: the last bit of an exponential may change which token top_p keeps last.
     assert (ids != expected).sum() <= (0 if kind is SamplingKind.GREEDY else 1)
 
 

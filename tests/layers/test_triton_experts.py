@@ -122,7 +122,7 @@ def correction_of(moe: MoEConfig) -> torch.Tensor | None:
 
 
 def check_places(ids: torch.Tensor, places: tuple[torch.Tensor, ...], experts: int) -> None:
-    """The positions must equal those of a stable sort, in tiles of 16 rows."""
+    """The positions must match a stable sort, in tiles of 16 rows."""
     order, starts, tiles = (each.tolist() for each in places)
     expected = ids.flatten().sort(stable=True)
     assert order == expected.indices.tolist()

@@ -123,7 +123,7 @@ def held_by(directory: Path) -> Kernels:
     "case", ["gptq-desc-act", "awq", "pack-quantized-zeros", "int-quantized", "fp8"]
 )
 def test_a_model_is_held_as_it_is_stored(case: str, tmp_path: Path) -> None:
-    """Weights take one or half a byte; the logits match those of the dequantized weights."""
+    """Weights take one or half a byte; the logits match the dequantized model."""
     floats, directory = write_case(tmp_path, case), tmp_path / "quantized"
     model = build(directory, torch.float32, kernels=held_by(directory))
     held = [m for m in model.modules() if isinstance(m, TritonQuantizedLinear)]
@@ -239,7 +239,7 @@ class Emulated(QuantizedLinear):
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("case", ["channel", "fp8-matrix"])
 def test_a_model_in_fp8_computes_what_its_form_says(case: str, tmp_path: Path) -> None:
-    """The logits are closer to those of rounded activations than to those of float activations."""
+    """The logits are closer to a model with rounded activations than to one with float ones."""
     write_case(tmp_path, case, head_dim=32)
     stored = load_model_config(tmp_path / "quantized").quantization
     assert stored is not None and stored.activations == "e4m3"

@@ -286,7 +286,7 @@ def test_linear_and_yarn_rotations(tmp_path: Path) -> None:
 
 def test_windows_have_the_usual_base_where_a_file_says_none(tmp_path: Path) -> None:
     config = config_with(tmp_path, "gemma3", rope__freq_base=5e5, rope__freq_base_swa=None)
-    assert {rope.theta for rope in config.ropes} == {1e4}  # all layers have a window here
+    assert {rope.theta for rope in config.ropes} == {1e4}  # all three have a window
     config = config_with(tmp_path, "gemma3", rope__freq_base=5e5, attention__sliding_window=None)
     assert {rope.theta for rope in config.ropes} == {5e5}
 

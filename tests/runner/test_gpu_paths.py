@@ -1,6 +1,6 @@
 """The engine's GPU paths on an emulated device; see `support/emulated_gpu.py`.
 
-Tokens equal those of the CPU, no launch synchronizes, streams are ordered, and memory is freed.
+Tokens equal the CPU's, no launch synchronizes, streams are ordered, and all memory is freed.
 """
 
 import subprocess

@@ -1,5 +1,5 @@
-"""Models of every kind on an emulated GPU: tokens and log-probabilities equal those of plain torch
-on the CPU, decodes are CUDA graphs, and launches are counted."""
+"""Models of every kind on an emulated GPU: tokens and log-probabilities match plain torch on the
+CPU, decodes are CUDA graphs, and launches are counted."""
 
 from __future__ import annotations
 

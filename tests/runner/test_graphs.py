@@ -83,7 +83,7 @@ def test_all_captures_warm_up_and_record_on_one_stream():
         assert len(gpu.streams) == before + 1
 
 
-# --- the decode step over a model that tells what it was given -----------------------------------
+# --- the decode step with a model that records its inputs ----------------------------------------
 
 
 class Model:

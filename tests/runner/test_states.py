@@ -1,5 +1,5 @@
-"""Linear-attention and SSM models: tokens equal those of the plain run whatever the engine does,
-and the cost of a decode does not grow with its context."""
+"""Linear-attention and SSM models: tokens match the plain run whatever the engine does, and the
+cost of a decode does not grow with its context."""
 
 from __future__ import annotations
 
