@@ -217,7 +217,7 @@ def test_a_row_tells_what_is_kept_beside_busy_processes():
     assert (theirs["nanoengine_is"], theirs["beside"]["nanoengine_is"]) == (1.25, 2.25)
 
 
-# --- what runs ------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def arguments(tmp_path: Path, **changes) -> argparse.Namespace:

@@ -72,7 +72,7 @@ def test_engines_take_turns_and_a_missing_one_is_named_once():
     assert text.count("ended without a result") == 3
 
 
-# --- what every script does -----------------------------------------------------------------------
+# --- all scripts ----------------------------------------------------------------------------------
 
 
 def args_for(checkpoint, label="x", requests=3, longest=8):

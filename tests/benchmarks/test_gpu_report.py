@@ -374,7 +374,7 @@ def test_the_command_writes_after_each_part(monkeypatch, tmp_path, capsys):
     assert "--parts are of ['stack', 'tokens', 'peaks'," in capsys.readouterr().err
 
 
-# --- a machine with a GPU and little else ---------------------------------------------------------
+# --- a GPU machine with few packages --------------------------------------------------------------
 
 # Why three more: required packages depend on them, but an engine without a bar does not need them.
 ABSENT = [*absent(NEEDED), "rich", "tqdm", "typer"]

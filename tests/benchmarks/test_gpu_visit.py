@@ -73,7 +73,7 @@ def test_the_tests_for_a_gpu_need_no_package_that_a_visit_lacks():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-# --- what may go wrong ----------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 PYTHON = [sys.executable, "-c"]
 FAILING = """

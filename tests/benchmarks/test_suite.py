@@ -76,7 +76,7 @@ def test_shapes_are_what_transformers_reads(
     assert limits.model_cost(config, 2).head_params == loaded.vocab_size * loaded.hidden_size
 
 
-# --- beside the hardware --------------------------------------------------------------------------
+# --- comparison with the hardware -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_the_report_says_what_the_hardware_could_do(tmp_path: Path, make_llm: Ma
     assert max(map(len, text.splitlines())) <= 100
 
 
-# --- beside transformers --------------------------------------------------------------------------
+# --- comparison with transformers -----------------------------------------------------------------
 
 
 def test_comparison_with_transformers(tmp_path: Path, make_llm: MakeLLM) -> None:
@@ -121,7 +121,7 @@ def test_comparison_with_transformers(tmp_path: Path, make_llm: MakeLLM) -> None
     assert found["speedup_median"] == pytest.approx(sum(ratios) / 2)
 
 
-# --- beside the small engine ----------------------------------------------------------------------
+# --- comparison with the small engine -------------------------------------------------------------
 
 
 def test_rungs_from_the_small_engine_to_the_large_one(

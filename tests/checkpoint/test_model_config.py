@@ -217,7 +217,7 @@ def test_a_directory_without_a_readable_config(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-# --- values that can't be -------------------------------------------------------------------------
+# --- invalid values -------------------------------------------------------------------------------
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     *(

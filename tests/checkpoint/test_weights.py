@@ -323,7 +323,7 @@ def test_files_in_directories_below_and_links_to_a_store_are_read(tmp_path: Path
     assert torch.equal(all_logits(build(snapshot), PROMPTS), expected)
 
 
-# --- each tensor once -----------------------------------------------------------------------------
+# --- duplicate tensors ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("linear", [UnquantizedLinear, PackedLinear])

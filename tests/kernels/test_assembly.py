@@ -73,7 +73,7 @@ def test_the_assembly_is_read_right():
     assert doctest.testmod(assembly).failed == 0
 
 
-# --- the peaks that everything else is held against -----------------------------------------------
+# --- the measured peaks ---------------------------------------------------------------------------
 
 
 def products(isa: ISA, kind: str):
@@ -147,7 +147,7 @@ def test_tiles_of_linear_layers_multiply_full_vectors_and_keep_their_sums_in_reg
             assert bool(spills(loop)) == known, (kind, rows, panels, spills(loop))
 
 
-# --- quantized linear layers, and the head's screen -----------------------------------------------
+# --- quantized linear layers, and the screened head -----------------------------------------------
 
 
 def of_a_panel(tile):
@@ -237,7 +237,7 @@ def test_tiles_of_bytes_multiply_full_vectors_and_keep_their_sums_in_registers(c
             assert spills(loop) == [], (kind, rows, panels, spills(loop))
 
 
-# --- one row of float inputs, times codes that become floats in registers -------------------------
+# --- one row of float inputs by codes that are dequantized in registers ---------------------------
 
 
 @pytest.mark.parametrize("cpu", CPUS)

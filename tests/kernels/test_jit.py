@@ -1,4 +1,4 @@
-"""Compiled code on disk: the cache directory and who may use it.
+"""Compiled code on disk: the cache directory and its permissions.
 
 A read-only directory or a damaged file costs time and nothing else.
 """

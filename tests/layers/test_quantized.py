@@ -418,7 +418,7 @@ def test_dummy_weights_are_quantized_too(option: str) -> None:
     assert engine.info.quantization.startswith(option[:4])
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- rejected options -----------------------------------------------------------------------------
 
 STORED = StoredQuantization(format="awq", bits=4, group_size=128)
 GPTQ = replace(STORED, format="gptq")

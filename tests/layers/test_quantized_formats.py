@@ -278,7 +278,7 @@ def test_the_kernel_widens_every_code_exactly(form: str) -> None:
         assert torch.equal(method.apply(x[:rows], None), whole[:rows]), "other bits in a batch"
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- unsupported checkpoints ----------------------------------------------------------------------
 
 
 def edit(directory: Path, change: Callable[[Tensors], object]) -> None:

@@ -120,7 +120,7 @@ def test_every_row_of_the_table_is_tried() -> None:
     assert named == set(every_family()) | set(TEXT_PARTS)
 
 
-# --- rotation -------------------------------------------------------------------------------------
+# --- RoPE -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

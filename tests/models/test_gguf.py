@@ -172,7 +172,7 @@ def test_an_engine_takes_the_file_and_its_folder(tmp_path: Path) -> None:
         assert engine.info.quantization == "Q8_0 weights (stored as gguf), float activations"
 
 
-# --- what a file says -----------------------------------------------------------------------------
+# --- metadata -------------------------------------------------------------------------------------
 
 
 def config_with(tmp_path: Path, family: str = "llama", **keys: Any) -> Any:
@@ -331,7 +331,7 @@ def test_tensors_that_do_not_match_are_named(tmp_path: Path) -> None:
         load_model(more, tmp_path / "m.gguf", context=make_context())
 
 
-# --- options and places ---------------------------------------------------------------------------
+# --- options and file locations -------------------------------------------------------------------
 
 
 def test_options_of_quantization(tmp_path: Path) -> None:

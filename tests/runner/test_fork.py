@@ -160,7 +160,7 @@ def test_refusals_name_what_is_wrong():
     assert len(engine.scheduler.running) == 1
 
 
-# --- on a model -----------------------------------------------------------------------------------
+# --- with a model ---------------------------------------------------------------------------------
 
 
 def test_a_fork_with_another_token_is_the_sequence_that_had_sampled_it():

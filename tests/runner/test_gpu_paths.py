@@ -254,7 +254,7 @@ def test_a_host_tier_pins_its_size_and_not_the_next_power_of_two(gib, block_byte
     assert pinned <= 1.01 * gib * 2**30 + 2**24
 
 
-# --- the device itself ----------------------------------------------------------------------------
+# --- the emulated device --------------------------------------------------------------------------
 
 
 def test_streams_need_an_event_between_them(gpu):

@@ -253,7 +253,7 @@ def test_after_a_step_that_failed_nothing_is_taken_for_known():
         assert rows.pool[0] == 3
 
 
-# --- the whole runner, by torch -------------------------------------------------------------------
+# --- the whole runner, with torch attention -------------------------------------------------------
 
 
 def graphed_engine(**options):

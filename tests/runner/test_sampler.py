@@ -63,7 +63,7 @@ def sample_one(params, logits, position=3, **known):
     return fetched.token_ids[0]
 
 
-# --- the plain-Python twin ----------------------------------------------------------------------
+# --- the plain-Python reference -----------------------------------------------------------------
 
 
 def reference_edit(logits, sequence, eos=EOS):
@@ -222,7 +222,7 @@ def test_flat_lines_widen_the_candidates_until_the_filters_are_covered():
         assert fetched.token_ids[row] == reference_token(flat[row].numpy(), sequence, 3)
 
 
-# --- searching and drawing ----------------------------------------------------------------------
+# --- search and draw ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab_size", [3, 64, 500, 20_000])
@@ -465,7 +465,7 @@ def test_lines_after_drafts_are_sampled_as_if_the_drafts_were_accepted():
     assert again.token_ids[0] == sampled.token_ids[0], "sampling alone remembers nothing"
 
 
-# --- edges --------------------------------------------------------------------------------------
+# --- edge cases ---------------------------------------------------------------------------------
 
 
 def test_top_k_and_min_p_at_a_tie():

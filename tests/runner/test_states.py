@@ -146,7 +146,7 @@ def test_a_decode_does_the_same_work_however_long_its_context_is(family):
     assert found[16] == found[480] and len(found[16]) == 6
 
 
-# --- the rules themselves -------------------------------------------------------------------------
+# --- the recurrent rules --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 5, CHUNK, 2 * CHUNK + 9])

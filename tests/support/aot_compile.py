@@ -1,13 +1,13 @@
-"""Compiles the Triton kernels to machine code for GPUs that need not be here; prints JSON.
+"""Compiles the Triton kernels to machine code for GPUs that need not be present; prints JSON.
 
-Run by test_triton_aot.py in its own process: Triton's interpreter and its compiler exclude each
-other. The launch arguments are those that the package's own callers give, caught at the launch.
+test_triton_aot.py runs it in its own process, because Triton's interpreter and its compiler exclude
+each other. The launch arguments come from the package's own callers and are recorded at the launch.
 
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, latents, attention, fp8: over an fp8 cache, with what is deterministic too, or heads:
-the same over one that is not. `attention` and fp8 have sinks.
+`what` is all, latents, attention, fp8 (an fp8 cache, including the deterministic kernels) or heads
+(the same kernels without fp8). `attention` and fp8 have sinks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from tests.support.states import delta_plan
 
 
 class Catch:
-    """Stands in for a kernel: keeps the arguments of its launch."""
+    """Replaces a kernel and records the arguments of its launch."""
 
     def __init__(self, kernel, launches):
         self.kernel, self.launches = kernel, launches
@@ -72,7 +72,7 @@ class Catch:
 
 @contextlib.contextmanager
 def caught_launches():
-    """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
+    """Yields a list to which (kernel, arguments, options) are appended instead of launching."""
     caught, originals = [], []
     for module in (
         store_kernels, kernels, layer_kernels, triton_gemm, expert_kernels,
@@ -89,8 +89,8 @@ def caught_launches():
 
 
 def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
-    """What the backend and the layers launch for one mixed batch."""
-    TritonBackend.device_type = None  # Why: the CPU tensors below only lend their shapes.
+    """The launches of the backend and the layers for one mixed batch."""
+    TritonBackend.device_type = None  # Why: only the shapes of the CPU tensors below are used.
     if what == "latents":
         with caught_launches() as caught:
             run_latents(dtype, arch)
@@ -100,7 +100,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
         head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
         sinks=None if what in ("all", "heads") else 1.0,
     )  # fmt: skip
-    case.batch.max_seq_len = 1000  # more than a split has
+    case.batch.max_seq_len = 1000  # more than one split
     with caught_launches() as caught:
         backend = TritonBackend(
             device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim,
@@ -128,8 +128,8 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
 
 
 def run_latents(dtype, arch, rank=512, rope=64):
-    """Latent attention at the sizes of DeepSeek's smallest and largest models: decodes with split
-    contexts, and prompts."""
+    """MLA at the sizes of DeepSeek's smallest and largest models: decodes with split contexts, and
+    prompts."""
     for heads in (16, 128):
         case = make_case(
             (1, 1400), (30, 50), num_kv_heads=1, group_size=heads, head_dim=rank + rope,
@@ -149,7 +149,7 @@ def run_latents(dtype, arch, rank=512, rope=64):
 
 
 def run_rotation(backend: TritonBackend, case: Case):
-    """The fused store, with a norm."""
+    """The fused cache store, with a norm."""
     heads = torch.cat([case.q, case.k, case.v], 1)
     table = torch.zeros(len(heads), 1, case.spec.head_dim, dtype=heads.dtype)
     shape = (case.spec.num_heads + case.spec.num_kv_heads, case.spec.head_dim)
@@ -158,7 +158,7 @@ def run_rotation(backend: TritonBackend, case: Case):
 
 
 def run_layers(dtype, hidden=4096, inner=12288):
-    """The norm with a sum and the gate, at the sizes of an 8B model."""
+    """The fused add and norm and the gate, at the sizes of an 8B model."""
     ops = TritonKernels(DenseAttention(), dtype=dtype)
     x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     ops.add_rms_norm(x, x.clone(), weight, 1e-6)
@@ -174,8 +174,8 @@ def run_linear(dtype, hidden=4096, inner=12288):
 
 
 def run_quantized(dtype, arch, hidden=4096, outputs=6144):
-    """Each form of a weight for one row, and for a prompt; int4 with zero points, and once in
-    groups of 32 without; the widest rows of a model as fp8."""
+    """Each weight format for one row, and for a prompt; int4 with zero points, and once in groups
+    of 32 without; the widest rows of a model as fp8."""
     if arch >= 89:
         triton_quantized.e4m3_rows(torch.zeros(2, 28672, dtype=dtype))
     for form, group in (("int4", 128), ("int4", 32), ("int8", 128), ("e4m3", 128)):
@@ -196,8 +196,8 @@ def run_quantized(dtype, arch, hidden=4096, outputs=6144):
 
 
 def run_experts(dtype, hidden=2048, inner=768):
-    """Mixtures of experts with biases: a decode, more sequences and a prompt of Qwen3-30B-A3B's
-    sizes, and the routing of more experts, of groups, and of Phi-3.5-MoE."""
+    """Mixtures of experts with biases: a decode, more sequences and a prompt with the sizes of
+    Qwen3-30B-A3B, and the routing of more experts, of groups, and of Phi-3.5-MoE."""
     weights = torch.zeros(1, 2 * inner, hidden, dtype=dtype)
     mixture = mixture_of(
         Stack(weight=weights.expand(128, -1, -1)),
@@ -214,7 +214,7 @@ def run_experts(dtype, hidden=2048, inner=768):
 
 
 def mixture_of(gate_up, down, dtype):
-    """Experts with biases, of so many inputs and inner outputs."""
+    """Experts with biases, with these numbers of inputs and inner outputs."""
     experts, both, hidden = gate_up.shape
     mixture = TritonExperts.__new__(TritonExperts)
     mixture.activate = lambda gate_up: gate_up.new_empty(len(gate_up), both // 2)
@@ -246,13 +246,13 @@ def run_quantized_experts(dtype, hidden=2048, inner=768, experts=128):
             weight = weight.expand(experts, -1, -1)
             stacks.append(Stack(weight=weight, form=form, scales=scales, zeros=zeros))
         mixture = mixture_of(*stacks, dtype)
-        # Why not all: a compilation takes half a second, and those between are smaller.
+        # Why not all: a compilation takes half a second, and the sizes in between are smaller.
         for tokens in (2,) if form.name == "e2m1" else (2, 4096):
             mixture(torch.zeros(tokens, hidden, dtype=dtype))
 
 
 def run_sampling(dtype, size=151936):
-    """Lines that filter, and in 16 bits lines that only draw; all begin as greedy ones do."""
+    """Rows of logits with filters, and in 16 bits without; greedy rows share their first part."""
     logits, params = torch.zeros(2, size, dtype=dtype), torch.zeros(5, 2, dtype=torch.float64)
     sample_lines(logits, params, draws=True, filters=True)
     if dtype != torch.float32:
@@ -260,7 +260,7 @@ def run_sampling(dtype, size=151936):
 
 
 def run_states(dtype):
-    """A hybrid's layer at the sizes of Qwen3-Next: decodes, and a prompt of a few chunks."""
+    """A hybrid layer at the sizes of Qwen3-Next: decodes, and a prompt of a few chunks."""
     plan = delta_plan(16, 32, key_dim=128, value_dim=128)
     states = torch.zeros(2, plan.size)
     conv = CausalConv(
@@ -281,8 +281,8 @@ def run_states(dtype):
 
 
 def run_mamba(dtype):
-    """Mamba layers: one of 128 heads and a group (Bamba), and in 16 bits one with the largest
-    states there are (Falcon-H1)."""
+    """Mamba layers: one with 128 heads and one group (Bamba), and in 16 bits one with the largest
+    states of all families (Falcon-H1)."""
     for heads, groups, key, value in ((128, 1, 128, 64), (32, 1, 256, 128)):
         if key > 128 and dtype == torch.float32:
             continue
@@ -312,10 +312,10 @@ def run_mamba(dtype):
 
 
 def bind(kernel, args, options, backend):
-    """A launch as Triton's own binder takes it: types and attributes of the arguments, constants.
+    """Binds a launch with Triton's own binder: types and attributes of the arguments, constants.
 
-    Why its own: the binder is a function that Triton writes for each kernel around the names of its
-    arguments; a name that is also one of the binder's makes every launch fail.
+    Why its own: Triton generates the binder of a kernel from the names of its arguments. A name
+    that the binder uses itself makes every launch fail.
     """
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialized, options = binder(*args, **options)
@@ -332,8 +332,8 @@ def bind(kernel, args, options, backend):
 
 
 def compile_launch(kernel, args, options, arch):
-    """Machine code of one launch, as a GPU run gets it; the tensors' addresses are multiples of 16,
-    as torch's on a GPU are."""
+    """Machine code of one launch, as on a GPU. The tensors' addresses are multiples of 16, as on a
+    GPU with torch."""
     target = GPUTarget("cuda", arch, 32)
     signature, constants, attributes, options = bind(kernel, args, options, CUDABackend(target))
     source = ASTSource(kernel, signature, constants, attributes)
@@ -341,7 +341,7 @@ def compile_launch(kernel, args, options, arch):
 
 
 def report(kernel, compiled):
-    """Registers, spills and the instructions that must be there."""
+    """Registers, spills and the counts of required instructions."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
@@ -372,7 +372,7 @@ def report(kernel, compiled):
 
 
 def name_of(kernel, options):
-    """The kernel's name; kernels of several kinds of code have a name for each."""
+    """The kernel's name. Kernels with several variants have one name per variant."""
     name = kernel.__name__
     if name == "varlen_kernel" and options["A"].all_masked:
         return "masked_varlen_kernel"
@@ -395,7 +395,7 @@ def name_of(kernel, options):
 
 
 def distinct_launches(target):
-    """(target, name, kernel, arguments, options) of what is compiled for a target."""
+    """(target, name, kernel, arguments, options) of each kernel that is compiled for a target."""
     arch, dtype, *shape, what = target.split(",")
     found, seen = [], set()
     for kernel, args, options in launches(int(arch), getattr(torch, dtype), *map(int, shape), what):
@@ -408,7 +408,7 @@ def distinct_launches(target):
 
 
 LAUNCHES = []
-"""What the processes that compile have from the one that they are forks of."""
+"""The launches that forked compiler processes inherit."""
 
 
 def compiled(index):
@@ -422,7 +422,7 @@ def compiled(index):
 def main():
     torch.set_num_threads(1)  # Why: a fork has none of its parent's threads.
     LAUNCHES.extend(each for target in sys.argv[1:] for each in distinct_launches(target))
-    # Why processes: a compilation is one thread; forks have all that was imported already.
+    # Why processes: a compilation uses one thread, and forks inherit all imports.
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
         print(json.dumps(pool.map(compiled, range(len(LAUNCHES)), chunksize=1)))
 

@@ -12,7 +12,7 @@ NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
 
 def inner_loops(cubin: Path) -> list[list[str]]:
-    """The instructions of each loop that has no other inside, in the order of the code."""
+    """The instructions of each innermost loop, in the order of the code."""
     command = [NVDISASM, "-c", cubin]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     code: list[str] = []
@@ -36,10 +36,10 @@ def inner_loops(cubin: Path) -> list[list[str]]:
 
 
 def tile_loop(cubin: Path) -> dict[str, int]:
-    """Figures of the first inner loop that multiplies matrices; none if no loop does.
+    """Figures of the first innermost loop that multiplies matrices; none if no loop does.
 
-    In attention that is the one over full key tiles. `conversions` are those of one number at a
-    time, as between float16 and bfloat16; those of pairs are not counted.
+    In attention this is the loop over full key tiles. `conversions` counts conversions of single
+    elements, such as between float16 and bfloat16; conversions of pairs are not counted.
     """
     for loop in inner_loops(cubin):
         text = "\n".join(loop)

@@ -1,7 +1,7 @@
 """Which kernels are compiled for which GPUs. Used by aot_compile.py and test_triton_aot.py.
 
-sm_120 multiplies as sm_89 does, in the same tiles: only where registers are scarce, in latents and
-in heads of 512, it is a target of its own.
+sm_120 multiplies as sm_89 does, in the same tiles. It is a separate target only where registers are
+scarce: in MLA and with head_dim 512.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ NO_PRODUCTS = {
     *(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
       for experts in (16, 128, 256, 512)),
 }  # fmt: skip
-"""Kernels that multiply no matrices: no target has other tiles or copies of theirs. By Triton 3.9
-they differ between sm_80, 89, 100 and 120 in instructions for one number or for two. Compiled for
-sm_80 and sm_90, in one of their sizes; over fp8 for all."""
+"""Kernels without matrix products, whose tiles and copies are the same for all targets. With Triton
+3.9, sm_80, 89, 100 and 120 differ in instructions for single elements or pairs. These kernels are
+compiled for sm_80 and sm_90 in one of their sizes, with an fp8 cache for all targets."""
 
 AS_SM_80 = re.compile("(wide_)?(int4|int8|e2m1)_|delta_|mamba_scan")
-"""Products in which no fp8 instruction has a part, and whose tiles no target chooses: sm_89 has the
-copies and products of sm_80."""
+"""Products without fp8 instructions and with the same tiles on all targets: sm_89 has the copies
+and products of sm_80."""
 
 
 def is_compiled(name, arch, what):

@@ -1,4 +1,4 @@
-"""Runs programs with nanoengine in the place of vLLM, in this process and in others."""
+"""Runs programs with nanoengine instead of vLLM, in this process and in others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def vllm_modules() -> Iterator[None]:
 
 
 def run_here(program: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a program as it stands."""
+    """Runs a program without changes."""
     monkeypatch.setattr(sys, "argv", [str(program), *arguments])
     runpy.run_path(str(program), run_name="__main__")
 

@@ -1,10 +1,10 @@
-"""What a kernel's tile becomes on a CPU that is not here: LLVM code to assembly, and its loops.
+"""Compiles a kernel's tile for another CPU: LLVM code to assembly, and its loops.
 
-`tests/kernels/test_assembly.py` asks of each inner loop that it holds the instruction that it was
-written for, and that no vector waits in memory because the registers did not do.
+`tests/kernels/test_assembly.py` checks that each inner loop contains the intended instruction, and
+that no vector is spilled to memory.
 
-A tile that takes its instruction set as an argument is written here and now. One that takes the
-process's own is written by another process, which believes to run on that CPU:
+A tile that takes its instruction set as an argument is compiled in this process. A tile that uses
+the process's own set is compiled in another process, which assumes that CPU:
 
     python -m tests.support.assembly CPU        # prints JSON: the assembly of each of `TILES`
 """
@@ -28,7 +28,7 @@ from llvmlite import binding, ir
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 
 CPUS = {
-    # LLVM's name of a CPU: its triple, and the instruction set that kernels are written in there
+    # LLVM's name of a CPU: its triple, and the instruction set of the kernels on it
     "x86-64-v3": (X86, "avx2"),
     "alderlake": (X86, "avx2_vnni"),
     "x86-64-v4": (X86, "avx512"),
@@ -39,8 +39,8 @@ CPUS = {
 }
 
 TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    # name: module, intrinsic, and its arguments that are not int64: the numbers of an array, or a
-    # literal, as it is or by its name in the module
+    # name: module, intrinsic, and its arguments that are not int64: the element type of an array,
+    # or a literal, given directly or as a name of the module
     "attention, float32": (
         "attention_tiles", "line_tile",
         {"a": "float32", "b": "float32", "c": "float32", "factors": "float32",
@@ -74,7 +74,7 @@ TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 VECTOR = re.compile(r"%[xyz]mm\d+|\b[qv]\d+\b")
-STACK = re.compile(r"\(%rsp\)|\[sp(?:\]|, #)")  # at a place that no register moves
+STACK = re.compile(r"\(%rsp\)|\[sp(?:\]|, #)")  # at a fixed offset
 
 
 @cache
@@ -86,13 +86,13 @@ def target(cpu: str) -> binding.TargetMachine:
 
 
 def assembly_of(cpu: str, write: Callable[[ir.Module], object]) -> str:
-    """The assembly of what `write` puts into a module, optimized as numba does it."""
+    """The assembly of what `write` adds to a module, with numba's optimizations."""
     module = ir.Module("tiles")
     module.triple = CPUS[cpu][0]
     write(module)
     for function in module.functions:
         if not function.is_declaration:
-            function.linkage = "external"  # or nobody calls it, and it goes
+            function.linkage = "external"  # otherwise LLVM removes the unused function
     machine = target(cpu)
     parsed = binding.parse_assembly(str(module))
     parsed.data_layout = str(machine.target_data)
@@ -104,7 +104,7 @@ def assembly_of(cpu: str, write: Callable[[ir.Module], object]) -> str:
 
 
 def inner_loops(text: str) -> list[list[str]]:
-    r"""The instructions of each loop that has no loop inside, in the order of the text.
+    r"""The instructions of each innermost loop, in the order of the text.
 
     >>> inner_loops("f:\n.L1:\n\tincq %rax\n.L2:\n\tdecq %rcx\n\tjne .L2\n\tjne .L1")
     [['decq %rcx', 'jne .L2']]
@@ -132,7 +132,7 @@ def spills(loop: list[str]) -> list[str]:
 
 
 def intrinsic_in(module: ir.Module, name: str) -> None:
-    """Writes a function that is one of `TILES` and nothing else, for this process's CPU."""
+    """Writes a function that contains only one of `TILES`, for this process's CPU."""
     import inspect
 
     from numba import types
@@ -160,14 +160,14 @@ def intrinsic_in(module: ir.Module, name: str) -> None:
 
 @cache
 def intrinsics_on(cpu: str) -> dict[str, str]:
-    """The assembly of all `TILES`, written by a process that believes to run on this CPU."""
+    """The assembly of all `TILES`, compiled by a process that assumes this CPU."""
     from nanoengine.kernels.isa import ISAS
 
     triple, name = CPUS[cpu]
     (needs,) = (isa.needs for isa in ISAS if isa.name == name)
     flags = ",".join(f"+{feature}" for feature in needs)
     believed = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": flags}
-    if triple == ARM:  # numba itself stays on the CPU that is here
+    if triple == ARM:  # numba itself keeps the host's CPU
         believed = {"NUMBA_CPU_FEATURES": "+sse2"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.assembly", cpu],

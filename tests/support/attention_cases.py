@@ -1,4 +1,4 @@
-"""Paged batches to test attention backends with, and NaiveBackend in float64 as their oracle."""
+"""Paged batches for tests of attention backends, with NaiveBackend in float64 as reference."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from nanoengine.attention.stored import FP8, SCALE_BYTES, from_fp8, to_fp8, to_i
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Greatest absolute error of outputs of size 1: a few roundings of the dtype."""
+"""Largest absolute error of outputs of size 1: a few roundings of the dtype."""
 
 
 def as_lines(plain: torch.Tensor, *, of_keys: bool) -> torch.Tensor:
-    """Keys or values [..., P, D] of a head of a block, as the CPU's kernels hold them."""
-    if plain.dtype == torch.int8:  # all scales behind all lines of numbers
+    """Keys or values [..., P, D] of one head and block in the layout of the CPU kernels."""
+    if plain.dtype == torch.int8:  # all scales after all rows of values
         codes, scales = plain.split((plain.shape[-1] - SCALE_BYTES, SCALE_BYTES), dim=-1)
         lines = as_lines(codes.short(), of_keys=of_keys).to(torch.int8)
         return torch.cat((lines.flatten(-2), scales.flatten(-2)), dim=-1).reshape(plain.shape)
-    if of_keys:  # tiles of tokens, in each the tokens innermost
+    if of_keys:  # tiles of tokens, with the tokens innermost
         lines = plain.unflatten(-2, (-1, min(plain.shape[-2], 64))).transpose(-1, -2)
     else:
         lines = plain.unsqueeze(-3)
-    if plain.dtype == torch.bfloat16:  # two lines side by side, the first in the high half
+    if plain.dtype == torch.bfloat16:  # pairs of rows interleaved, the first in the high half
         lines = lines.unflatten(-2, (-1, 2)).flip(-2).transpose(-1, -2)
     return lines.clone().reshape(plain.shape)
 
 
 def make_sinks(heads: int, spread: float | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A sink for each head, float32 or wider, from -spread to spread; None: none."""
+    """One sink per head, float32 or wider, from -spread to spread; None: no sinks."""
     if spread is None:
         return None
     return torch.linspace(-spread, spread, heads, dtype=torch.promote_types(dtype, torch.float32))
@@ -45,12 +45,11 @@ def make_sinks(heads: int, spread: float | None, dtype: torch.dtype) -> torch.Te
 class Paged:
     """A batch of `lengths` = (query_len, seq_len), one-token sequences first.
 
-    Slots that no sequence has written hold NaN, so a kernel that reads one and uses it is caught.
-    The layer is layer 1 of 3 in one cache tensor, and group 1 of 2: group 0 maps to garbage. A
-    sequence's numbers depend on its `seeds` entry alone. `shared[i] = (j, n)`: the first n blocks
-    of sequence i are those of sequence j. `sinks` is how far those of the heads are spread. `fp8`:
-    the cache is fp8, and all keys and values are numbers that it holds exactly. Why: Triton's
-    interpreter rounds to fp8 otherwise than a GPU.
+    Unwritten slots hold NaN, so a kernel that uses one fails. The layer is layer 1 of 3 in one
+    cache tensor, and group 1 of 2: group 0 maps to garbage. A sequence's values depend on its
+    `seeds` entry only. `shared[i] = (j, n)`: the first n blocks of sequence i are the blocks of
+    sequence j. `sinks` is the spread of the heads' sinks. `fp8`: the cache is fp8, and all keys and
+    values are exact in fp8. Why: Triton's interpreter rounds to fp8 differently from a GPU.
     """
 
     lengths: Sequence[tuple[int, int]]
@@ -109,7 +108,7 @@ class Paged:
             [s[len(s) - q :] for s, (q, _) in zip(self.slots, self.lengths, strict=True)]
         )
         starts = torch.tensor([0, *(q for q, _ in self.lengths)]).cumsum(0)
-        self.fused = torch.cat(new).flatten(1)  # one projection, as a model has it
+        self.fused = torch.cat(new).flatten(1)  # one fused projection, as in models
         self.num_blocks = sum(num_blocks) + 1
         self.batch = Batch(
             token_ids=torch.zeros_like(slots),
@@ -138,8 +137,8 @@ class Paged:
         return to_int8(rows) if kind == torch.int8 else rows.to(kind)
 
     def cache(self, layout: str, *, after: bool = False) -> torch.Tensor:
-        """[2, B, ...] of one layer of a cache of three: contexts filled in, NaN elsewhere; `after`:
-        with what this step writes."""
+        """[2, B, ...] of one layer of a three-layer cache: contexts filled in, NaN elsewhere. With
+        `after` it also contains this step's tokens."""
         heads, k_heads = self.spec.num_heads, self.num_kv_heads
         shape = (2, 3, self.num_blocks, self.block_size, k_heads, self.head_dim)
         cache = self.stored(torch.full(shape, float("nan")))
@@ -152,7 +151,7 @@ class Paged:
             keys, values = numbers[:written, heads:].split(k_heads, dim=1)
             layer[0, slots[:written]] = self.stored(keys, self.spec.k_scale)
             layer[1, slots[:written]] = self.stored(values, self.spec.v_scale)
-        # Why: what a parent computes in this very step is not there before it.
+        # Why: tokens that a parent computes in this step are not in the cache before it.
         if not after:
             layer[:, self.batch.slot_mapping[1]] = unwritten
         if layout == "KPD":
@@ -192,11 +191,11 @@ class Case:
         return LayerCache(self.k_cache, self.v_cache, self.spec)
 
     def copied_cache(self) -> LayerCache:
-        """A cache of its own, with the same numbers."""
+        """A copy of the cache."""
         return LayerCache(self.k_cache.clone(), self.v_cache.clone(), self.spec)
 
     def expected(self) -> torch.Tensor:
-        """What attention must return, [T, H, D] float64; leaves the caches as they are."""
+        """The expected output of attention, [T, H, D] float64; leaves the caches unchanged."""
         oracle = backend_of(self, "naive", dtype=torch.float64)
         batch = replace(self.batch, attention=oracle.prepare(self.batch))
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
@@ -210,7 +209,7 @@ class Case:
         return backend.forward(self.q, self.k, self.v, self.cache, batch)
 
     def check(self, backend: AttentionBackend) -> torch.Tensor:
-        """Holds one forward of `backend` against the oracle, and returns it."""
+        """Compares one forward of `backend` with the reference, and returns it."""
         expected = self.expected()
         out = self.run(backend)
         assert out.shape == self.q.shape
@@ -221,7 +220,7 @@ class Case:
 
 
 def make_case(*lengths: tuple[int, int], spread: float = 1.0, **options: Any) -> Case:
-    """One layer of a `Paged` batch in float32 on `DEVICE`, of one head unless the options say
+    """One layer of a `Paged` batch in float32 on `DEVICE`, with one head unless the options say
     otherwise. `spread` scales the queries."""
     defaults = {"num_kv_heads": 1, "group_size": 1, "dtype": torch.float32}
     paged = Paged(lengths=lengths, **{**defaults, **options})
@@ -247,7 +246,7 @@ def backend_of(case: Case, name: str = "triton", **options: Any) -> AttentionBac
 
 
 def rotation_of(case, dtype):
-    """cos and sin as `RotaryEmbedding` gives them: halves of one gathered tensor."""
+    """cos and sin in the layout of `RotaryEmbedding`: halves of one gathered tensor."""
     half = case.spec.head_dim // 2
     angles = case.batch.positions[:, None].float() * 0.3 ** torch.arange(half, device=DEVICE)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).unsqueeze(1)
@@ -255,7 +254,7 @@ def rotation_of(case, dtype):
 
 
 def heads_of(case, padding=0):
-    """The fused projection [T, H + 2 K, D]; with padding a view of something wider."""
+    """The fused projection [T, H + 2 K, D]; with padding, a view of a wider tensor."""
     heads = torch.cat([case.q, case.k, case.v], 1)
     wide = torch.full(
         (heads.shape[0], heads.shape[1] * heads.shape[2] + padding), float("nan"), device=DEVICE

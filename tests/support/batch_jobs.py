@@ -1,4 +1,4 @@
-"""`nanoengine batch` in this process, on an LLM whose model is a script: milliseconds a run."""
+"""`nanoengine batch` in this process, with an LLM that recites a script: milliseconds per run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CONFIG = {
 
 
 class Batch:
-    """Runs jobs in a directory of its own.
+    """Runs jobs in its own directory.
 
     Attributes:
-        output: where records go, unless a run says something else.
+        output: default path of the output records.
     """
 
     def __init__(self, directory: Path, make_llm: MakeLLM, capsys: Any) -> None:
@@ -41,7 +41,7 @@ class Batch:
         make_llm(ANSWERS, tokenizer=byte_level()).close()
 
     def write(self, rows: Any, name: str = "in.jsonl") -> Path:
-        """A file of rows: bytes as they are, else a JSON line each."""
+        """Writes an input file: bytes unchanged, otherwise one JSON line per row."""
         path = self.directory / name
         if not isinstance(rows, bytes):
             rows = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
@@ -49,7 +49,7 @@ class Batch:
         return path
 
     def run(self, *args: Any, output: Any = None) -> int:
-        """Runs the command on these inputs and options; what it says on stderr is in `told`."""
+        """Runs the command with these inputs and options and stores its stderr in `told`."""
         where = self.output if output is None else output
         command = ["batch", str(self._model), *map(str, args), "--output", str(where)]
         try:
@@ -64,13 +64,13 @@ class Batch:
     def answers(
         self, rows: Any, *args: Any, code: int = 0, name: str = "in.jsonl"
     ) -> dict[int, dict[str, Any]]:
-        """Runs a job on rows, or on a file of them, which must end with `code`; `by_row` then."""
+        """Runs a job on rows or a file, checks its exit code, and returns `by_row`."""
         source = rows if isinstance(rows, Path) else self.write(rows, name)
         assert self.run(source, *args) == code, self.told
         return self.by_row()
 
     def records(self, path: Path | None = None) -> list[dict[str, Any]]:
-        """All records, in the order of the file."""
+        """All records, in file order."""
         lines = (path or self.output).read_bytes().split(b"\n")
         assert lines.pop() == b""
         return [json.loads(line) for line in lines]
@@ -84,14 +84,14 @@ class Batch:
 
 
 def row_of(record: dict[str, Any]) -> int:
-    """The row that a record is of."""
+    """The input row of a record."""
     if "_row" in record:
         return int(record["_row"])
     return int(record["id"].removeprefix("batch_req_"))
 
 
 def chat(custom_id: Any, content: str = "one", **body: Any) -> dict[str, Any]:
-    """A row of OpenAI's format."""
+    """A row in OpenAI's chat format."""
     return {
         "custom_id": custom_id,
         "method": "POST",
@@ -101,7 +101,7 @@ def chat(custom_id: Any, content: str = "one", **body: Any) -> dict[str, Any]:
 
 
 def completion(custom_id: Any, prompt: Any = "one", **body: Any) -> dict[str, Any]:
-    """A row of OpenAI's older format; greedy, and long enough for the scripted answers."""
+    """A row in OpenAI's older completion format: greedy, long enough for the scripted answers."""
     return {
         "custom_id": custom_id,
         "method": "POST",
@@ -119,8 +119,8 @@ def batch_fixture(
 ) -> Batch:
     """Jobs on the scripted LLM, whose tokenizer has a chat template.
 
-    A command that is given again is parsed once: that takes 60 ms, and some are given hundreds of
-    times; a third of it finds where a class begins.
+    Parsing is cached per command, since it takes 60 ms and some commands run hundreds of times. A
+    third of that time is spent on locating the source of classes.
     """
     monkeypatch.setattr(inspect, "getsource", functools.cache(inspect.getsource))
     parse = functools.cache(cli.parse)

@@ -1,11 +1,11 @@
-"""Processes that run `nanoengine batch` and may be killed: forked from one that has imported all.
+"""Runs `nanoengine batch` in killable processes, forked from one that has imported everything.
 
     python -m tests.support.batch_server      a line of JSON in: {"args": [...], "die_on": N}
                                               lines out: {"pid": ...}, then {"status": ...}
 
-`die_on`: the process dies by `signal` in the step that admits a prompt of N tokens. `step_s`: the
-time that each step takes. `max_bytes`: the largest file that the process may write, as a full disk
-would have it.
+`die_on`: `signal` kills the process in the step that admits a prompt of N tokens. `step_s`: the
+duration of each step. `max_bytes`: the maximum size of a file that the process may write, to
+simulate a full disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 
 class BatchServer:
-    """The other end, for tests."""
+    """The client side, for tests."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -42,7 +42,7 @@ class BatchServer:
         return int(self._answer()["pid"])
 
     def wait(self) -> int:
-        """The exit code of the run; of one that was killed minus the signal."""
+        """The exit code of the run, or minus the signal that killed it."""
         return int(self._answer()["status"])
 
     def run(self, args: list[str], **options: Any) -> int:
@@ -61,7 +61,7 @@ class BatchServer:
 
 
 def wait_for_lines(path: Path, count: int, pid: int) -> int:
-    """Waits until a file has that many lines or the process has ended; returns how many it has."""
+    """Waits until a file has that many lines or the process has ended; returns the line count."""
     while True:
         with contextlib.suppress(FileNotFoundError):
             found = path.read_bytes().count(b"\n")
@@ -101,7 +101,7 @@ def _child(request: dict[str, Any]) -> int:
 
 
 def serve() -> None:
-    """Forks a process for each request, one after the other."""
+    """Forks one process per request, one after another."""
     import torch
 
     import nanoengine.build

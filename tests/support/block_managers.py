@@ -1,4 +1,4 @@
-"""Block managers and sequences without a scheduler around them."""
+"""Block managers and sequences without a scheduler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def admit(manager: BlockManager, seq: Sequence) -> Admission:
 
 
 def compute(manager: BlockManager, seq: Sequence, count: int | None = None) -> None:
-    """Room for the next tokens, then the counters that a step would advance."""
+    """Allocates slots for the next tokens, then advances the counters as a step would."""
     count = len(seq.token_ids) - seq.num_computed_tokens if count is None else count
     assert manager.may_append(seq, count)
     seq.num_computed_tokens += count
@@ -47,7 +47,7 @@ def compute(manager: BlockManager, seq: Sequence, count: int | None = None) -> N
 
 
 def computed(manager: BlockManager, tokens: list[int], **options: object) -> Sequence:
-    """A sequence that is admitted, and whose tokens are all computed."""
+    """An admitted sequence whose tokens are all computed."""
     seq = make_sequence(tokens, **options)
     admit(manager, seq)
     compute(manager, seq)
@@ -55,5 +55,5 @@ def computed(manager: BlockManager, tokens: list[int], **options: object) -> Seq
 
 
 def cached(manager: BlockManager, tokens: list[int], **options: object) -> int:
-    """How many tokens of a prompt would be found."""
+    """The number of a prompt's tokens that the prefix cache would provide."""
     return manager.can_allocate(make_sequence(tokens, **options)).num_cached_tokens

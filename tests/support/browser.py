@@ -1,4 +1,4 @@
-"""Chromium from the system, driven by playwright: for tests of pages, and for pictures of them."""
+"""Chromium from the system, driven by playwright, for tests and screenshots of pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRIES = 3
 
 
 def start_chromium(playwright: Playwright) -> Browser | str:
-    """A browser without a GPU; after three tries, why there is none."""
+    """A browser without a GPU, or after three tries the reason why there is none."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         return f"none of {', '.join(NAMES)} is installed"

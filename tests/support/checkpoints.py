@@ -1,9 +1,9 @@
-"""Tiny random checkpoints of every model family, written by transformers: the oracle's own files.
+"""Tiny random checkpoints of every model family, written by transformers for the oracle tests.
 
-`tests/data/models.yaml` says what their configs are.
+`tests/data/models.yaml` has their configs.
 
-Weights are wide enough that greedy tokens vary, and norms and biases are not the ones and zeros
-that would hide a forgotten one.
+Weights are large enough that greedy tokens vary. Norms and biases are not ones and zeros, which
+would hide a forgotten one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ VISION = {
 
 ROUTED = ("gate.weight", "router.weight", "experts.gate_up_proj", "experts.up_proj",
           "experts.down_proj")  # fmt: skip
-"""Ends of the names of what a mixture of experts adds."""
+"""Suffixes of the tensor names of a mixture of experts."""
 
 NORMS = re.compile(r"(norm(_[12])?|\.ln_\w+)\.weight$|\.router\.scale$|per_expert_scale$")
 
 EAGER = ("gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
-"""Those whose attention transformers has in plain torch alone."""
+"""Families for which transformers only has eager attention."""
 
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
-    """The config of a tiny model; `overrides` are fields of it, or of its text part."""
+    """The config of a tiny model; `overrides` are fields of it, or of its text config."""
     kind, fields = copy.deepcopy(FAMILIES[family])
     if "text" not in fields:
         given = {**COMMON, **fields, **overrides}
@@ -77,7 +77,7 @@ def make_model(
                 r"(norm(_[12])?|\.ln_\w+)\.weight$|\.router\.scale$|per_expert_scale$", name
             ):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif name.endswith("A_log"):  # else nothing would be remembered
+            elif name.endswith("A_log"):  # otherwise the state would decay at once
                 parameter.copy_(torch.randn_like(parameter) - 2)
             elif name.endswith((".bias", "_bias", ".D")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
@@ -98,7 +98,7 @@ def make_checkpoint(
     fused_experts: bool = False,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """Writes a random checkpoint to `path` and returns the model it was made from.
+    """Writes a random checkpoint to `path` and returns its model.
 
     `max_shard_size` such as "100KB" splits it into several files with an index; `fused_experts`
     stores all experts of a layer in one tensor, as transformers 5 keeps them in memory.

@@ -1,12 +1,12 @@
-"""The emulated GPU with Triton's compiler in the place of its interpreter.
+"""The emulated GPU with Triton's compiler instead of its interpreter.
 
-    python -m tests.support.compiling_gpu FAMILY ...        prints a line of JSON a family
+    python -m tests.support.compiling_gpu FAMILY ...        prints a line of JSON per family
     python -m tests.support.compiling_gpu 'FAMILY {"hidden_size": 44}'    with fields of its config
 
-Every launch goes through Triton's own binder, specialization and ptxas, is checked against the
-card, counted, and dropped: what it would have written stays zero, or true. So this finds launches
-that fail for some family or some step; `emulated_gpu.py` finds wrong values. Triton's interpreter
-and its compiler exclude each other, so a test runs this in a process of its own.
+Every launch passes Triton's own binder, specialization and ptxas, is checked against the GPU's
+limits, counted, and dropped: its outputs stay zero, or true. This finds launches that fail for a
+family or a kind of step; `emulated_gpu.py` finds wrong values. Triton's interpreter and its
+compiler exclude each other, so a test runs this in its own process.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 48, "max_model_len": 160, "num_kv_blocks": 40,
 }  # fmt: skip
 PROMPTS = random_prompts(2, [60, 90])
-"""Longer than a step's budget: some steps are a chunk of one prompt and nothing else."""
+"""Longer than a step's budget: some steps contain a single chunk of one prompt."""
 
 
 class Loader:
-    """What Triton asks of a driver that loads machine code."""
+    """The interface through which Triton loads machine code."""
 
     def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return 1, name, 32, 0, 1024
@@ -55,7 +55,7 @@ class Loader:
 
 
 class Driver(DriverBase):
-    """Triton's view of a card of the emulated GPU's capability."""
+    """Triton's driver for a GPU with the emulated compute capability."""
 
     def __init__(self, gpu: CompilingGPU) -> None:
         self.utils = Loader()
@@ -81,19 +81,19 @@ class Driver(DriverBase):
 
 
 class CountedGraph(Graph):
-    """Replays are counted; they would compute nothing but zeros."""
+    """Counts replays without running them, since they would compute zeros."""
 
     def replay(self) -> None:
         self.gpu.num_replayed += 1
 
 
 class CompilingGPU(EmulatedGPU):
-    """See the module. `num_compiled`: kernels of some specialization."""
+    """See the module. `num_compiled`: the number of compiled kernel specializations."""
 
     num_compiled = 0
 
     def launcher(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """What launches a kernel that has just been compiled."""
+        """Returns the launcher of a compiled kernel."""
         self.num_compiled += 1
 
         def launch(x: int, y: int, z: int, *rest: Any) -> None:
@@ -116,13 +116,13 @@ class CompilingGPU(EmulatedGPU):
 
     def __enter__(self) -> CompilingGPU:
         super().__enter__()
-        # Why once, and no way back: a compiled kernel keeps its launcher.
+        # Why never undone: a compiled kernel keeps its launcher.
         triton.runtime.driver.set_active(Driver(self))
         return self
 
 
 def start_and_run(gpu: CompilingGPU, family: str, directory: str) -> dict[str, Any]:
-    """What happened with a tiny model of the family: its launches, or its error."""
+    """Runs a tiny model of the family and returns its launch counts or its error."""
     gpu.num_compiled = 0
     try:
         engine = make_engine(directory, **OPTIONS)
@@ -142,7 +142,7 @@ def start_and_run(gpu: CompilingGPU, family: str, directory: str) -> dict[str, A
 
 
 def main(families: Sequence[str]) -> None:
-    """Prints a line a family."""
+    """Prints one line per family."""
     assert "TRITON_INTERPRET" not in os.environ
     torch.set_num_threads(1)
     directories = {}

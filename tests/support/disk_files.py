@@ -1,4 +1,4 @@
-"""Blocks by number, and copies to and from disk carried out at once."""
+"""Blocks by number, and synchronous copies to and from disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting without timings: whether a draft pays is measured, and no test may depend on that."""
+"""Drafting without timings: production code measures whether drafts pay, and tests must not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoengine.features.drafting import Drafting, Guess
 
 
 class EagerDrafting(Drafting):
-    """Drafts whatever can be guessed."""
+    """Drafts whenever a proposer has a draft."""
 
     __slots__ = ()
 
@@ -25,7 +25,7 @@ class EagerDrafting(Drafting):
 
 
 def draft_always(engine: LLMEngine) -> LLMEngine:
-    """Makes an engine with `speculative` draft in each step that it can."""
+    """Makes an engine with `speculative` draft in each step that allows it."""
     before = engine.proposer
     assert isinstance(before, Drafting)
     engine.proposer = EagerDrafting(drafter=before.drafter)

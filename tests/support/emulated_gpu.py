@@ -1,19 +1,19 @@
-"""A CUDA device that is not there: tensors that say `cuda:0` and keep their values on the CPU.
+"""An emulated CUDA device: tensors report `cuda:0` and keep their values on the CPU.
 
     with EmulatedGPU() as gpu:
         engine = make_engine(..., device="cuda")      the package's own code for GPUs runs
 
-    order     a vector clock a stream: two streams that touch one tensor, one of them writing, with
-              no event and no wait between them, are listed in `gpu.disorder`, with their callers
-    waits     what makes the host wait is counted in `gpu.waits`; inside a capture it is an error
-    devices   an operator or a kernel that is given tensors of host and device fails
-    graphs    a replay repeats what was recorded; before that all that any capture has allocated is
-              overwritten, for their pool is shared
-    memory    bytes allocated now and at most; what graphs take is out of torch's sight, as it is
+    order     one vector clock per stream. If two streams access one tensor, one of them writes, and
+              no event or wait orders them, both callers are listed in `gpu.disorder`
+    waits     host synchronizations are counted in `gpu.waits`; inside a capture they raise
+    devices   an operator or kernel with tensors on both host and device raises
+    graphs    a replay repeats the recorded calls; before it, the allocations of all captures are
+              overwritten, because graphs share a pool
+    memory    bytes allocated now and at the peak; torch does not see the memory of graphs
     Triton    kernels run in its interpreter; each launch is first bound by Triton's own binder
 
-What it can't tell: speed, races inside a kernel, the rounding of 16-bit dtypes. Copies finish at
-once, so lateness shows in clocks alone. A capture runs what it records, which a GPU doesn't.
+It does not cover speed, races inside a kernel, and the rounding of 16-bit dtypes. Copies finish at
+once, so lateness shows in clocks only. A capture runs the recorded calls, which a GPU does not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PACKAGE = Path(graphs.__file__).parent.parent
 CUDA = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
 NODE_BYTES = 2**13
-"""Driver memory that a kernel of a graph takes here; an invented figure."""
+"""Driver memory per kernel node of a graph; an arbitrary value."""
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero"}
 WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "repeat_interleave"}
 UNCHECKED = replace(interpreter_builder.options, sanitize_overflow=False)
@@ -59,12 +59,12 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage."""
+    """The whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def place() -> str:
-    """Who in the package called."""
+    """The calling function of the package."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -78,7 +78,7 @@ def place() -> str:
 
 
 class Stream:
-    """Knows how far each stream has come when its own next work starts: its clock."""
+    """A stream. Its clock holds, per stream, how much work is done when its next work starts."""
 
     def __init__(self, gpu: EmulatedGPU, device: object = None) -> None:
         self.gpu, self.device = gpu, CUDA
@@ -119,7 +119,7 @@ class Event:
 
 
 class Storage:
-    """What one allocation has seen: who read and wrote it last, at which time of its clock."""
+    """The last reads and writes of one allocation, in the clocks of their streams."""
 
     def __init__(self, stream: Stream, num_bytes: int) -> None:
         self.stream, self.num_bytes, self.num_tensors = stream, num_bytes, 0
@@ -128,7 +128,7 @@ class Storage:
 
 
 class GPUTensor(torch.Tensor):
-    """A tensor that says `cuda:0`, around `held`, which is on the CPU."""
+    """A tensor that reports `cuda:0` and wraps `held`, which is on the CPU."""
 
     gpu: EmulatedGPU
     held: torch.Tensor
@@ -164,7 +164,7 @@ class GPUTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"GPUTensor({self.held!r})"
 
-    # Why by hand: these methods of torch's own ask the device's driver, which isn't there.
+    # Why by hand: these methods of torch query the device's driver, which does not exist.
 
     def __invert__(self) -> torch.Tensor:
         return torch.bitwise_not(self)
@@ -177,7 +177,7 @@ class GPUTensor(torch.Tensor):
             return torch.ops.aten.copy_.default(self, source, non_blocking)
 
     def _locate(self, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """A view by all of an index but its tensors, and these at their dimensions."""
+        """Splits an index: a view by everything but its tensors, and these tensors by dimension."""
         entries = list(index) if isinstance(index, tuple) else [index]
         if any(entry is Ellipsis for entry in entries):
             at = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
@@ -208,7 +208,7 @@ class GPUTensor(torch.Tensor):
 
 
 class Watch(TorchDispatchMode):
-    """Sees the operators that have no GPUTensor among their arguments."""
+    """Intercepts operators that have no GPUTensor among their arguments."""
 
     def __init__(self, gpu: EmulatedGPU) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Watch(TorchDispatchMode):
 
 
 class Graph:
-    """What a capture has recorded: calls, what they touch, and what they have allocated."""
+    """The recording of a capture: calls, the tensors that they access, and allocations."""
 
     def __init__(self, gpu: EmulatedGPU) -> None:
         self.gpu = gpu
@@ -250,7 +250,7 @@ class Graph:
 
 
 def repeated(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Callable[[], None]:
-    """A call that writes its results where they were at capture."""
+    """A call that writes its results to the addresses of the capture."""
 
     def call() -> None:
         for old, new in zip(tensors_of(out), tensors_of(func(*args, **kwargs)), strict=True):
@@ -267,10 +267,10 @@ class EmulatedGPU:
     """See the module.
 
     Attributes:
-        waits: what has made the host wait, and where -> how often.
-        disorder: accesses that no event orders -> how often.
-        kernels: operators, copies and Triton kernels launched, those of replays not counted.
-        num_allocated: [bytes] in tensors that live now.
+        waits: synchronization and its caller -> count.
+        disorder: unordered accesses -> count.
+        kernels: launched operators, copies and Triton kernels, without replayed ones.
+        num_allocated: [bytes] in live tensors.
     """
 
     def __init__(self, memory_bytes: int = 2**32) -> None:
@@ -288,10 +288,10 @@ class EmulatedGPU:
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._binders: dict[Any, Callable[..., Any]] = {}
 
-    # --- order and memory ---------------------------------------------------------------------
+    # --- ordering and memory ------------------------------------------------------------------
 
     def wait(self, what: str, clock: Counter[Stream] | None = None) -> None:
-        """The host waits until the device has come to `clock`; None: until it has done all."""
+        """Makes the host wait until the device has reached `clock`; None: finished all work."""
         if self.capturing is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
         self.waits[f"{what}, {place()}"] += 1
@@ -299,7 +299,7 @@ class EmulatedGPU:
             self.host_clock |= known
 
     def add(self, held: torch.Tensor) -> int:
-        """Counts a tensor's storage, once; returns its key."""
+        """Counts a tensor's storage once; returns its key."""
         key = held.untyped_storage()._cdata
         if key not in self._storages:
             num_bytes = -(-held.untyped_storage().nbytes() // 512) * 512
@@ -310,7 +310,7 @@ class EmulatedGPU:
         return key
 
     def drop(self, key: int) -> None:
-        """One tensor of a storage is gone; with the last the owner may use the memory again."""
+        """Releases one tensor of a storage; the last one returns the memory to the owner."""
         storage = self._storages[key]
         storage.num_tensors -= 1
         if not storage.num_tensors:
@@ -320,12 +320,12 @@ class EmulatedGPU:
                 self.disorder["memory freed while another stream may still use it"] += 1
 
     def touch(self, held: torch.Tensor, writes: bool, name: str) -> None:
-        """Notes that the current stream reads or writes a tensor."""
+        """Records that the current stream reads or writes a tensor."""
         if self.capturing is not None:
             self.capturing.touched.append((held, writes, name))
             return
         storage = self._storages.get(held.untyped_storage()._cdata)
-        if storage is None:  # of a graph's pool: one stream replays all of them
+        if storage is None:  # of a graph's pool: one stream replays all graphs
             return
         stream = self.stream
         stream.clock = stream.clock | self.host_clock
@@ -347,11 +347,11 @@ class EmulatedGPU:
     # --- operators ----------------------------------------------------------------------------
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Any operator of torch that sees this device."""
+        """Runs any torch operator on this device."""
         args, kwargs = tree_map(with_index, (args, kwargs))
         if torch._C._dispatch_has_kernel_for_dispatch_key(
             func.name(), "CompositeImplicitAutograd"
-        ):  # in inference mode these come whole
+        ):  # in inference mode these are not decomposed
             with Watch(self):
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:
@@ -382,7 +382,7 @@ class EmulatedGPU:
         return out
 
     def _check(self, name: str, args: Any, tensors: list[torch.Tensor]) -> None:
-        """Fails if devices are mixed; notes what makes the host wait."""
+        """Fails if devices are mixed; records synchronizations of the host."""
         if any(type(t) is torch.Tensor and t.dim() for t in tensors):
             if name not in INDEXING:
                 raise RuntimeError(f"{name}: expected all tensors to be on the same device")
@@ -392,7 +392,7 @@ class EmulatedGPU:
             self.wait(name)
 
     def _launch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Runs an operator on the tensors held, and gives its results this device."""
+        """Runs an operator on the wrapped tensors and wraps its results."""
         written = set()
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -407,7 +407,7 @@ class EmulatedGPU:
             for tensor in fresh:
                 if tensor.numel() and tensor.dtype != torch.bool:
                     self.capturing.fresh[tensor.untyped_storage()._cdata] = bytes_of(tensor)
-        by_held = {id(t.held): t for t in ours}  # what is written in place stays the same tensor
+        by_held = {id(t.held): t for t in ours}  # in-place results keep their wrapper
 
         def wrapped(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or id(value) in by_held:
@@ -426,7 +426,7 @@ class EmulatedGPU:
         return results
 
     def _download(self, target: Any, source: Any, kwargs: Any, args: Any) -> torch.Tensor:
-        """From the device to the host: without a wait only to pinned memory, if asked so."""
+        """Copies from the device to the host; asynchronous only to pinned memory, if requested."""
         asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
         self.kernels["download"] += 1
         self.touch(source.held, False, "download")
@@ -439,7 +439,7 @@ class EmulatedGPU:
         return target.copy_(source.held)
 
     def _upload(self, target: Any, source: Any, kwargs: Any, args: Any) -> torch.Tensor:
-        """From the host to the device."""
+        """Copies from the host to the device."""
         self.kernels["upload"] += 1
         asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
         if source.dim() and not (asked and self.is_pinned(source)):
@@ -458,12 +458,12 @@ class EmulatedGPU:
     def launch_kernel(
         self, kernel: InterpretedFunction, args: Sequence[Any], grid: Any, options: dict[str, Any]
     ) -> None:
-        """Binds a launch as Triton's compiler would get it, then runs it in the interpreter."""
+        """Binds a launch as Triton's compiler would, then runs it in the interpreter."""
         name = kernel.fn.__name__
         held = [unwrapped(argument) for argument in args]
         if any(type(argument) is torch.Tensor for argument in args):
             raise ValueError(f"{name}: pointer argument is on the host")
-        # Why 0 is fine: Triton's own launcher leaves out a launch of no programs.
+        # Why 0 is fine: Triton's own launcher skips a launch of no programs.
         assert all(map(operator.le, grid, (2**31 - 1, 65535, 65535))), (name, grid)
         if kernel not in self._binders:
             compiled = JITFunction(kernel.fn, **kernel.kwargs)
@@ -487,7 +487,7 @@ class EmulatedGPU:
         if self.capturing is not None:
             self.capturing.calls.append(run)
 
-    # --- in place of torch.cuda ---------------------------------------------------------------
+    # --- replacements for torch.cuda ----------------------------------------------------------
 
     @contextlib.contextmanager
     def on_stream(self, stream: Stream | None) -> Iterator[None]:
@@ -510,7 +510,7 @@ class EmulatedGPU:
                 self.capturing = None
 
     def _replacements(self) -> dict[str, Any]:
-        """What stands in torch.cuda while the device is there."""
+        """Replacements for functions of torch.cuda while the device is active."""
 
         def reset_peak(device: object = None) -> None:
             self.peak = self.num_allocated
@@ -553,7 +553,7 @@ class EmulatedGPU:
 
         for owner, name, value in (
             (InterpretedFunction, "run", run),
-            # Why: a check after each sum took a quarter of the time; tests of kernels have it.
+            # Why: a check after each sum took a quarter of the time; kernel tests contain it.
             (interpreter_builder, "options", UNCHECKED),
             (torch.Tensor, "is_pinned", lambda t, device=None: self.is_pinned(t)),
             (torch.Tensor, "to", moved),
@@ -576,7 +576,7 @@ GENERATOR = torch.Generator
 
 
 def with_index(value: Any) -> Any:
-    """Why: for a device without one torch asks the driver which is the current one."""
+    """Why: for a device without an index, torch asks the driver for the current one."""
     return CUDA if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
@@ -585,19 +585,19 @@ def unwrapped(value: Any) -> Any:
 
 
 def moved(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """`Tensor.to`, which asks the driver before any dispatch."""
+    """`Tensor.to`, which queries the driver before any dispatch."""
     return TO(tensor, *map(with_index, args), **{k: with_index(v) for k, v in options.items()})
 
 
 class HostGenerator:
-    """In the place of `torch.Generator`: random numbers of the device are the host's."""
+    """Replaces `torch.Generator`: the device uses the host's random numbers."""
 
     def __new__(cls, device: object = None) -> torch.Generator:  # type: ignore[misc]
         return GENERATOR("cpu")
 
 
 def made_on_host(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch.tensor and torch.as_tensor fill a tensor on its device, past all dispatch."""
+    """torch.tensor and torch.as_tensor fill a tensor on its device and bypass the dispatcher."""
 
     @functools.wraps(original)
     def made(data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:

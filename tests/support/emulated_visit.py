@@ -1,11 +1,11 @@
-"""A visit to a GPU (`benchmarks/suite/gpu_visit.py`) on one that is not there, at tiny sizes.
+"""A GPU visit (`benchmarks/suite/gpu_visit.py`) on an emulated GPU, at tiny sizes.
 
     OUT=folder python -m tests.support.emulated_visit
 
-Its parts run by their commands, in one process on the GPU of `compiling_gpu.py`: what a name or an
-argument breaks, breaks here, and what can't be compiled. Values are zeros, so no result counts as
-wrong. Tests for GPUs are collected, not run; the program that counts on hardware is left out, and
-what it would watch runs.
+The parts run by their commands, in one process on the GPU of `compiling_gpu.py`, so wrong names or
+arguments and kernels that do not compile fail here. Values are zeros, so no result counts as wrong.
+GPU tests are collected but not run. The profiler of hardware counters is skipped, and the program
+that it would profile runs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SCALE = workload.Scale(2, (3, 9), (2, 3))
 
 
 def make_small() -> None:
-    """Shrinks models, workloads, and sizes of kernels, where the report has them."""
+    """Shrinks models, workloads and kernel sizes in the report's modules."""
     for sizes in shapes.SHAPES.values():
         sizes |= SMALL | (FEW_EXPERTS if "num_experts" in sizes else {})
     workload.STANDARD = SCALE
     engine.OPTIONS |= ENGINE | {"num_kv_blocks": 20}
-    cpu = torch.profiler.ProfilerActivity.CPU  # a build without CUDA profiles nothing else
+    cpu = torch.profiler.ProfilerActivity.CPU  # a build without CUDA supports no other activity
     probe = engine.Probe(synchronize=torch.cuda.synchronize, activity=cpu)
     steps = {"batches": (2,), "prompt_len": 8, "num_steps": 6, "probe": probe}
     engine.step_cases.__kwdefaults__ |= steps
@@ -60,7 +60,7 @@ def make_small() -> None:
 
 
 def execute(command: list[str], limit_s: float, log: Any, env: dict[str, str]) -> int:
-    """In the place of `processes.execute`: the same command, in this process."""
+    """Replaces `processes.execute`: runs the same command in this process."""
     start, *arguments = command[command.index(sys.executable) + 1 :]
     if arguments[:1] == ["pytest"]:
         done = subprocess.run([*command, "--collect-only"], stdout=log, stderr=log, env=env)
@@ -80,7 +80,7 @@ def execute(command: list[str], limit_s: float, log: Any, env: dict[str, str]) -
 
 
 def run(start: str, arguments: list[str]) -> None:
-    """A program of Python, as its interpreter would start it."""
+    """Runs a Python program as its interpreter would."""
     if start == "-m":
         suite.main(*arguments[1:])
         assert arguments[0] == suite.__name__
@@ -90,7 +90,7 @@ def run(start: str, arguments: list[str]) -> None:
 
 
 def main(*arguments: str) -> None:
-    """Goes on a visit."""
+    """Runs the visit."""
     torch.set_num_threads(1)
     processes.execute = execute
     gpu_visit.is_bad = lambda row: "failed" in row

@@ -1,4 +1,4 @@
-"""Engines on tiny random checkpoints, for tests that run the whole stack."""
+"""Engines on tiny random checkpoints, for tests of the whole stack."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _directory = tempfile.TemporaryDirectory(prefix="nanoengine-tests-")
 
 @functools.cache
 def checkpoint(family: str, **overrides: Any) -> str:
-    """Directory of a tiny random checkpoint, made once a test run."""
+    """Directory of a tiny random checkpoint, written once per test run."""
     name = "-".join([family, *(f"{k}={v}" for k, v in sorted(overrides.items()))])
     path = Path(_directory.name) / name
     make_checkpoint(path, family, **overrides)
@@ -41,12 +41,12 @@ def reference(directory: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def make_engine(directory: str, **options: Any) -> LLMEngine:
-    """A small engine that checks its invariants after each step; with `overlap` what it samples
-    comes to the host as late as it can."""
+    """A small engine that checks its invariants after each step. With `overlap`, samples arrive on
+    the host as late as possible."""
     if "num_kv_blocks" not in options:
         options.setdefault("kv_cache_gib", 0.02)
     defaults = {"dtype": "float64", "attention_backend": "naive", "debug_checks": True}
-    # Why: tests want preemptions, and the default policy avoids them.
+    # Why: tests need preemptions, and the default policy avoids them.
     options = defaults | {"admission": "watermark"} | options
     engine = build_engine(EngineConfig(model=directory, **options))
     if engine.overlap and engine.info.device == "cpu":
@@ -55,7 +55,7 @@ def make_engine(directory: str, **options: Any) -> LLMEngine:
 
 
 def random_prompts(count: int, lengths: Sequence[int], *, vocab_size: int = 256, seed: int = 0):
-    """Prompts of random ids, their lengths taken in turn."""
+    """Prompts of random ids that cycle through the lengths."""
     rng = random.Random(seed)
     return [
         [rng.randrange(3, vocab_size) for _ in range(lengths[i % len(lengths)])]
@@ -68,7 +68,7 @@ def run(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
 ) -> list[Request]:
-    """Runs all prompts to their end; requests in the order of prompts."""
+    """Runs all prompts to completion; returns the requests in the order of the prompts."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     requests = [
         engine.add_request(f"{i}", prompt, p)
@@ -80,7 +80,7 @@ def run(
 
 
 def finish(engine: LLMEngine) -> None:
-    """Steps until nothing is left."""
+    """Steps until no request is left."""
     while engine.has_unfinished():
         engine.step()
 
@@ -91,5 +91,5 @@ def tokens(requests: Sequence[Request]) -> list[list[list[int]]]:
 
 
 def greedy(max_tokens: int) -> SamplingParams:
-    """Greedy for exactly `max_tokens` tokens."""
+    """Greedy sampling of exactly `max_tokens` tokens."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -1,7 +1,7 @@
-"""FakeDisk: a DiskStorage whose copies happen after a while, and fail now and then.
+"""FakeDisk: a DiskStorage whose copies complete later, and fail now and then.
 
-Bytes are read and written only at the end of a copy: whoever does not keep a block until then is
-found out.
+Bytes are read and written only when a copy completes, so code that releases a block before then
+fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FakeDisk:
         self.queue.append(copy)
 
     def finish(self, ok: bool = True) -> None:
-        """Ends the first copy under way."""
+        """Completes the first pending copy."""
         copy = self.queue.popleft()
         if copy.kind == "remove":
             ok = self.files.pop(copy.content, None) is not None
@@ -68,7 +68,7 @@ class FakeDisk:
 
 
 class QuickDisk(FakeDisk):
-    """Each copy has ended when it is asked for, and none fails."""
+    """Each copy is complete when it is polled, and none fails."""
 
     def collect(self, wait_s: float) -> list[Finished]:
         while self.queue:
@@ -78,7 +78,7 @@ class QuickDisk(FakeDisk):
 
 
 def make_tiers(layout: KVLayout, disk: FakeDisk, **options: Any) -> TieredPrefixCache:
-    """A host tier over this disk, which load whatever they have."""
+    """A host tier over this disk; both load whatever they have."""
     cost = CostModel(host=LoadCost(1, policy="load"), disk=LoadCost(1, policy="load"))
     options = {"num_host_blocks": 40, "num_disk_blocks": 40, "cost": cost} | options
     return TieredPrefixCache(layout, disk=disk, **options)

@@ -1,12 +1,12 @@
-"""FakeExecutor: an Executor without a model, strict where a real one would compute nonsense.
+"""FakeExecutor: an Executor without a model that raises where a real one would compute garbage.
 
-It knows only what plans tell it. Each slot of its KV cache holds one integer that stands for a
-token, its position and the whole prefix before it; before a row's tokens are "computed" it checks
-that every slot the row would read holds exactly the integer of the row's own prefix. A stale,
-shared or mis-copied block, a read before the write and a read of the null block all raise. A state
-is one slot, which must hold the integer of the token before those that a row computes.
+It only uses what plans contain. Each slot of its KV cache holds one integer that represents a
+token, its position and the whole prefix before it. Before it "computes" a row's tokens, it checks
+that every slot the row would read holds the integer of the row's own prefix. A stale, shared or
+wrongly copied block, a read before the write and a read of the null block all raise. A recurrent
+state is one slot, which must hold the integer of the token before the row's first new one.
 
-Sampled tokens are a function of (prefix, seed) alone, so any two configurations must agree.
+Sampled tokens are a function of (prefix, seed) only, so all configurations must agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nanoengine.settings.params import SamplingParams
 VOCAB_SIZE = 50
 EOS = 0
 ROOT = 0x5EED
-STEP, FIRST = 1, 2  # Why ints: the hash of a string changes from process to process
+STEP, FIRST = 1, 2  # Why ints: the hash of a string differs between processes
 
 
 def chain(before: int, token_id: int) -> int:
@@ -40,7 +40,7 @@ def chain(before: int, token_id: int) -> int:
 
 
 def prefix_hashes(token_ids: Iterable[int]) -> list[int]:
-    """For each position the integer that stands for the tokens up to and including it."""
+    """For each position the integer of the tokens up to and including it."""
     hashes, before = [], ROOT
     for token_id in token_ids:
         before = chain(before, token_id)
@@ -65,7 +65,7 @@ def candidates(prefix: int, count: int) -> list[TokenLogprob]:
 
 @dataclass(slots=True)
 class Row:
-    """What the executor keeps of one running sequence."""
+    """The executor's data of one running sequence."""
 
     seq_id: int
     token_ids: list[int]
@@ -78,11 +78,11 @@ class Row:
 
 
 class ExecutorFailure(RuntimeError):
-    """What a fake executor raises when told to fail."""
+    """Raised by a fake executor on request."""
 
 
 class Ready:
-    """A launched step whose result is there already."""
+    """A launched step whose result is available."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -96,7 +96,7 @@ class FakeExecutor:
 
     Args:
         layout: blocks, block size and groups to simulate.
-        max_num_seqs, max_num_batched_tokens: limits that no plan may pass.
+        max_num_seqs, max_num_batched_tokens: limits for plans.
         sample: (prefix integer, seed) -> token.
     """
 
@@ -118,23 +118,23 @@ class FakeExecutor:
         self.num_kv_groups = len(layout.groups) - (layout.snapshot_every is not None)
         self.num_shared_states = 0  # read in the step in which another row writes them
         self.host: dict[int, list[int | None]] = {}  # blocks of the host tier
-        self._stores: dict[int, list[tuple[int, list[int | None]]]] = {}  # by step, under way
+        self._stores: dict[int, list[tuple[int, list[int | None]]]] = {}  # by step, in flight
         self.plans: list[StepPlan] = []
         self.fail_at: str | None = None  # "start", "rows" or "end" of the next step
         self.row_errors: Callable[[Row], str | None] = lambda row: None
         self.num_computed_tokens = 0
-        self.token_s = 0.0  # what a step is said to take, for each token and each loaded block
+        self.token_s = 0.0  # reported duration of a step, per token and loaded block
         self.num_copies = 0
-        self.num_shared_reads = 0  # of blocks that another row writes in the same step
+        self.num_shared_reads = 0  # blocks that another row writes in the same step
         self._states_written: set[int] = set()  # in this step
         self._writer: dict[int, int] = {}  # slot -> row, in this step
         self.closed = False
-        self.delayed = False  # a plan is carried out only when somebody waits for it
-        self.queue: list[StepPlan] = []  # launched and not carried out
+        self.delayed = False  # plans run only when their result is awaited
+        self.queue: list[StepPlan] = []  # launched and not yet run
         self.most_queued = 0
         self._results: dict[int, StepResult] = {}
 
-    # --- the Executor door --------------------------------------------------------------------
+    # --- the Executor interface ---------------------------------------------------------------
 
     def start(self) -> KVLayout:
         return self.layout
@@ -152,15 +152,15 @@ class FakeExecutor:
         return SimpleNamespace(result=lambda: self.result(plan.step))
 
     def advance(self) -> None:
-        """Carries out the oldest plan that was launched.
+        """Runs the oldest launched plan.
 
-        Where that is delayed the next plan has been made already: whatever the core changes in a
-        plan that it has handed out, or expects of it too early, shows.
+        With `delayed`, the next plan exists already. This exposes a core that changes a plan after
+        handing it out, or that expects its results too early.
         """
         self._run(self.queue.pop(0))
 
     def result(self, step: int) -> StepResult:
-        """The sampled tokens of a launched step, once."""
+        """The sampled tokens of a launched step, available once."""
         while step not in self._results:
             self.advance()
         for host_id, slots in reversed(self._stores.pop(step, [])):
@@ -168,7 +168,7 @@ class FakeExecutor:
         return self._results.pop(step)
 
     def _run(self, plan: StepPlan) -> None:
-        """Carries out a plan; its values stay here until `result` is asked for."""
+        """Runs a plan and stores its results until `result` is called."""
         self._fail("start")
         self.plans.append(plan)
         self._update_rows(plan)
@@ -258,13 +258,13 @@ class FakeExecutor:
                     assert len(self.host[host_id]) == at.stop - at.start, "of another size"
                     held[at] = self.host[host_id]
                 else:
-                    # Why: a store runs beside what follows it; until somebody waits for its step,
-                    # its target may hold anything.
+                    # Why: a store runs concurrently with later work. Until its step is awaited, its
+                    # target may hold anything.
                     self.host[host_id] = [-1] * size
                     self._stores.setdefault(plan.step, []).append((host_id, held[at]))
 
     def _memory_of(self, block_id: int) -> tuple[list[int | None], slice]:
-        """Where a block, or a state, is held."""
+        """The memory of a block or of a state."""
         size, state = self.layout.block_size, block_id - self.layout.num_blocks
         if state >= 0:
             return self.states, slice(state, state + 1)
@@ -288,7 +288,7 @@ class FakeExecutor:
     # --- the forward --------------------------------------------------------------------------
 
     def _entries(self, plan: StepPlan) -> Iterator[tuple[int, Row, int, int, int]]:
-        """Of each scheduled row: its number, what is kept of it, start, tokens, logits."""
+        """For each scheduled row: its number, its data, start, tokens, logits."""
         numbers = plan.starts, plan.num_scheduled_tokens, plan.num_logits
         for row_id, start, count, num_logits in zip(plan.rows, *numbers, strict=True):
             assert row_id in self.rows, f"row {row_id} is scheduled but not admitted"
@@ -306,7 +306,7 @@ class FakeExecutor:
                 assert start == ends[parents[row_id]], f"row {row_id} computes nothing"
             else:
                 before = row.num_computed_tokens
-                # What a prompt skips, another has computed: `_check_reads` verifies it.
+                # Another sequence has computed skipped prompt tokens: `_check_reads` verifies it.
                 assert start == before or start % self.layout.block_size == 0, (row_id, start)
                 assert start >= before, f"row {row_id} starts at {start}"
                 assert logits <= count, f"row {row_id}: {logits} logits of {count} tokens"
@@ -341,8 +341,8 @@ class FakeExecutor:
                     self.slots[slot] = row.hashes[position] + group
             row.num_computed_tokens = max(row.num_computed_tokens, start + count)
         self._writer = written
-        # Whoever shares a written block must find its own prefix in it: checked for all rows that
-        # have computed these positions, scheduled or not.
+        # Each user of a written block must find its own prefix in it. This is checked for all rows
+        # that have computed these positions, scheduled or not.
         touched = {slot // size for slot in written}
         for row_id, row in self.rows.items():
             for group, table in enumerate(row.tables[: self.num_kv_groups]):
@@ -351,8 +351,8 @@ class FakeExecutor:
                         self._check_block(row_id, row, group, index)
 
     def _advance_state(self, row_id: int, row: Row, start: int, end: int) -> None:
-        """A row reads the state before its tokens and writes those behind its blocks, in the
-        order of the plan: a row may read what one before it writes in the same step."""
+        """A row reads the state before its tokens and writes the states after its blocks, in plan
+        order: a row may read what an earlier row writes in the same step."""
         size, table = self.layout.block_size, row.tables[-1]
         first, last = start // size, (end - 1) // size
         base = self.layout.num_blocks
@@ -440,7 +440,7 @@ class FakeExecutor:
         return result
 
 
-# --- engines around it ----------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 
 def make_layout(
@@ -451,7 +451,7 @@ def make_layout(
     num_states: int = 0,
     snapshot_every: int = 1,
 ) -> KVLayout:
-    """A layout with one group for each window, and a state group where there are states."""
+    """A layout with one group per window, and a state group if there are states."""
     groups = [
         KVGroup(layers=(layer,), sliding_window=window) for layer, window in enumerate(windows)
     ]
@@ -468,7 +468,7 @@ def make_layout(
 
 
 def engine_info(**known: Any) -> EngineInfo:
-    """What an engine reports of itself; names are "none" and numbers 0 where nothing is known."""
+    """The engine's report about itself; unknown names are "none" and unknown values 0."""
     names = dict.fromkeys(("model_name", "dtype", "device", "attention_backend"), "none")
     required = [name for name, one in EngineInfo.__dataclass_fields__.items()
                 if one.default is one.default_factory]  # fmt: skip
@@ -498,8 +498,8 @@ def make_engine(
     scheduler_class: type[Scheduler] = Scheduler,
     proposer: Proposer | None = None,
 ) -> LLMEngine:
-    """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` it is a
-    delayed one."""
+    """An LLMEngine over a FakeExecutor, which samples tokens without a model. With `overlap` the
+    executor is delayed."""
     layout = make_layout(
         num_blocks, block_size, windows, num_states=num_states, snapshot_every=snapshot_every
     )
@@ -538,7 +538,7 @@ def make_engine(
 
 
 def run(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
-    """Steps until nothing is left; the ids of the requests in the order they finished."""
+    """Steps until no request is left; returns request ids in the order of completion."""
     finished: list[str] = []
     for _ in range(max_steps):
         if not engine.has_unfinished():
@@ -548,7 +548,7 @@ def run(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
 
 
 def run_late(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
-    """The same by the overlapped loop, on a device that is always a step behind."""
+    """The same with the overlapped loop, on a device that is always a step late."""
     assert isinstance(engine.executor, FakeExecutor)
     engine.overlap = engine.executor.delayed = True
     return run(engine, max_steps)
@@ -576,7 +576,7 @@ def expected_output(
 
 
 def assert_outputs(*requests: Request) -> None:
-    """Every sequence has the tokens it would have alone."""
+    """Checks that every sequence has the tokens that it would have alone."""
     for request in requests:
         assert len(request.sequences) == request.params.n
         for seq in request.sequences:

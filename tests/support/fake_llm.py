@@ -1,6 +1,6 @@
 """An LLM whose model is a script: the real engine and scheduler over an executor that recites.
 
-What is tested with it: everything above the executor, in milliseconds and without a tensor.
+It tests everything above the executor, in milliseconds and without a tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.text_fixtures import byte_level
 class ScriptedExecutor:
     """Samples `answers[prompt]` token by token, then EOS; unknown prompts get EOS at once.
 
-    `hook` is called with each plan before it runs: it may raise, or return errors by row index.
+    `hook` is called with each plan before it runs. It may raise, or return errors by row index.
     """
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], eos: int, num_blocks: int):
@@ -127,7 +127,7 @@ LONG = SamplingParams(temperature=0, max_tokens=64)
 
 
 class Bar:
-    """A progress bar that notes what it is told, and may do something at each refresh."""
+    """A progress bar that records its updates, and may call a function at each refresh."""
 
     def __init__(self, act: Callable[[], Any] = lambda: None) -> None:
         self.act, self.count, self.text, self.is_closed = act, 0, "", False

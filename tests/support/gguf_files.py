@@ -1,7 +1,7 @@
-"""Tiny GGUF files, made of tiny checkpoints of transformers by the `gguf` package.
+"""Tiny GGUF files that the `gguf` package writes from tiny transformers checkpoints.
 
-Tensors and keys are those that llama.cpp's converter writes for the same checkpoint; rows of
-queries and keys, norms and experts change as they do there.
+Tensors and keys equal the output of llama.cpp's converter for the same checkpoint, including its
+changes of query and key rows, norms and experts.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def make_gguf(
     joined: bool = False,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """Writes a random model of `family` to `path`, and returns it with the numbers that are there.
+    """Writes a random model of `family` to `path`, and returns it with the values of the file.
 
     Args:
         types: a matrix's name in the file -> its type; vectors and routers stay F32.
-        keys: of the metadata, in place of others or besides; None: left out.
-        architecture: in place of the family's, of which it is another name.
-        joined: rows of q, k and v, and of experts' gate and up, are one tensor each; those of a
-            merged checkpoint stay so.
+        keys: metadata keys to replace or add; None: removed.
+        architecture: replaces the family's architecture name.
+        joined: rows of q, k and v, and of experts' gate and up, are one tensor each. Tensors of a
+            merged checkpoint stay merged.
         overrides: see `make_checkpoint`.
     """
     directory = path.with_suffix("")
@@ -55,7 +55,7 @@ def make_gguf(
     layers, kinds = model.config.num_hidden_layers, (KINDS.get(architecture), *OTHERS)
     tables = [gguf.get_tensor_name_map(kind, layers) for kind in kinds if kind is not None]
     stored = load_file(directory / "model.safetensors")
-    # Where each number goes: the same changes, made to places.
+    # The target position of each element: the same conversion, applied to positions.
     places, flat = Tensors(), torch.cat([tensor.flatten() for tensor in stored.values()]).float()
     for name, tensor in stored.items():
         first = sum(place.numel() for place in places.values())
@@ -99,14 +99,14 @@ def make_gguf(
 
 
 OTHERS = (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GEMMA4)
-"""Whose tables have what converters join, or what the package's architecture lacks."""
+"""Tables with the tensors that converters merge, or that the package's architecture lacks."""
 KINDS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 ROUTER = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 """Tensors that the package's table lacks."""
 
 
 def factor_of(name: str, config: Any) -> Any:
-    """By what Falcon-H1's numbers are multiplied in a file: a number, or one for each row."""
+    """Falcon-H1's multiplier of a tensor in a file: one factor, or one per row."""
     gate, down = config.mlp_multipliers
     factors = {
         "gate_proj": gate, "down_proj": down, "lm_head": config.lm_head_multiplier,
@@ -125,7 +125,7 @@ def factor_of(name: str, config: Any) -> Any:
 
 
 def gguf_name(name: str, tables: Sequence[gguf.TensorNameMap], architecture: str) -> str:
-    """What a checkpoint's tensor is called in a GGUF file: the tables are the converter's."""
+    """The GGUF name of a checkpoint's tensor, by the converter's tables."""
     name = name.replace("correction_bias", "correction.bias").replace("dt_bias", "dt_proj.bias")
     layer, _, part = name.removeprefix("model.layers.").partition(".")
     if part in ROUTER:
@@ -141,7 +141,7 @@ def gguf_name(name: str, tables: Sequence[gguf.TensorNameMap], architecture: str
 def converted(
     tensors: Tensors, architecture: str, config: Any, merged: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a file holds in place of a checkpoint's; norms are as they were."""
+    """Yields a file's tensors for a checkpoint's tensors; norms are unchanged."""
     stacks: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     is_tiled = architecture in WRITER["tiled"]
     for name, tensor in tensors.items():
@@ -157,7 +157,7 @@ def converted(
             stacks[stack][int(expert[1])] = tensor
         elif ends("experts.gate_up_proj", "experts.gate_up_proj_bias"):
             kind = "bias" if ends("bias") else "weight"
-            # gpt-oss has [E, inputs, outputs], whose outputs alternate.
+            # gpt-oss has [E, inputs, outputs] with gate and up outputs interleaved.
             tensor = tensor.mT if tensor.dim() > 2 and architecture == "gpt-oss" else tensor
             halves = (tensor[:, ::2], tensor[:, 1::2])
             halves = halves if architecture == "gpt-oss" else tensor.chunk(2, dim=1)
@@ -212,8 +212,8 @@ def converted(
 
 
 def together(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """With one tensor for q, k and v, and one for gate and up of all experts. In a model with
-    linear attention the first of these names is taken."""
+    """Merges q, k and v into one tensor, and gate and up of all experts. In linear-attention models
+    the name of the first one is already in use."""
     linear = any(".linear_attn." in name for name in tensors)
     for name, tensor in tensors.items():
         parts = ("gate_proj", "up_proj") if ".experts." in name else ("q_proj", "k_proj", "v_proj")
@@ -226,7 +226,7 @@ def together(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tiled(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Value heads one of each key head after the other, of a layer with linear attention."""
+    """Reorders value heads of linear attention: the first of each key head, then the second, ..."""
     key_heads, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
     each = config.linear_num_value_heads // key_heads
     tensor = tensor.squeeze(1) if tensor.dim() == 3 else tensor
@@ -238,7 +238,7 @@ def tiled(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def metadata(config: Any, architecture: str) -> dict[str, Any]:
-    """The keys of a config, without the architecture before them; None: left out."""
+    """The keys of a config, without the architecture prefix; None: removed."""
     given, rope = config.to_dict(), dict(getattr(config, "rope_parameters", None) or {})
     sliding = rope.get("sliding_attention", {}).get("rope_theta")
     rope = rope.get("full_attention", rope)
@@ -348,8 +348,8 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
 
 
 def latent_keys(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What files of DeepSeek's attention have besides: sizes of one wide KV head, and of heads as
-    they are."""
+    """Additional keys in files with MLA: sizes as one wide KV head, and sizes of the original
+    heads."""
     moe, rope = given.get("n_routed_experts"), config.rope_parameters or {}
     found = {
         "attention.head_count_kv": 1,
@@ -372,7 +372,7 @@ def latent_keys(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma4_keys(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs from layer to layer of Gemma 4."""
+    """The per-layer keys of Gemma 4."""
     kinds, shared = given["layer_types"], given["num_kv_shared_layers"]
     slides = [kind == "sliding_attention" for kind in kinds]
     own = next(iter(given["per_layer_config"].values()))
@@ -395,7 +395,7 @@ def gemma4_keys(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotations(config: Any) -> dict[str, np.ndarray]:
-    """Tensors that slow the rotation."""
+    """Tensors that scale RoPE frequencies."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "long_factor" in rope:
         factors = {"long": rope["long_factor"], "short": rope["short_factor"]}
@@ -418,8 +418,8 @@ def rotations(config: Any) -> dict[str, np.ndarray]:
 
 
 def blocks(numbers: np.ndarray, kind: str) -> np.ndarray:
-    """Rows of blocks of a type: of the numbers, or where the package has no writer for the type, of
-    random ones of mean 0 and about the same size."""
+    """Quantizes rows to blocks of a type. If the package cannot write the type, the blocks are
+    random with mean 0 and about the same size."""
     if kind not in RANDOM:
         return gguf.quants.quantize(numbers, Type[kind])
     place, ratio = RANDOM[kind]
@@ -428,7 +428,7 @@ def blocks(numbers: np.ndarray, kind: str) -> np.ndarray:
     shape = (*numbers.shape[:-1], numbers.shape[-1] // inputs)
     raw = random.integers(0, 256, (*shape, size), np.uint8)
     scale = 1.0
-    for _ in range(2):  # the second time with the size that was found
+    for _ in range(2):  # the second pass uses the measured size
         for part, number in ((place, scale), (place + 2, scale * (ratio or 0))):
             if ratio or part == place:
                 raw[..., part : part + 2] = np.array([number], "<f2").view(np.uint8)
@@ -441,12 +441,12 @@ RANDOM: dict[str, tuple[int, float | None]] = {
     "Q2_K": (80, 1.5), "Q3_K": (108, None), "Q4_K": (0, 7.5), "Q5_K": (0, 15.5),
     "Q6_K": (208, None), "IQ4_NL": (0, None), "IQ4_XS": (0, None),
 }  # fmt: skip
-"""Type without a writer -> where the float16 scale of a block is, and how much larger the scale of
-its mins must be, which is behind it, so that the mean is 0."""
+"""Type that the package cannot write -> offset of a block's float16 scale, and the ratio of the
+following scale of its mins, so that the mean is 0."""
 
 
 def write_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """A value as the kind that llama.cpp's converter gives it."""
+    """Writes a value with the type that llama.cpp's converter uses."""
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):

@@ -57,7 +57,7 @@ def text_checkpoint(family: str = "qwen3") -> str:
 
 
 def make_stage(tokenizer: Tokenizer | None = None) -> Structured:
-    """The stage of structured outputs over this tokenizer, or one that extends it."""
+    """The logits processor of structured outputs for this tokenizer, or one that extends it."""
     from nanoengine.features.llguidance_grammars import LLGuidance
 
     tokenizer = tokenizer or Tokenizer(text_tokenizer())
@@ -66,8 +66,8 @@ def make_stage(tokenizer: Tokenizer | None = None) -> Structured:
 
 
 class AnyText:
-    """A library whose one grammar allows every token, or every even one, and its end everywhere;
-    needs no package."""
+    """A fake grammar library. Its only grammar allows every token, or every even one, and an end
+    anywhere."""
 
     def __init__(self, mask: int = -1) -> None:
         self.mask = mask
@@ -79,24 +79,24 @@ class AnyText:
         masks[:] = self.mask
 
     def accept(self, token_id: int) -> None:
-        """Nothing changes."""
+        """Ignores the token."""
 
     def fork(self) -> AnyText:
         return self
 
 
 def any_text(*args: object) -> AnyText:
-    """Takes the place of `features.structured._library`."""
+    """Replaces `features.structured._library`."""
     return AnyText()
 
 
 def even_text(*args: object) -> AnyText:
-    """The same for even tokens alone."""
+    """The same for even tokens only."""
     return AnyText(0x55555555)
 
 
 class Rows:
-    """Rows of a sampler over this tokenizer, fed with random logits."""
+    """Rows of a sampler with this tokenizer and random logits."""
 
     def __init__(self, params: Sequence[SamplingParams], seed: int = 0):
         stage = make_stage()
@@ -110,7 +110,7 @@ class Rows:
             self.admit(row)
 
     def admit(self, row: int) -> None:
-        """Admits a row, or again with what it has so far."""
+        """Admits a row, or admits it again with its current output."""
         known = [EOS + 1, *self.outputs[row]]
         one = self.params[row]
         self.sampler.admit(AdmittedSequence(row, row, known, 1, 0, one, seed=row))
@@ -126,7 +126,7 @@ class Rows:
         ]
 
     def step(self, favour: Mapping[int, float] | None = None) -> None:
-        """A token for each row that runs; `favour` is added to tokens' logits."""
+        """Samples one token per running row; `favour` is added to the logits."""
         rows = self.running
         logits = 3 * torch.randn(len(rows), VOCAB_SIZE, generator=self.random)
         for token_id, bonus in (favour or {}).items():
@@ -142,7 +142,7 @@ class Rows:
             edits.accept(found.token_ids[i : i + 1])
 
     def text(self, row: int) -> str | None:
-        """The text of a row that is complete, else None."""
+        """The text of a completed row, else None."""
         output = self.outputs[row]
         if not output or output[-1] != EOS:
             return None

@@ -1,4 +1,4 @@
-"""Weights in groups of every form that kernels have, of seeded random numbers."""
+"""Group-wise quantized weights of every kernel format, from seeded random values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def make_weight(
     name: str, outputs: int, inputs: int, *, seed: int = 0, size: int | None = None
 ) -> QuantizedWeight:
-    """A weight of a form of `FORMS`; `size`: of a group, in place of the form's."""
+    """A weight of a form of `FORMS`; `size` overrides the form's group size."""
     form = dict(FORMS[name])
     random = torch.Generator().manual_seed(seed)
     bits, size = form["bits"], size or form.get("size", 32)
@@ -49,13 +49,13 @@ def make_weight(
 
     scales, mins, zeros = halves(groups), None, None
     if not form.get("mins"):
-        scales[2:4] *= 2.0**30  # beyond float16
+        scales[2:4] *= 2.0**30  # above float16's range
     if form.get("blocks"):
         scales = torch.randint(-128, 128, groups, generator=random).to(torch.int8)
     if form.get("mins"):
         mins = halves(groups) * 8
         if form.get("blocks"):
-            most = 16 if size == 16 else 64  # what a file's bits hold
+            most = 16 if size == 16 else 64  # the range of the file's bits
             mins = torch.randint(0, most, groups, generator=random).to(torch.uint8)
             scales = torch.randint(0, most, groups, generator=random).to(torch.int8)
     factors = halves(blocks) / (127 if mins is None else 1) if form.get("blocks") else None

@@ -1,11 +1,11 @@
-"""Tests that guard rarely changed ground run when that ground has changed, and in `make test-all`.
+"""Runs tests of rarely changed code only when that code has changed, and in `make test-all`.
 
     pytestmark = pytest.mark.guards("nanoengine/kernels/*.py")
 
-A test so marked is left out while the files that it guards, and its own, are those with which it
-has passed before: their digest stands in tests/guarded.json. `--guarded only` runs all of these
-tests and nothing else, and writes the digests of those that passed. A file that is named on the
-command line runs as it is.
+A marked test is skipped while the guarded files and its own file are the ones with which it last
+passed: tests/guarded.json has their digest. `--guarded only` runs all of these tests and no others,
+and writes the digests of those that passed. A file named on the command line runs without this
+check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOW = "run them with: make test-guarded"
 
 
 def add_option(parser: pytest.Parser) -> None:
-    """What `pytest_addoption` of a conftest hands on."""
+    """Called by `pytest_addoption` of a conftest."""
     parser.addoption(
         "--guarded",
         choices=("changed", "only", "all"),
@@ -36,13 +36,13 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def key_of(file: str, globs: Iterable[str]) -> str:
-    """The name of a group: its test file, relative to the root, and what it guards."""
+    """The name of a group: its test file, relative to the root, and the guarded files."""
     return " ".join([file, *sorted(set(globs) - {file})])
 
 
 @functools.cache
 def digest_of(root: Path, key: str) -> str:
-    """The digest of a group's files, names and contents; raises where a glob finds no file."""
+    """The digest of a group's files, names and contents; raises if a glob finds no file."""
     digest = hashlib.sha256()
     paths: set[Path] = set()
     for glob in key.split(" "):
@@ -57,15 +57,15 @@ def digest_of(root: Path, key: str) -> str:
 
 
 def _is_long(item: pytest.Item) -> bool:
-    """A soak test runs when it is asked for, whatever its ground."""
+    """A soak test runs only on request, whatever it guards."""
     return item.get_closest_marker("soak") is not None
 
 
 class Guarded:
-    """The plugin: chooses what runs, and in the process that sees all reports writes digests.
+    """The plugin: selects the tests to run, and in the controller process writes digests.
 
     Args:
-        root: what globs and names of test files are relative to.
+        root: base of globs and of test file names.
         record: the file of digests.
     """
 
@@ -96,7 +96,7 @@ class Guarded:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leaves out what need not run. Why first: a group is whole before -k takes a part."""
+        """Deselects unneeded tests. Why first: a group is complete before -k selects a part."""
         keys = [self.key(item) for item in items]
         totals = Counter(
             key for key, item in zip(keys, items, strict=True) if key and not _is_long(item)
@@ -120,7 +120,7 @@ class Guarded:
         return key is None or self.known.get(key) != digest_of(self.root, key)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Counts what passed of each group, or was skipped: this machine can't say more of it."""
+        """Counts the passed and skipped tests per group: skips cannot run on this machine."""
         for name, value in report.user_properties:
             if name != "guards":
                 continue
@@ -131,7 +131,7 @@ class Guarded:
                 self.done[key] += 1
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """A worker tells how many it has left out; who sees all reports writes the digests."""
+        """A worker reports how many tests it deselected; the controller writes the digests."""
         if self.is_worker:
             output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
             output["left_out"] = self.num_left_out
@@ -143,12 +143,12 @@ class Guarded:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """What a worker of pytest-xdist has left out; each leaves out the same."""
+        """The number that a pytest-xdist worker deselected; it is the same for all workers."""
         output = getattr(node, "workeroutput", {})
         self.num_left_out = max(self.num_left_out, output.get("left_out", 0))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """One line about what did not run."""
+        """One line about the tests that did not run."""
         if self.num_left_out:
             terminalreporter.line(
                 f"{self.num_left_out} tests left out, as what they guard is what they passed with:"

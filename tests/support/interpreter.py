@@ -1,11 +1,12 @@
-"""Triton's interpreter without what it makes again and again: the same numbers in half of the time.
+"""Caches repeated work in Triton's interpreter: the same results in half of the time.
 
-    functions   it looks for all of the language's, to put its own in their place, at each launch
-                and each time that a kernel calls a function; here they stay where it has put them
-    dtypes      at each operator it makes a dict of all, to ask for one
-    shapes      at each result it makes what follows from a type, its shape as constants and names
+    functions   it looks up all functions of the language to patch them, at each launch and each
+                time that a kernel calls a function; here they stay patched
+    dtypes      each operator builds a dict of all dtypes to look up one
+    shapes      each result recomputes the attributes of its type, and its shape as constants and
+                names
 
-Used by conftest.py, where kernels run in the interpreter: no compiler shares this process.
+Used by conftest.py when kernels run in the interpreter: then no compiler uses this process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 
 def quicken() -> None:
-    """For all launches of this process."""
+    """Applies the caches to all launches of this process."""
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -24,7 +25,7 @@ def quicken() -> None:
     patched: dict[int, Any] = {}
 
     def patch_once(fn: Any) -> Any:
-        # By module: it decides which names a kernel has. Why kept: no other function has its id.
+        # By module, which determines a kernel's names. Why kept: the id cannot be reused.
         if patched.setdefault(id(fn.__globals__), fn) is fn:
             patch(fn)
         return stays
@@ -44,7 +45,7 @@ def quicken() -> None:
 
 
 def remember(made: Any, key: Callable[..., Any], *own: str) -> None:
-    """Objects of one key share their attributes; `own` are the first arguments, as they come."""
+    """Objects with equal keys share attributes, except for the leading arguments `own`."""
     make, known = made.__init__, dict[Any, dict[str, Any]]()
 
     def init(self: Any, *given: Any) -> None:

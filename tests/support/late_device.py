@@ -1,4 +1,4 @@
-"""A device that is late, on the CPU: what the runner needs to be run as if beside a GPU."""
+"""A late device on the CPU: the runner runs as if on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanoengine.attention.naive import NaiveBackend
 
 
 class LateDownload:
-    """Copies when it is waited for: whatever a later step has overwritten by then shows."""
+    """Copies when its result is awaited, which exposes data overwritten by later steps."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -22,7 +22,7 @@ class LateDownload:
 
 
 class GraphSafeNaive(NaiveBackend):
-    """The naive backend, but batches of decodes are attended without a look at any value."""
+    """The naive backend, with attention of decode batches that reads no value on the host."""
 
     graph_safe = True
 
@@ -47,6 +47,6 @@ class GraphSafeNaive(NaiveBackend):
 
 
 def make_graph_safe(name, *, device, dtype, head_dim, block_size, kv_dtype, deterministic, latent):
-    """In place of `make_backend`; whatever else an engine asks for must be off."""
+    """Replaces `make_backend`; an engine must not use other options."""
     assert kv_dtype == dtype and not (deterministic or latent), (kv_dtype, deterministic, latent)
     return GraphSafeNaive(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)

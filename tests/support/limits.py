@@ -1,10 +1,10 @@
-"""The time limit of each test: at its end stacks are shown, what the test started is killed, and it
-fails, so that one that hangs holds nothing else up.
+"""The time limit of each test. When it expires, stacks are shown, the test's processes are killed,
+and the test fails, so that a hanging test does not block the others.
 
-pytest-timeout finds the limit (`timeout` in pyproject.toml, or the marker) and asks for a timer;
-this one also shows the processes that a test has started: most of what hangs waits for one. Where
-the main thread never comes back from compiled code, `faulthandler` ends the process a minute later,
-and pytest-xdist starts another worker.
+pytest-timeout finds the limit (`timeout` in pyproject.toml, or the marker) and asks for a timer.
+This timer also shows the processes that a test has started, since most hangs wait for one. If the
+main thread never returns from compiled code, `faulthandler` ends the process a minute later, and
+pytest-xdist starts another worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HAS_ALARM = hasattr(signal, "SIGALRM")
 
 
 def stacks_of_threads() -> str:
-    """Where each thread of this process is."""
+    """The stack of each thread of this process."""
     frames = sys._current_frames()
     return "\n".join(
         f"thread {name}:\n" + "".join(traceback.format_stack(frame))
@@ -38,7 +38,7 @@ def stacks_of_threads() -> str:
 
 
 def stacks_of_children(since: float) -> str:
-    """Where each process below this one is; those that have started `since` then are killed."""
+    """The stack of each child process; processes started after `since` are then killed."""
     told = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -52,7 +52,7 @@ def stacks_of_children(since: float) -> str:
 
 
 def _dump(pid: int) -> str:
-    """What py-spy says of a process; why it says nothing, where it can't."""
+    """py-spy's dump of a process, or the reason why there is none."""
     try:
         done = subprocess.run(
             ["py-spy", "dump", "--nonblocking", "--pid", str(pid)],
@@ -64,10 +64,10 @@ def _dump(pid: int) -> str:
 
 
 class Limits:
-    """The plugin: the timers that pytest-timeout asks for."""
+    """The plugin: timers for pytest-timeout."""
 
     def __init__(self) -> None:
-        # Why a copy: while a test runs, its own output is put aside.
+        # Why a copy: while a test runs, its own output is captured.
         self._stderr = os.fdopen(os.dup(2), "w")
         self._usual: Any = None
 
@@ -89,7 +89,7 @@ class Limits:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_cancel_timer(self, item: pytest.Item) -> bool | None:
-        """Stops it."""
+        """Stops the timer."""
         if self._usual is None:
             return None
         faulthandler.cancel_dump_traceback_later()

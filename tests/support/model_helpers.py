@@ -1,4 +1,4 @@
-"""What the model tests share: attention without a cache, batches of whole prompts, and building."""
+"""Shared by the model tests: attention without a cache, batches of whole prompts, and building."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanoengine.runner.numerics import make_kernels
 
 
 class DenseAttention(AttentionBackend):
-    """Attention over whole prompts without a cache: each sequence's keys are all in its batch."""
+    """Attention over whole prompts without a cache: all keys of a sequence are in its batch."""
 
     name, kv_layout, default_block_size, graph_safe = "dense", "PKD", 16, False
 
@@ -75,7 +75,7 @@ def prefill_batch(prompts: Sequence[Sequence[int]]) -> Batch:
 
 
 def prefill_wave(lengths: Sequence[int]) -> StateWave:
-    """Prompts of these lengths, whose states go to slots 1, 2, ..."""
+    """Prompts of these lengths, whose states are written to slots 1, 2, ..."""
     none, ends = torch.empty(0, dtype=torch.int64), itertools.accumulate(lengths)
     spans = [
         Span(end - n, end, 0, 0, ((n, slot),))
@@ -93,7 +93,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 def cpu_kernels(
     dtype: torch.dtype = torch.float32, quantization: Quantization | None = None
 ) -> Kernels:
-    """The kernel set of a CPU for a model of this dtype, with dense attention."""
+    """The CPU kernels for a model of this dtype, with dense attention."""
     return make_kernels(
         DenseAttention(), device=torch.device("cpu"), dtype=dtype, quantization=quantization
     )
@@ -130,6 +130,6 @@ def all_logits(model: CausalLM, prompts: Sequence[Sequence[int]]) -> torch.Tenso
 
 
 def their_logits(model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """As `all_logits`, of a model of transformers, prompt by prompt."""
+    """Like `all_logits`, for a transformers model, prompt by prompt."""
     with torch.inference_mode():
         return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])

@@ -1,4 +1,4 @@
-"""A pytest plugin, `-p tests.support.no_torch`: whoever imports torch fails."""
+"""A pytest plugin, `-p tests.support.no_torch`: imports of torch fail."""
 
 import sys
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from importlib import metadata
 
 NEEDED = ("torch", "triton", "transformers", "safetensors", "xxhash", "numpy")
-"""What a machine for torch on a GPU has beside Python."""
+"""The packages that a machine with a GPU and torch has."""
 
 
 def absent(there: Iterable[str]) -> list[str]:
-    """Modules of all packages that are installed here and not needed by those that are `there`."""
+    """Modules of all packages that are installed here and that `there` does not depend on."""
     found, asked = {"pip", "setuptools"}, list(there)
     while asked:
         name = canonical(asked.pop())

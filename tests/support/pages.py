@@ -1,19 +1,19 @@
-"""The code blocks of README and docs: what each of them is, and how it is run.
+"""The code blocks of README and docs: the kinds of blocks, and how they are tested.
 
 | a block | is | and the test |
 |---|---|---|
-| ```` ```python ```` of `>>>` lines | a session; those of a page share names | runs it, compares |
+| ```` ```python ```` of `>>>` lines | a session; a page's sessions share names | runs, compares |
 | ```` ```python ```` under `# nanoengine/...` | a quotation | finds it in that file |
-| ```` ```python ```` under `# other/path.py` | a file of a package of yours | writes it |
-| ```` ```python ```` | a script | runs it, with the files of its page beside it |
-| ```` ```text ```` right after a script | what it prints | compares |
-| ```` ```console ```` | `$ ` commands and what they print | runs and compares |
-| indented | commands, a line each | runs them |
+| ```` ```python ```` under `# other/path.py` | a file of a user's package | writes it |
+| ```` ```python ```` | a script | runs it, with the files of its page in the same folder |
+| ```` ```text ```` right after a script | its output | compares |
+| ```` ```console ```` | `$ ` commands and their output | runs and compares |
+| indented | commands, one per line | runs them |
 | ```` ```diff ```` | a line to break, in the tour | `tests/test_tour.py` |
 | ```` ``` ```` | a drawing | |
 
-In what is compared, `...` stands for whatever varies. A block below `<!-- not run: reason -->` is
-not run; of its commands the programs, options and files must be there all the same.
+In compared text, `...` matches anything. A block below `<!-- not run: reason -->` is not run, but
+the programs, options and files of its commands must exist.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
     Attributes:
         line: where its text begins, from 1.
-        path: of a quotation or a file; its text is then without that line.
+        path: of a quotation or a file; its text then excludes that line.
         why_not: the reason for which it is not run; "" if it is.
     """
 
@@ -72,7 +72,7 @@ def blocks_of(page: Path) -> list[Block]:
     """All code blocks of a page, in order.
 
     Raises:
-        AssertionError: a fence has a word that has no meaning here.
+        AssertionError: a fence has an unknown word.
     """
     text = page.read_text(encoding="utf-8")
     found = []
@@ -107,25 +107,25 @@ def of_kind(*kinds: Kind) -> list[Block]:
 
 
 def output_after(block: Block) -> str | None:
-    """What a page shows of a script's output: the `text` block that comes next, if one does."""
+    """The output that a page shows for a script: the next block if it is `text`."""
     blocks = blocks_of(ROOT / block.page)
     at = blocks.index(block) + 1
     return blocks[at].text if at < len(blocks) and blocks[at].kind == "output" else None
 
 
 def difference(shown: str, printed: str) -> str:
-    """Where the two differ, "" if they don't: `...` stands for anything, and so does a line break
-    for a space."""
+    """Where the two differ, "" if they don't: `...` matches anything, and a line break matches a
+    space."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     checker, example = doctest.OutputChecker(), doctest.Example("", shown)
-    # Why: doctest takes a line of `...` for more source only in the source.
+    # Why: doctest treats a line of `...` as a continuation only in the source.
     if checker.check_output(shown, printed, flags):
         return ""
     return checker.output_difference(example, printed, flags)
 
 
 class Command(NamedTuple):
-    """A command of a page, and what it shows below."""
+    """A command of a page, and its shown output."""
 
     arguments: list[str]
     shown: str

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of vectors and classes, with a tokenizer, written by transformers."""
+"""Tiny random embedding and classification checkpoints with a tokenizer, from transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {
 
 
 def make_pooled(directory: Path, kind: str, family: str = "qwen3", **fields: Any) -> Any:
-    """Writes one of `KINDS` and returns the model that it was made from."""
+    """Writes one of `KINDS` and returns its model."""
     config = make_config(family, vocab_size=512, pad_token_id=0, **fields)
     torch.manual_seed(0)
     model = KINDS[kind].from_config(config, dtype=torch.float32).eval().requires_grad_(False)
@@ -44,6 +44,6 @@ def describe(
 
 
 def set_keys(path: Path, **keys: Any) -> None:
-    """Changes keys of a file of JSON; makes it if it isn't there."""
+    """Changes keys of a JSON file; creates it if it is missing."""
     given = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(given | keys))

@@ -18,7 +18,7 @@ def forced_token(prompt: Sequence[int], output: Sequence[int]) -> int:
 
 
 def forced_text(prompt: Sequence[int], count: int) -> list[int]:
-    """What `force` makes of any prompt."""
+    """The output that `force` generates for any prompt."""
     output: list[int] = []
     while len(output) < count:
         output.append(forced_token(prompt, output))
@@ -44,16 +44,16 @@ def either(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.
 
 
 def as_they_are(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Edits nothing, on a copy."""
+    """Returns an unchanged copy."""
     return logits.clone()
 
 
 class Foretold:
-    """A stage that edits nothing, and says of each row which tokens are forced next.
+    """A processor that changes nothing, and reports per row which tokens are forced next.
 
     Args:
         texts: prompt -> its output.
-        right: every fifth time, what is forced is something else.
+        right: if False, every fifth forecast is wrong.
     """
 
     def __init__(self, texts: Mapping[tuple[int, ...], list[int]], right: bool = True) -> None:
@@ -64,11 +64,11 @@ class Foretold:
         return Place(self.texts[prompt], len(sequence.token_ids) - len(prompt), self.right)
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Place]) -> None:
-        """Nothing is edited."""
+        """Changes nothing."""
 
 
 class Dictation(Foretold):
-    """A stage that has each row say its `forced_text`."""
+    """A processor that makes each row generate its `forced_text`."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -86,7 +86,7 @@ class Dictation(Foretold):
 
 
 class Place:
-    """How far a row has come in its text. It tells three tokens ahead, and none at each fifth."""
+    """A row's position in its text. It forecasts three tokens, but none at each fifth position."""
 
     def __init__(self, text: list[int], done: int, right: bool) -> None:
         self.text, self.done, self.right = text, done, right

@@ -1,13 +1,13 @@
 """Tiny quantized checkpoints in the published layouts, and the same models as floats.
 
-Written from the formats' own packing code, not from the readers. A matrix of integers is drawn as
-values, scales and zero points, its float values are returned as the truth, and words are filled
-value by value; floats of 8 and 4 bits are rounded block by block. Sources: AutoGPTQ's
-`QuantLinear.pack` (qlinear_cuda.py), AutoAWQ's `WQLinear_GEMM.from_linear`, compressed-tensors'
-`pack_to_int32`, `quantize` and `pack_fp4_to_uint8`, transformers' `Fp8Quantize`.
+They follow the formats' own packing code, independently of this package's readers. A matrix of
+integers is drawn as values, scales and zero points. Its float values are returned as the truth, and
+words are filled value by value. 8-bit and 4-bit floats are rounded block by block. Sources:
+AutoGPTQ's `QuantLinear.pack` (qlinear_cuda.py), AutoAWQ's `WQLinear_GEMM.from_linear`,
+compressed-tensors' `pack_to_int32`, `quantize` and `pack_fp4_to_uint8`, transformers'
+`Fp8Quantize`.
 
-A packer takes a matrix and its name, and returns its tensors as a checkpoint stores them and its
-truth.
+A packer takes a matrix and its name, and returns its stored tensors and its truth.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ MATRICES = (*PROJECTIONS, "qkv_proj", "gate_up_proj")
 BYTE, HALF = torch.float8_e4m3fn, torch.tensor(E2M1) / 2
 
 
-# --- integers -------------------------------------------------------------------------------------
+# --- integer formats ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A matrix as a format sees it: weight[n, k] = (values - zeros) * scales of k's group, all
-    counted from 0."""
+    """A quantized matrix: weight[n, k] = (values - zeros) * scales, with the zeros and scales of
+    k's group. Values start at 0."""
 
     values: np.ndarray  # [N, K]
     zeros: np.ndarray  # [N, G]
@@ -93,7 +93,7 @@ def draw(
 
 
 def fill_words(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """[R, C] -> int32 [R, C / p]: place i of a word, from the low bits, holds column order[i]."""
+    """[R, C] -> int32 [R, C / p]: position i of a word, from the low bits, is column order[i]."""
     places = 32 // bits
     order = order or tuple(range(places))
     rows, columns = values.shape
@@ -107,7 +107,7 @@ def fill_words(values: np.ndarray, bits: int, order: tuple[int, ...] | None = No
 
 
 def integers(store: Callable[..., Tensors]) -> Callable[..., tuple[Tensors, torch.Tensor]]:
-    """A packer that draws a matrix by the options of `draw`, and stores it so."""
+    """A packer that draws a matrix by the options of `draw`, and stores it in that format."""
 
     @functools.wraps(store)
     def pack(weight: torch.Tensor, name: str, *, options: Any = None, **how: Any) -> Any:
@@ -119,7 +119,7 @@ def integers(store: Callable[..., Tensors]) -> Callable[..., tuple[Tensors, torc
 
 @integers
 def gptq(drawn: Drawn, *, less: int = 1) -> Tensors:
-    """Inputs side by side in a word; zero points of outputs, stored `less` one (v1) or not (v2)."""
+    """Words pack inputs; zero points of outputs are stored `less` one (v1) or not (v2)."""
     return {
         "qweight": fill_words(drawn.values, drawn.bits).T.contiguous(),
         "qzeros": fill_words(drawn.zeros.T - less, drawn.bits),
@@ -130,7 +130,7 @@ def gptq(drawn: Drawn, *, less: int = 1) -> Tensors:
 
 @integers
 def awq(drawn: Drawn) -> Tensors:
-    """Outputs side by side in a word, in AutoAWQ's order_map."""
+    """Words pack outputs, in AutoAWQ's order_map."""
     order_map = (0, 2, 4, 6, 1, 3, 5, 7)
     return {
         "qweight": fill_words(drawn.values.T, 4, order_map),
@@ -141,7 +141,7 @@ def awq(drawn: Drawn) -> Tensors:
 
 @integers
 def pack_quantized(drawn: Drawn, *, actorder: bool = False) -> Tensors:
-    """Inputs side by side in a word, zero points of outputs in columns; signed values plus half."""
+    """Words pack inputs, zero points pack outputs in columns; values are signed plus half."""
     tensors = {
         "weight_packed": fill_words(drawn.values, drawn.bits),
         "weight_scale": torch.from_numpy(drawn.scales),
@@ -157,18 +157,18 @@ def pack_quantized(drawn: Drawn, *, actorder: bool = False) -> Tensors:
 
 @integers
 def int_quantized(drawn: Drawn) -> Tensors:
-    """int8 as it is."""
+    """Unpacked int8."""
     return {
         "weight": torch.from_numpy((drawn.values - 128).astype(np.int8)),
         "weight_scale": torch.from_numpy(drawn.scales),
     }
 
 
-# --- floats of 8 and 4 bits -----------------------------------------------------------------------
+# --- 8-bit and 4-bit floats -----------------------------------------------------------------------
 
 
 def blocks(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
-    """e4m3 codes, a scale for each block [ceil(N / rows), ceil(K / columns)], and the truth."""
+    """e4m3 codes, one scale per block [ceil(N / rows), ceil(K / columns)], and the truth."""
     codes, numbers = torch.empty_like(weight, dtype=BYTE), torch.empty_like(weight)
     starts = range(0, len(weight), rows), range(0, weight.shape[1], columns)
     scales = torch.empty(len(starts[0]), len(starts[1]))
@@ -218,11 +218,11 @@ def nvfp4_or_rows(weight: torch.Tensor, name: str) -> Any:
     return (nvfp4 if name.endswith(("gate_proj", "up_proj")) else fp8_rows)(weight, name)
 
 
-# --- configs, as the writers of the formats make them ---------------------------------------------
+# --- configs in the formats' own layout -----------------------------------------------------------
 
 
 def group(weights: dict[str, Any], targets: tuple[str, ...] = ("Linear",), **more: Any) -> Any:
-    """Of `config_groups`: floats, whose activations are of as many bits."""
+    """A group of `config_groups`: floats, with activations of the same number of bits."""
     given = {"type": "float", "symmetric": True, "dynamic": False, "num_bits": 8, **weights}
     inputs = {"type": "float", "num_bits": given["num_bits"], "dynamic": True}
     return {"targets": list(targets), "weights": given, "input_activations": inputs, **more}
@@ -262,7 +262,7 @@ MIXED = compressed(
     layout="mixed-precision",
 )
 FLOATS = {"hidden_size": 160, "intermediate_size": 192, "head_dim": 40, "dtype": torch.float32}
-"""No multiples of 128: blocks at the ends are smaller, and cut the rows of q, k and v."""
+"""No multiples of 128: the last blocks are smaller, and blocks cross the rows of q, k and v."""
 SOME = ("gate_proj", "up_proj")
 SYMMETRIC = partial(pack_quantized, symmetric=True)
 
@@ -363,7 +363,7 @@ def write_quantized(
 
 
 def write_case(directory: Path, case: str, family: str = "llama", **overrides: Any) -> Path:
-    """`write_quantized` of one of `CASES`."""
+    """`write_quantized` for one of `CASES`."""
     config, pack, options = CASES[case]
     return write_quantized(directory, family, config, pack, **{**options, **overrides})
 
@@ -371,7 +371,7 @@ def write_case(directory: Path, case: str, family: str = "llama", **overrides: A
 def load_held(
     directory: Path, option: str | None = None, *, dtype: torch.dtype = torch.float64, **fields: Any
 ) -> CausalLM:
-    """The model as an engine on a CPU holds it."""
+    """The model as an engine on a CPU loads it."""
     stored = load_model_config(directory).quantization
     kernels = cpu_kernels(dtype, resolve_quantization(option, stored, device="cpu"))
     return build(directory, dtype, kernels=kernels, **fields)
@@ -380,13 +380,13 @@ def load_held(
 def load_expanded(
     directory: Path, *, dtype: torch.dtype = torch.float64, **fields: Any
 ) -> CausalLM:
-    """The model as an engine holds it on a device that has no kernel for the stored form."""
+    """The model as an engine loads it on a device without kernels for the stored format."""
     kernels = stored_kernels(directory, Kernels(DenseAttention()), no_kind)
     return build(directory, dtype, kernels=kernels, **fields)
 
 
 def stored_kernels(directory: Path, kernels: Kernels, kind: Callable[..., Any]) -> Kernels:
-    """The kernels with methods of this kind for what the checkpoint stores, as on a GPU."""
+    """The kernels with methods of this kind for the stored formats of a checkpoint, as on a GPU."""
     stored = load_model_config(directory).quantization
     assert stored is not None and resolve_quantization(None, stored, device="cuda") is None
     as_stored = Quantization(bits=stored.bits, activations="float", stored=stored)
@@ -407,7 +407,7 @@ MXFP4 = {
 
 
 def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stacked matrices [E, outputs, inputs] as blocks of codes and their scales: the nearest."""
+    """Quantizes stacked matrices [E, outputs, inputs] to the nearest block codes and scales."""
     groups = weight.unflatten(2, (-1, 32))
     exponents = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
     numbers = torch.tensor(E2M1) / 2
@@ -417,7 +417,7 @@ def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_mxfp4(path: Path, *, intermediate_size: int = 64) -> torch.nn.Module:
-    """Writes a checkpoint with MXFP4 experts; the model that transformers makes of its floats."""
+    """Writes a checkpoint with MXFP4 experts; returns transformers' dequantized model."""
     model = make_checkpoint(path, "gpt_oss", intermediate_size=intermediate_size)
     file, found = path / "model.safetensors", {}
     for name, tensor in load_file(file).items():

@@ -1,4 +1,4 @@
-"""A trace of an engine's life, and what the engine planned and held, to hold its replay to it."""
+"""A trace of an engine with its plans and states, to compare with the trace's replay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanoengine.observe.trace_reader import read_trace
 
 
 def planned(plan: StepPlan) -> str:
-    """A plan, without what decides nothing: parameters, seeds and banned words."""
+    """A plan without fields that decide nothing: parameters, seeds and banned words."""
     admitted = [(a.row, a.seq_id, a.token_ids, a.num_cached_tokens) for a in plan.admitted]
     forks = [fork[:3] for fork in plan.forks]
     rest = [getattr(plan, name) for name in plan.__slots__ if name not in ("admitted", "forks")]
@@ -25,7 +25,7 @@ def planned(plan: StepPlan) -> str:
 
 
 def held(scheduler: Scheduler) -> Any:
-    """Who runs with which tables, what all blocks are, and what loads are known to take."""
+    """Running sequences with their tables, all blocks, and the measured costs of loads."""
     cache = scheduler.block_manager.prefix_cache
     pools, measured = [cache.pool], None
     if isinstance(cache, TieredPrefixCache):
@@ -44,7 +44,7 @@ def ended(seq: Sequence) -> Any:
 
 
 class ReplayedTrace:
-    """Traces an engine, and looks at its scheduler whenever it has planned or committed a step."""
+    """Traces an engine, and records its scheduler after each planned or committed step."""
 
     def __init__(self, engine: LLMEngine) -> None:
         handle, self.path = tempfile.mkstemp(suffix=".trace.gz")
@@ -85,7 +85,7 @@ class ReplayedTrace:
 
 
 class Again:
-    """Sees of a replay what a ReplayedTrace has seen of the run."""
+    """Records from a replay what a ReplayedTrace records from the run."""
 
     def __init__(self, replay: Any) -> None:
         self.replay = replay

@@ -1,7 +1,7 @@
-"""Matrix products whose rows don't depend on their place, for Triton's interpreter.
+"""Matrix products whose rows don't depend on their position, for Triton's interpreter.
 
-numpy's product gives a row other last bits in another row of the same matrix; tensor cores compute
-each row alike. Without this, no test here could tell whether a kernel does.
+numpy's product rounds a row differently in another position of the same matrix; tensor cores
+compute each row alike. Without this, no test here could check that a kernel does.
 """
 
 import numpy as np

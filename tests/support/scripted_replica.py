@@ -1,15 +1,15 @@
-"""A replica whose LLM is a script: what it answers follows from the row alone, without a model.
+"""A replica whose LLM is a script: its answers depend on the row only, without a model.
 
     this module in place of `parallel/replica.py`
 
-It loads no torch, so a process is there at once.
+It does not import torch, so a process starts quickly.
 
 A prompt is a string: "die" ends the process by SIGKILL while the row runs, "hang" stops it, "raise"
-has the stream raise; anything else is answered with itself and its key, `SLOW_S` after the step
-that took it in.
+makes the stream raise. Any other prompt is answered with itself and its key, `SLOW_S` after the
+step that admitted it.
 
-`tokenizer`: "refuse" has the model refused. With "DIE_AT_START=PATH" the process dies as often as
-there are lines in that file.
+`tokenizer`: "refuse" makes loading fail. With "DIE_AT_START=PATH" the process dies once per line in
+that file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AT_ONCE = 4
 
 
 class ScriptedLLM:
-    """As much of an LLM as a replica uses."""
+    """The part of an LLM that a replica uses."""
 
     def __init__(self, tokenizer: str | None = None, **options: Any) -> None:
         if tokenizer == "refuse":
@@ -86,7 +86,7 @@ class ScriptedLLM:
 
 
 def answer(index: int, row: Any) -> RequestOutput:
-    """What a row is answered with."""
+    """The answer to a row."""
     text = f"{row.prompt} {row.key}"
     completion = CompletionOutput(index=0, text=text, token_ids=[1], finish_reason="stop")
     return RequestOutput(

@@ -1,6 +1,6 @@
-"""SlowScheduler: the formula for each sequence at each step, oracle of the Scheduler's shortcut.
+"""SlowScheduler: the formula per sequence and step, as an oracle for the Scheduler's fast path.
 
-It asks the BlockManager at each decode, and takes each token the long way.
+It calls the BlockManager at each decode, and uses the general path for each token.
 """
 
 from __future__ import annotations

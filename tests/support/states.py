@@ -1,4 +1,4 @@
-"""Random layers that keep states, and what comes to them."""
+"""Random linear-attention layers and their inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.model_helpers import make_context
 
 
 def random_inputs(count: int, heads: int = 3, key: int = 8, value: int = 6) -> DeltaInputs:
-    """What `count` tokens bring to the delta rule, in float64."""
+    """Inputs of `count` tokens for the delta rule, in float64."""
     torch.manual_seed(count)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 @functools.cache
 def byte_level() -> Tokenizer:
-    """Byte-level BPE, as GPT-2, Llama 3 and Qwen have it; `</s>` is EOS."""
+    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen; `</s>` is EOS."""
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def byte_level() -> Tokenizer:
 
 @functools.cache
 def byte_fallback() -> Tokenizer:
-    """Spaces as "▁", unknown characters as byte tokens, as sentencepiece has it (Llama 2)."""
+    """Spaces as "▁", unknown characters as byte tokens, as in sentencepiece (Llama 2)."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = sorted(set("abcdefghijklmnopqrstuvwxyzOTU.,:!?▁é"))
     merges = [
@@ -85,7 +85,7 @@ def byte_fallback() -> Tokenizer:
 
 @functools.cache
 def metaspace() -> Tokenizer:
-    """The same vocabulary behind the Metaspace pre-tokenizer and decoder (T5, older Mistral)."""
+    """The same vocabulary with the Metaspace pre-tokenizer and decoder (T5, older Mistral)."""
     raw = RawTokenizer.from_str(byte_fallback().backend.backend_tokenizer.to_str())
     raw.normalizer = normalizers.NFC()
     raw.pre_tokenizer = pre_tokenizers.Metaspace()

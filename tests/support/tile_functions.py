@@ -1,4 +1,4 @@
-"""Tiles without numba: one function compiled for this CPU, under any instruction set it can run."""
+"""Tiles without numba: one function compiled for this CPU, for any supported instruction set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUNNABLE: list[ISA] = available(cpu_features())
 
 
 def runnable(name: str) -> ISA:
-    """The instruction set of this name, or a skip where the CPU lacks it."""
+    """The instruction set of this name; skips the test if the CPU lacks it."""
     for isa in RUNNABLE:
         if isa.name == name:
             return isa
@@ -23,7 +23,7 @@ def runnable(name: str) -> ISA:
 
 
 class Compiled:
-    """A tile's function; arrays are passed as pointers to their first number."""
+    """A tile's function; arrays are passed as pointers to their first element."""
 
     def __init__(self, make: Callable[[ir.Module], ir.Function]) -> None:
         binding.initialize_native_target()

