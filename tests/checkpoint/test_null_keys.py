@@ -39,7 +39,7 @@ TURNS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"
 
 NESTED = ("mellum", "gemma4", "gemma4_moe", "gemma4_unified", "gemma4_unified_vision",
           "gemma4_vision")  # fmt: skip
-"""Families that transformers 4 does not support."""
+"""Families without config files from transformers 4."""
 
 NAMES = {"architectures", "model_type", "text_config"}
 """Keys that select the family and the text config."""

@@ -49,8 +49,8 @@ def test_attention_over_fp8():
 
 
 def test_a_model_with_an_fp8_cache_is_off_by_no_more_than_the_plain_one():
-    """Mean error of log-probabilities against float64 without fp8, next to the error of the naive
-    backend with the same cache in float32: rounding to 4 bits dominates."""
+    """The reference is float64 without fp8. The mean error of log-probabilities is compared with
+    the naive backend with the same cache in float32: rounding to 4 bits dominates."""
     directory = checkpoint("qwen3")
     errors = {}
     for name, dtype in (("triton", "bfloat16"), ("naive", "float32")):

@@ -56,7 +56,7 @@ def test_linear_equals_float64_at_every_number_of_rows(outputs, inputs, bias):
         wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         out = method.apply(x, bias)
         assert out.shape == (rows, outputs)
-        # The error bound of K float32 additions of products of size 1.
+        # The error bound of a chain of K float32 additions of products of size 1.
         assert (out - wide).abs().sum() <= 3e-7 * inputs * out.numel()
 
 

@@ -1,5 +1,5 @@
-"""What compiled code omits: reference counts of its arguments, and unpacking from Python those
-arguments that never change."""
+"""Compiled code does not count references to its arguments. Arguments that never change are packed
+once instead of being unpacked from Python on each call."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ RULES = [
         {"wide_copies": (1, None)},
     ),
     (MAIN, STORED, MMA),
-    # 32,768 elements in two rows, by 512 threads.
+    # Rows of 32,768 elements and 512 threads: 32 pairs per thread.
     (
         [SM_89, SM_90, SM_100], ["e4m3_rows_kernel"],
         registers(128) | {"rounded_pairs": (32, 32), "wide_loads": (1, None)},

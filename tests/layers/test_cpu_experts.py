@@ -131,7 +131,7 @@ def small_sums(family: str, gate: torch.nn.Module) -> None:
     """Changes a transformers router so that the sum of the chosen scores is close to the epsilon
     that the family adds to the sum, or to its lower bound."""
     with torch.no_grad():
-        if family == "ernie4_5_moe":  # the first has all of the softmax, others are chosen
+        if family == "ernie4_5_moe":  # expert 0 has all the weight, others are chosen
             gate.weight.mul_(0.1)[0].fill_(28 / 51)  # 64 inputs, 0.8 each
             bias = gate.moe_statics.e_score_correction_bias
             bias.copy_(torch.arange(bias.numel()).view_as(bias) * 2)

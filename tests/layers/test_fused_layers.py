@@ -196,7 +196,7 @@ def test_a_layer_that_no_kernel_fits_runs_part_by_part(family: str, options: Any
 
 
 def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits() -> None:
-    """Qwen3-MoE with experts in some layers only: the fused call contains all of those layers."""
+    """Qwen3-MoE with experts in some layers only: one call runs all layers."""
     with load("qwen3_moe") as llm:
         stack = llm.engine.executor.model.model.stack
         assert [len(layers.layers) for layers in stack] == [3]

@@ -34,7 +34,7 @@ def test_the_panels_are_those_of_rows_that_were_read(type, count):
     ids = torch.arange(count)
     read.activations = packed.activations = "float"
     assert torch.equal(read.rows(ids), packed.rows(ids))
-    if type != "MXFP4":  # it has two codes for 0, and its scales exceed float16's range
+    if type != "MXFP4":  # it has two codes for 0, and scales too far apart for float16
         assert torch.equal(packed.rows(ids), read_blocks(type, rows).dequantized())
         assert torch.equal(read.values, packed.values)
 

@@ -235,7 +235,7 @@ def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
 def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.dtype) -> None:
     weight, x, bias = random(48, 96), random(2, 5, 96, seed=1, dtype=dtype), random(48, seed=2)
     made = method(weight, option, dtype=dtype)
-    bits, group_size = (8, 96) if option.startswith("int8") else (6, 32)  # or down_proj
+    bits, group_size = (8, 96) if option.startswith("int8") else (6, 32)  # narrow, or down_proj
     rounded = quantize_rotated(weight) if option == "int8" else quantize(weight, bits, group_size)
     matrix, inputs = rounded.dequantized().double(), x.double()
     if option == "int8":
@@ -383,7 +383,7 @@ def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) ->
         if option == "int8":  # Inputs fill groups of 64 with 2-byte scales.
             layers = 2 * (64 * 128 + 64 * 64 + 2 * 64 * 96 + 64 * 128)
             scales = 2 * (rows + 2 * 64)
-        else:  # 16 bytes per output and block, plus the array of sizes.
+        else:  # 16 bytes per output and block, plus headers.
             inputs = {name: 96 if name == "down_proj" else 64 for name in FEW_BITS}
             layers = 2 * sum(n * b * inputs[i] for i, of in FEW_BITS.items() for n, b in of) // 8
             scales = 4 * rows + rows * 16 + 2 * (4 * 256 + 192)

@@ -177,7 +177,7 @@ def test_longrope_is_long_where_the_engines_longest_sequence_is(
 def test_what_stands_beside_layer_types_in_olmo_3s_ropes_is_ignored_and_told(
     turns: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers ignores these keys too, and its config files contain both."""
+    """transformers ignores these keys too, and writes both forms."""
     reference = make_checkpoint(tmp_path, "olmo3", rope_parameters=dict(turns))
     file, prompts = tmp_path / "config.json", plain_prompts(40)
     expected = their_logits(reference, prompts)

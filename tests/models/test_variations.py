@@ -27,7 +27,7 @@ pytestmark = pytest.mark.guards(
 
 
 def variation(family: str, seed: int) -> dict[str, Any]:
-    """Random config keys. The seed determines all of them, whatever keys the family has."""
+    """Random config keys of a family; the seed determines their values."""
     draw = random.Random(f"{family} {seed}")
     heads, size, layers = draw.choice((2, 3, 4, 6)), draw.choice((8, 16, 24)), draw.randint(1, 3)
     kv_heads = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])

@@ -116,7 +116,7 @@ def test_tokens_are_those_of_the_cpu_and_no_launch_waits(eager):
 
 
 def test_the_memory_plan_counts_what_graphs_take():
-    """A pool of the default size stays within its share of the memory, including CUDA graphs."""
+    """A pool sized by memory_fraction stays within that share, including CUDA graphs."""
     with EmulatedGPU(memory_bytes=384 * 2**20) as gpu:
         engine = on_gpu_by_torch(
             num_kv_blocks=None, kv_cache_gib=None, memory_fraction=0.5, max_model_len=512,

@@ -91,7 +91,7 @@ def test_tokens_are_those_of_the_cpu(short_splits, family, params, options):
         gpu.waits.clear()
         for _ in range(runs):
             assert tokens(run(engine, PROMPTS, params)) == expected
-        scored = params.prompt_logprobs is not None  # prompt logprobs are fetched at once
+        scored = params.prompt_logprobs is not None  # fetching prompt logprobs synchronizes
         assert scored or (set(gpu.waits) == WAIT and gpu.num_replayed > 2 * runs)
         stats = engine.stats()
         engine.close()

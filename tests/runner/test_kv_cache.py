@@ -43,7 +43,7 @@ def test_bytes_of_a_block():
     ids=str,
 )
 def test_a_size_out_of_reach_is_named(options):
-    """In 3.12 these raised OSError, OverflowError, MemoryError and ValueError."""
+    """In version 3.12 these raised OSError, OverflowError, MemoryError and ValueError."""
     name, value = list(options.items())[-1]
     shown = f"HostTier gib={value[0].gib}" if name == "kv_tiers" else f"{name}={value}"
     if name == "block_size":
@@ -53,7 +53,7 @@ def test_a_size_out_of_reach_is_named(options):
 
 
 def test_memory_that_the_system_refuses_is_an_error_of_the_tree(monkeypatch):
-    """In 3.12: less than the machine's memory, but more than the process may have."""
+    """A size below the machine's memory, but above the process's limit, failed in version 3.12."""
 
     def refuse(*args, **kwargs):
         raise OSError(12, "Cannot allocate memory")

@@ -35,7 +35,7 @@ def small(monkeypatch):
 
 @pytest.fixture(params=[(64, 128), (8, 16), (2, 2)])
 def room(request, monkeypatch):
-    """Capacity for candidates: enough for all filtered tokens, sometimes too little, too little."""
+    """Capacities for candidates: always enough after filters, sometimes too few, too few."""
     set_room(monkeypatch, *request.param)
 
 

@@ -252,7 +252,7 @@ def run_quantized_experts(dtype, hidden=2048, inner=768, experts=128):
 
 
 def run_sampling(dtype, size=151936):
-    """Rows of logits with filters, and in 16 bits without; greedy rows share their first part."""
+    """Rows of logits with filters, and in 16 bits without; both include the greedy path."""
     logits, params = torch.zeros(2, size, dtype=dtype), torch.zeros(5, 2, dtype=torch.float64)
     sample_lines(logits, params, draws=True, filters=True)
     if dtype != torch.float32:

@@ -27,7 +27,7 @@ and products of sm_80."""
 
 
 def is_compiled(name, arch, what):
-    """Whether a kernel's code for a target differs from that for the targets already compiled."""
+    """Whether a kernel's code for a target differs from its code for targets already compiled."""
     if name in NO_PRODUCTS and what != "fp8":
         return arch in ("80", "90")
     return arch != "89" or not AS_SM_80.match(name)

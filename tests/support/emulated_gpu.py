@@ -382,7 +382,7 @@ class EmulatedGPU:
         return out
 
     def _check(self, name: str, args: Any, tensors: list[torch.Tensor]) -> None:
-        """Fails if devices are mixed; records synchronizations of the host."""
+        """Raises if devices are mixed; records synchronizations of the host."""
         if any(type(t) is torch.Tensor and t.dim() for t in tensors):
             if name not in INDEXING:
                 raise RuntimeError(f"{name}: expected all tensors to be on the same device")

@@ -78,7 +78,7 @@ class QuickDisk(FakeDisk):
 
 
 def make_tiers(layout: KVLayout, disk: FakeDisk, **options: Any) -> TieredPrefixCache:
-    """A host tier over this disk; both load whatever they have."""
+    """A host tier and a disk tier that load every block they have."""
     cost = CostModel(host=LoadCost(1, policy="load"), disk=LoadCost(1, policy="load"))
     options = {"num_host_blocks": 40, "num_disk_blocks": 40, "cost": cost} | options
     return TieredPrefixCache(layout, disk=disk, **options)

@@ -441,8 +441,8 @@ RANDOM: dict[str, tuple[int, float | None]] = {
     "Q2_K": (80, 1.5), "Q3_K": (108, None), "Q4_K": (0, 7.5), "Q5_K": (0, 15.5),
     "Q6_K": (208, None), "IQ4_NL": (0, None), "IQ4_XS": (0, None),
 }  # fmt: skip
-"""Type that the package cannot write -> offset of a block's float16 scale, and the ratio of the
-following scale of its mins, so that the mean is 0."""
+"""Type that the package cannot write -> offset of a block's float16 scale, and the factor from this
+scale to the scale of the mins, which follows it. The factor makes the mean 0."""
 
 
 def write_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

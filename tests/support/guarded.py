@@ -120,7 +120,7 @@ class Guarded:
         return key is None or self.known.get(key) != digest_of(self.root, key)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Counts the passed and skipped tests per group: skips cannot run on this machine."""
+        """Counts passed and skipped tests per group; skipped ones cannot run on this machine."""
         for name, value in report.user_properties:
             if name != "guards":
                 continue

@@ -6,7 +6,7 @@
     shapes      each result recomputes the attributes of its type, and its shape as constants and
                 names
 
-Used by conftest.py when kernels run in the interpreter: then no compiler uses this process.
+Used by conftest.py when kernels run in the interpreter. No compiler runs in such a process.
 """
 
 from __future__ import annotations

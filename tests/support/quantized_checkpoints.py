@@ -141,7 +141,7 @@ def awq(drawn: Drawn) -> Tensors:
 
 @integers
 def pack_quantized(drawn: Drawn, *, actorder: bool = False) -> Tensors:
-    """Words pack inputs, zero points pack outputs in columns; values are signed plus half."""
+    """Words pack inputs, zero points pack outputs in columns; half the range is added to values."""
     tensors = {
         "weight_packed": fill_words(drawn.values, drawn.bits),
         "weight_scale": torch.from_numpy(drawn.scales),

@@ -66,7 +66,7 @@ class ReplayedTrace:
         return finished
 
     def check(self, requests: list[Request]) -> int:
-        """Replays the trace and compares; returns how many plans were compared."""
+        """Replays the trace and compares; returns the number of compared plans and steps."""
         self.taps.remove()
         self.trace.close()
         recording = read_trace(self.path)
