@@ -32,11 +32,11 @@ def main(order: str, name: str | None = None) -> None:
         if named.name == name:  # Why: nothing runs here, and `use` rejects what this CPU lacks.
             config.CPU_FEATURES = isa.target_features(named)
     isa.use(name)
-    from nanoengine.kernels import cpu_decoder, held, jit
+    from nanoengine.kernels import argument_table, cpu_decoder, jit
 
     jit.BUILT = jit.places()[0]  # Why: previously built code may be deleted after this.
     operands = cpu_decoder.Attention, cpu_decoder.GatedMLP, cpu_decoder.RestOfLayer
-    names: dict[str, Any] = {**vars(types), "HeldType": held.HeldType}
+    names: dict[str, Any] = {**vars(types), "ArgumentTableType": argument_table.ArgumentTableType}
     names |= {kind.__name__: partial(_named_tuple, kind) for kind in operands}
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     for line in lines if order == "forwards" else reversed(lines):

@@ -13,7 +13,7 @@ kernels are those that the layer's parts call separately, so the results are the
 The reference implementation is `DecoderLayer.forward`; `tests/layers/test_fused_layers.py` compares
 them.
 
-What is the same in each step comes from a `Held`. Weights are as in `multiply.py`.
+What is the same in each step comes from an `ArgumentTable`. Weights are as in `multiply.py`.
 
 Perf: Python's share of the time per token, 16 layers, one Zen 3 core: docs/experiments.md.
 
@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from nanoengine.kernels.argument_table import table_entry
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_tiles import numbers_a_word, scale_row
 from nanoengine.kernels.cpu_attention import ask_for_slots, attend
@@ -47,7 +48,6 @@ from nanoengine.kernels.cpu_linear import (
     rows_of_block,
     share_of_cut,
 )
-from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels, starts_panels
 from nanoengine.kernels.pool import SMALL, parallel_for
@@ -343,12 +343,12 @@ def decoder_layers(
         all_rows, rows: whether all rows go on; if not, which: [L] int64. Then only one layer runs.
         x_on, residual_on: [L, N], the results if not all rows go on; else x and residual.
         step: the arrays of the step that mixers of this kind need.
-        layers: a `Held` with, per layer, its memory, its first norm [N], the operands of its mixer,
-            its `RestOfLayer`, and the operands of `leave`, or ().
+        layers: an `ArgumentTable` with, per layer, its memory, its first norm [N], the operands of
+            its mixer, its `RestOfLayer`, and the operands of `leave`, or ().
         first, last: the layers from first to last - 1 run.
     """
     for i in range(first, last):
-        memory, norm, mixer, rest, after_mlp = of_place(layers, i)
+        memory, norm, mixer, rest, after_mlp = table_entry(layers, i)
         enter(x, residual, norm, rest.eps, rest.norms_before, workers)
         found = mixed(x, step, memory, mixer, workers)
         finish_layer(found, residual, all_rows, rows, x_on, residual_on, rest, workers)

@@ -19,6 +19,7 @@ import torch
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights, Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
+from nanoengine.kernels.argument_table import ArgumentTable, type_of
 from nanoengine.kernels.cpu_decoder import (
     Attention,
     ExpertMLP,
@@ -28,7 +29,6 @@ from nanoengine.kernels.cpu_decoder import (
 )
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.cpu_linear import DOTS
-from nanoengine.kernels.held import Held, type_of
 from nanoengine.kernels.tiles import PANEL
 from nanoengine.layers.linear import Linear
 from nanoengine.layers.norm import RMSNorm
@@ -153,7 +153,7 @@ class _FusedCall(NamedTuple):
 
     parts: LayerParts
     spec: AttentionSpec | None
-    operands: Held
+    operands: ArgumentTable
 
 
 class FusedLayers:
@@ -244,5 +244,5 @@ class FusedLayers:
             for _, alike in groupby(layers, lambda it: (it[1], type_of(it[2]))):
                 each = list(alike)
                 parts, spec, _ = each[0]
-                self._calls.append(_FusedCall(parts, spec, Held([it[2] for it in each])))
+                self._calls.append(_FusedCall(parts, spec, ArgumentTable([it[2] for it in each])))
         return self._calls

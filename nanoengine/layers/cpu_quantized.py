@@ -28,7 +28,7 @@ from nanoengine.layers.gguf_blocks import read_scales, stored_codes
 from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS, largest_of
-from nanoengine.layers.placement import room_for
+from nanoengine.layers.placement import allocate_bytes
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import GGUF
 from nanoengine.layers.quantized_weight import QuantizedWeight, of_rotated, pack_pairs
@@ -104,7 +104,7 @@ class CPUQuantizedLinear(PanelLinear):
     """
 
     panels: GroupedPanels | None = None
-    room = staticmethod(room_for)
+    allocate = staticmethod(allocate_bytes)
 
     @staticmethod
     def rotated(weight: torch.Tensor) -> QuantizedWeight:
@@ -134,7 +134,7 @@ class CPUQuantizedLinear(PanelLinear):
         is_first = self.panels is None and not self._parts
         if is_first and kernel_of(weight, self.activations) not in (kernels.linear8, None):
             self.panels = GroupedPanels(
-                self.out_features, self.in_features, self.room, one_form=len(self._types) < 2
+                self.out_features, self.in_features, self.allocate, one_form=len(self._types) < 2
             )
             self.order = weight.order
         return self.panels

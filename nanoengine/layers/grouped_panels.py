@@ -37,7 +37,7 @@ from nanoengine.kernels.pack_groups import pack_codes, pack_lines
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.tiles import LINE, PANEL
 from nanoengine.layers.gguf_blocks import StoredCodes, packed_groups
-from nanoengine.layers.placement import room_for
+from nanoengine.layers.placement import allocate_bytes
 from nanoengine.layers.quantized_weight import BLOCK, QuantizedWeight, codes_of, row_factors
 
 assert BLOCK == UNIT * UNITS
@@ -76,7 +76,7 @@ def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
     return PanelLayout(Form(bits, centered, table, halves, 1 + two_levels, offset), shift)
 
 
-Room = Callable[[int], torch.Tensor]
+Allocator = Callable[[int], torch.Tensor]
 """Allocates a number of bytes, uint8, aligned to a cache line."""
 
 
@@ -94,16 +94,21 @@ class GroupedPanels:
     """Packs the rows of a matrix part by part, and returns the packed whole.
 
     Args:
-        room: allocates the memory of the whole.
+        allocate: allocates the memory of the whole.
         one_form: all rows are expected to have the same form; otherwise they are packed into
             another buffer first.
     """
 
     def __init__(
-        self, outputs: int, inputs: int, room: Room = room_for, *, one_form: bool = True
+        self,
+        outputs: int,
+        inputs: int,
+        allocate: Allocator = allocate_bytes,
+        *,
+        one_form: bool = True,
     ) -> None:
         self.outputs, self.inputs = outputs, inputs
-        self._room, self._first_room = room, room if one_form else room_for
+        self._allocate, self._allocate_first = allocate, allocate if one_form else allocate_bytes
         self.rows_left = outputs
         self._runs: list[PackedRows] = []
         self._loose: list[tuple[int, QuantizedWeight]] = []
@@ -133,7 +138,7 @@ class GroupedPanels:
         step = self._step(layout)
         if layout not in self._whole:
             size = self._start(1) + -(-self.outputs // PANEL) * step
-            self._whole[layout] = self._first_room(size)
+            self._whole[layout] = self._allocate_first(size)
         data = self._whole[layout]
         pack(weight, layout, data, self._start(1) + first // PANEL * step, codes)
         self._runs.append(PackedRows(first, count, layout, first // PANEL, data))
@@ -158,7 +163,7 @@ class GroupedPanels:
             for following in _neighbours(list(group)):
                 whole = QuantizedWeight.stacked([weight for _, weight in following], "one matrix")
                 count = len(whole.values)
-                data = room_for(self._start(1) + -(-count // PANEL) * self._step(layout))
+                data = allocate_bytes(self._start(1) + -(-count // PANEL) * self._step(layout))
                 pack(whole, layout, data, self._start(1))
                 self._runs.append(PackedRows(following[0][0], count, layout, 0, data))
 
@@ -178,7 +183,7 @@ class GroupedPanels:
             data = parts[0][0].data
         else:
             steps = [self._step(runs[0].layout) for runs in parts]
-            data = self._room(self._start(len(parts)) + sum(map(int.__mul__, sizes, steps)))
+            data = self._allocate(self._start(len(parts)) + sum(map(int.__mul__, sizes, steps)))
         words, start, panel = data.view(torch.int64), self._start(len(parts)), 0
         words[: HEAD + len(parts) * RECORD] = 0
         for i, (runs, panels) in enumerate(zip(parts, sizes, strict=True)):

@@ -113,9 +113,9 @@ class CPUKernels(Kernels):
 
     def place(self, model: CausalLM) -> None:
         if self.is_quantized:
-            from nanoengine.layers.rooms import give_rooms
+            from nanoengine.layers.preallocate import preallocate
 
-            give_rooms(model)
+            preallocate(model)
         place_parameters(model)
 
     def fuse(self, model: CausalLM) -> None:

@@ -14,8 +14,8 @@ from numba.core.runtime import _nrt_python as memory
 from numba.core.runtime import rtsys
 
 from nanoengine.kernels import linking
+from nanoengine.kernels.argument_table import ArgumentTable, table_entry
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.held import Held, of_place
 from nanoengine.kernels.linking import Kernel, Part
 
 X, LENGTHS, SUMS = np.arange(12.0).reshape(3, 4), np.array([1, 3, 4]), [0.0, 15.0, 38.0]
@@ -92,14 +92,14 @@ def of_layer(number: int) -> tuple[Any, ...]:
 
 def test_held_arguments_are_those_that_were_given():
     @numba.njit
-    def taken(held, i):
-        (x, (lengths, none)), number, quarter, (odd, real, nothing), cache = of_place(held, i)
+    def entry(table, i):
+        (x, (lengths, none)), number, quarter, (odd, real, nothing), cache = table_entry(table, i)
         sizes = len(nothing), len(none), cache.size
         return (number, quarter, odd, real, *sizes, cache[0, 0, 1, 2]), x.copy(), lengths.copy()
 
-    held = Held([of_layer(number) for number in range(5)])
+    table = ArgumentTable([of_layer(number) for number in range(5)])
     for i in (0, 3, 4):
-        (*numbers, last), x, lengths = taken(held, i)
+        (*numbers, last), x, lengths = entry(table, i)
         assert numbers == [i, i / 4, i % 2 == 1, i, 0, 0, 6]
         assert last == i
         assert x.tolist() == (X + i).tolist()
@@ -108,7 +108,7 @@ def test_held_arguments_are_those_that_were_given():
 
 def test_what_is_held_together_is_of_one_type():
     with pytest.raises(AssertionError, match="several types"):
-        Held([(X,), (X.astype(np.float32),)])
+        ArgumentTable([(X,), (X.astype(np.float32),)])
 
 
 @pytest.mark.parametrize("kind", [Kernel, Part])

@@ -10,7 +10,7 @@ from nanoengine.errors import WeightLoadError
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
 from nanoengine.layers.placement import LARGE_BYTES, place_buffers
-from nanoengine.layers.rooms import Rooms
+from nanoengine.layers.preallocate import WeightArena
 from tests.layers.test_gguf_blocks import blocks
 
 CPU, ROWS = torch.device("cpu"), 48
@@ -27,7 +27,7 @@ def empty_layer(outputs: int, inputs: int) -> CPUQuantizedLinear:
 def test_the_panels_are_those_of_rows_that_were_read(type, count):
     rows = torch.from_numpy(blocks(type, ROWS, num_blocks=3))[:count]
     read, packed = (empty_layer(count, 3 * TYPES[type].inputs) for _ in range(2))
-    read.room = packed.room = lambda size: torch.zeros(size, dtype=torch.uint8)
+    read.allocate = packed.allocate = lambda size: torch.zeros(size, dtype=torch.uint8)
     read.load_quantized(read_blocks(type, rows))
     assert packed.load_blocks(type, rows[32:], 32)
     assert packed.load_blocks(type, rows[:32], 0)
@@ -54,11 +54,11 @@ def test_a_scale_that_is_no_number_is_refused():
         empty_layer(16, 512).load_blocks("Q4_K", rows, 0)
 
 
-def test_a_room_is_the_last_place_of_what_is_packed_there():
-    rooms, rows = Rooms(), torch.from_numpy(blocks("Q4_0", 32, num_blocks=2))
+def test_preallocated_weights_are_not_moved():
+    arena, rows = WeightArena(), torch.from_numpy(blocks("Q4_0", 32, num_blocks=2))
     first, second = (empty_layer(32, 64) for _ in range(2))
     for method in (first, second):
-        method.room = rooms.take
+        method.allocate = arena.take
         assert method.load_blocks("Q4_0", rows, 0)
     places = [method.values.data_ptr() for method in (first, second)]
     assert 0 < places[1] - places[0] < 2 * first.values.nbytes
@@ -67,4 +67,4 @@ def test_a_room_is_the_last_place_of_what_is_packed_there():
     place_buffers(model)
     assert [method.values.data_ptr() for method in (first, second)] == places
     assert torch.equal(second.rows(torch.arange(32)), expected)
-    assert rooms.take(LARGE_BYTES).data_ptr() > places[1]
+    assert arena.take(LARGE_BYTES).data_ptr() > places[1]

@@ -1,9 +1,9 @@
-"""Held: constant arguments, kept in memory in the form that compiled code uses.
+"""ArgumentTable: constant arguments, kept in memory in the form that compiled code uses.
 
 numba converts each array argument of a call from its Python object, 0.1 us per array. The layers of
 a model have hundreds, the same ones in each step. They are converted here once:
 
-    Held([arguments of layer 0, of layer 1, ...])  ─ a kernel's argument ─►  of_place(held, i)
+    ArgumentTable([arguments of layer 0, of layer 1, ...])  ─►  in a kernel: table_entry(table, i)
 
 Perf: docs/experiments.md.
 """
@@ -32,12 +32,12 @@ NUMBERS = {
 }
 
 
-class HeldType(types.Opaque):
-    """The type of a `Held` with values of type `of`; in compiled code it is their address."""
+class ArgumentTableType(types.Opaque):
+    """The type of an `ArgumentTable` with values of type `of`; in compiled code, their address."""
 
     def __init__(self, of: types.Type) -> None:
         self.of = of
-        super().__init__(f"HeldType({_text_of(of)})")
+        super().__init__(f"ArgumentTableType({_text_of(of)})")
 
 
 def _text_of(of: types.Type) -> str:
@@ -50,7 +50,7 @@ def _text_of(of: types.Type) -> str:
     return f"{of.instance_class.__name__}({parts})" if named else f"Tuple(({parts}))"
 
 
-register_model(HeldType)(models.OpaqueModel)
+register_model(ArgumentTableType)(models.OpaqueModel)
 
 
 def type_of(value: Any) -> types.Type:
@@ -58,7 +58,7 @@ def type_of(value: Any) -> types.Type:
     return numba.typeof(value)
 
 
-class Held:
+class ArgumentTable:
     """Tuples of arrays, numbers and such tuples, all of one `type_of`.
 
     Keeps the arrays alive, but does not notice if their memory is replaced.
@@ -71,7 +71,7 @@ class Held:
         target = cpu_target.target_context
         assert ctypes.sizeof(kind) == target.get_abi_sizeof(target.get_value_type(of)), of
         self._memory = (kind * len(values))(*(_native(of, value) for value in values))
-        self._numba_type_ = HeldType(of)
+        self._numba_type_ = ArgumentTableType(of)
         self.address = ctypes.addressof(self._memory)
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ def _native(of: types.Type, value: Any) -> Any:
     return kind(value.item() if isinstance(value, np.generic) else value)
 
 
-@unbox(HeldType)
+@unbox(ArgumentTableType)
 def _address_of(of, value, c):
     address = c.pyapi.object_getattr_string(value, "address")
     number = c.pyapi.long_as_longlong(address)
@@ -116,13 +116,13 @@ def _address_of(of, value, c):
 
 
 @intrinsic
-def of_place(typing_context, held, i):
-    """The value at index i of a `Held`."""
+def table_entry(typing_context, table, i):
+    """The value at index i of an `ArgumentTable`."""
 
     def codegen(context, builder, signature, args):
-        kind = context.get_value_type(held.of)
+        kind = context.get_value_type(table.of)
         first = builder.bitcast(args[0], kind.as_pointer())
         value = builder.load(builder.gep(first, [builder.sext(args[1], ir.IntType(64))]))
-        return borrowed(context, builder, held.of, value)
+        return borrowed(context, builder, table.of, value)
 
-    return held.of(held, i), codegen
+    return table.of(table, i), codegen

@@ -12,31 +12,31 @@ import torch
 from torch import nn
 
 from nanoengine.kernels.tiles import LINE
-from nanoengine.layers.placement import room_for, touched
+from nanoengine.layers.placement import allocate_bytes, touched
 
-ROOM_BYTES = 256 << 20
-"""Size of an array of `Rooms` [bytes]. Its unused pages take no memory."""
+ARENA_BYTES = 256 << 20
+"""Size of an array of `WeightArena` [bytes]. Its unused pages take no memory."""
 
 
-class Rooms:
+class WeightArena:
     """Allocates consecutive memory for weights from large arrays."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> torch.Tensor:
-        """As `room_for`, and touches the memory."""
+        """As `allocate_bytes`, and touches the memory."""
         whole = -(-size // LINE) * LINE
         if whole > len(self._free):
-            self._free = room_for(max(whole, ROOM_BYTES))
-        room, self._free = self._free[:size], self._free[whole:]
-        return touched(room)
+            self._free = allocate_bytes(max(whole, ARENA_BYTES))
+        memory, self._free = self._free[:size], self._free[whole:]
+        return touched(memory)
 
 
-def give_rooms(model: nn.Module) -> None:
-    """Gives consecutive memory to all layers that pack weights into a `room`."""
-    rooms = Rooms()
+def preallocate(model: nn.Module) -> None:
+    """Gives consecutive memory to all layers that allocate their packed weights by `allocate`."""
+    arena = WeightArena()
     for path, module in model.named_modules():
         # Why not experts: kernels need a layer's experts at equal distances.
-        if hasattr(module, "room") and ".experts." not in path:
-            module.room = rooms.take
+        if hasattr(module, "allocate") and ".experts." not in path:
+            module.allocate = arena.take
