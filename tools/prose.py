@@ -36,7 +36,7 @@ WORDS = {
 }
 """Entry -> pattern. Most of these words have an English use too, so the limits are not 0."""
 
-LIMITS = {"package": 1.0, "docs": 0.5, "tests": 3.7}
+LIMITS = {"package": 1.0, "docs": 0.4, "tests": 2.2}
 """Matches per 1,000 words. These numbers only go down."""
 
 
