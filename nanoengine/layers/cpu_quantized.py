@@ -28,7 +28,7 @@ from nanoengine.layers.gguf_blocks import read_scales, stored_codes
 from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS, largest_of
-from nanoengine.layers.placement import allocate_bytes
+from nanoengine.layers.placement import empty_bytes
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import GGUF
 from nanoengine.layers.quantized_weight import QuantizedWeight, of_rotated, pack_pairs
@@ -104,7 +104,7 @@ class CPUQuantizedLinear(PanelLinear):
     """
 
     panels: GroupedPanels | None = None
-    allocate = staticmethod(allocate_bytes)
+    allocate = staticmethod(empty_bytes)
 
     @staticmethod
     def rotated(weight: torch.Tensor) -> QuantizedWeight:

@@ -37,7 +37,7 @@ from nanoengine.kernels.pack_groups import pack_codes, pack_lines
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.tiles import LINE, PANEL
 from nanoengine.layers.gguf_blocks import StoredCodes, packed_groups
-from nanoengine.layers.placement import allocate_bytes
+from nanoengine.layers.placement import empty_bytes
 from nanoengine.layers.quantized_weight import BLOCK, QuantizedWeight, codes_of, row_factors
 
 assert BLOCK == UNIT * UNITS
@@ -100,15 +100,10 @@ class GroupedPanels:
     """
 
     def __init__(
-        self,
-        outputs: int,
-        inputs: int,
-        allocate: Allocator = allocate_bytes,
-        *,
-        one_form: bool = True,
+        self, outputs: int, inputs: int, allocate: Allocator = empty_bytes, *, one_form: bool = True
     ) -> None:
         self.outputs, self.inputs = outputs, inputs
-        self._allocate, self._allocate_first = allocate, allocate if one_form else allocate_bytes
+        self._allocate, self._allocate_first = allocate, allocate if one_form else empty_bytes
         self.rows_left = outputs
         self._runs: list[PackedRows] = []
         self._loose: list[tuple[int, QuantizedWeight]] = []
@@ -163,7 +158,7 @@ class GroupedPanels:
             for following in _neighbours(list(group)):
                 whole = QuantizedWeight.stacked([weight for _, weight in following], "one matrix")
                 count = len(whole.values)
-                data = allocate_bytes(self._start(1) + -(-count // PANEL) * self._step(layout))
+                data = empty_bytes(self._start(1) + -(-count // PANEL) * self._step(layout))
                 pack(whole, layout, data, self._start(1))
                 self._runs.append(PackedRows(following[0][0], count, layout, 0, data))
 

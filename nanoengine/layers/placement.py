@@ -23,7 +23,7 @@ from torch import nn
 LINE = 64  # bytes of a cache line; every tensor starts at one
 
 LARGE_BYTES = 32 << 20
-"""Buffers of at least this size [bytes] stay where `allocate_bytes` made them. Why: a buffer exists
+"""Buffers of at least this size [bytes] stay where `empty_bytes` made them. Why: a buffer exists
 twice while it moves, and a head may be a third of a small model."""
 
 MOVED_BYTES = 16 << 20
@@ -93,7 +93,7 @@ def _is_small(buffer: torch.Tensor) -> bool:
     return buffer.untyped_storage().nbytes() < LARGE_BYTES
 
 
-def allocate_bytes(size: int) -> torch.Tensor:
+def empty_bytes(size: int) -> torch.Tensor:
     """Allocates empty bytes, uint8, aligned to a cache line; on huge pages if they are many."""
     whole = np.empty(size + LINE, np.uint8)
     at = -whole.ctypes.data % LINE
@@ -103,7 +103,7 @@ def allocate_bytes(size: int) -> torch.Tensor:
 def _side_by_side(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
     """Empty tensors of the same shapes and dtypes in one array."""
     sizes = [-(-tensor.nbytes // LINE) * LINE for tensor in tensors]
-    parts = allocate_bytes(sum(sizes)).split(sizes)
+    parts = empty_bytes(sum(sizes)).split(sizes)
     return [
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for tensor, part in zip(tensors, parts, strict=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanoengine.kernels.tiles import LINE
-from nanoengine.layers.placement import allocate_bytes, touched
+from nanoengine.layers.placement import empty_bytes, touched
 
 ARENA_BYTES = 256 << 20
 """Size of an array of `WeightArena` [bytes]. Its unused pages take no memory."""
@@ -25,10 +25,10 @@ class WeightArena:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> torch.Tensor:
-        """As `allocate_bytes`, and touches the memory."""
+        """As `empty_bytes`, and touches the memory."""
         whole = -(-size // LINE) * LINE
         if whole > len(self._free):
-            self._free = allocate_bytes(max(whole, ARENA_BYTES))
+            self._free = empty_bytes(max(whole, ARENA_BYTES))
         memory, self._free = self._free[:size], self._free[whole:]
         return touched(memory)
 
