@@ -44,7 +44,7 @@ def test_every_option_of_workload_and_engine_is_there_and_has_its_type(tmp_path:
         cpu_isa="avx2", enable_prefix_caching=False, quantization="int8", skip_tokenizer_init=True,
     )  # fmt: skip
     shown = options.make_parser().format_help()
-    assert "--block-size" in shown and "Tokens a KV block, a power of two" in shown
+    assert "--block-size" in shown and "Tokens per KV block, a power of two" in shown
     assert "--kv-tiers" not in shown
 
 

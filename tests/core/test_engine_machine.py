@@ -481,7 +481,7 @@ QUICK = settings(
 )
 SOAK = settings(QUICK, max_examples=100, stateful_step_count=50, derandomize=False)
 SOAK_STEPS = 50_000
-NUM_LIVES = 12
+NUM_LIVES = 16
 
 OFTEN = {
     "late examples": 5,
