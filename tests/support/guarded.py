@@ -46,7 +46,9 @@ def digest_of(root: Path, key: str) -> str:
     digest = hashlib.sha256()
     paths: set[Path] = set()
     for glob in key.split(" "):
-        found = [path for path in root.glob(glob) if path.is_file()]
+        found = [
+            path for path in root.glob(glob) if path.is_file() and "__pycache__" not in path.parts
+        ]
         if not found:
             raise pytest.UsageError(f"a guard names no file: {glob!r} in {key!r}")
         paths.update(found)
