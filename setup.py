@@ -69,7 +69,7 @@ def ground(isas: list[str]) -> str:
 
 def compiles(run: list[str], cache: str) -> int:
     """Compiles from one end of the table; the exit status."""
-    command = [sys.executable, "-B", "-m", "nanoengine.kernels.ahead", *run]
+    command = [sys.executable, "-B", "-m", "nanoengine.kernels.aot", *run]
     return subprocess.call(command, env={**os.environ, "NANOENGINE_CACHE": cache})
 
 

@@ -28,7 +28,7 @@ from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized_weight import GROUP_SIZE, QuantizedWeight
 from nanoengine.runner.kv_cache import stored_dim, zeros
-from tests.support.grouped_weights import make_weight
+from tests.support.groupwise_weights import make_weight
 
 SHAPES = {  # hidden, intermediate, query heads, KV heads, head dim
     "small": (640, 1920, 10, 5, 64),

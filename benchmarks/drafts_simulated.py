@@ -26,8 +26,8 @@ from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.features.drafting import Drafting
 from nanoengine.features.ngram import NgramDrafter
-from nanoengine.settings.drafts import NgramDrafts
 from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.speculative import NgramDrafts
 
 Text = tuple[list[int], list[int]]  # prompt, answer
 LOOK_S = 4e-6

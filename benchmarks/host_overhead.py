@@ -29,7 +29,7 @@ from nanoengine.core.plan import StepPlan, StepTimes
 from nanoengine.engine import LLMEngine
 from nanoengine.observe.metrics import Metrics
 from nanoengine.observe.trace import trace_engine
-from nanoengine.runner.row_buffers import RowBuffers
+from nanoengine.runner.input_batch import InputBatch
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 
@@ -44,7 +44,7 @@ class PreparingExecutor(NoExecutor):
     """Builds the tensors of each step, as the model runner does, and samples token 1 everywhere."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
-        self.rows = RowBuffers(
+        self.rows = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=BLOCK_SIZE,

@@ -12,14 +12,14 @@ from transformers import GemmaConfig, GemmaForCausalLM
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.checkpoint.families import FAMILIES, Family
-from nanoengine.checkpoint.plan import LayerPlan
+from nanoengine.checkpoint.layer_config import LayerConfig
 
 
 def gemma(keys):
     """Gemma 1: Llama with gelu, scaled embeddings, and norms with the factor 1 + weight."""
     for key in ("hidden_act", "hidden_activation"):
         keys.allow(key, "gelu_pytorch_tanh")  # raises an error for other values
-    return LayerPlan(
+    return LayerConfig(
         norm="centered",
         hidden_act="gelu_pytorch_tanh",
         embedding_multiplier=keys.require("hidden_size") ** 0.5,

@@ -26,9 +26,9 @@ from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
-from nanoengine.features.stages import Stages
+from nanoengine.features.logits_processors import LogitsProcessors
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.numerics import RunnerOptions, use_allowed_cores, use_isa
+from nanoengine.runner.options import RunnerOptions, use_allowed_cores, use_isa
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.load_tokenizer import with_ends
 from nanoengine.text.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
     quantization = resolve_quantization(
         config.quantization, model_config.quantization, device=device.type
     )
-    stages = Stages(config, model_config)
+    stages = LogitsProcessors(config, model_config)
     options = RunnerOptions(
         config=config,
         model_config=model_config,

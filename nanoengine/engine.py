@@ -35,7 +35,7 @@ from nanoengine.locking import EngineLock, exclusive
 from nanoengine.settings.params import SamplingParams
 
 
-class UnderWay(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step that is launched and not committed; `schedule_s` is the time to plan it."""
 
     plan: StepPlan
@@ -87,7 +87,7 @@ class LLMEngine:
         self._debug_checks = debug_checks
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-        self._under_way: UnderWay | None = None  # of the overlapped loop, between two calls
+        self._in_flight: InFlightStep | None = None  # of the overlapped loop, between two calls
         self._finished: list[Request] = []  # not returned by `step` yet
         self._stepping_thread: int | None = None
 
@@ -125,15 +125,15 @@ class LLMEngine:
 
     def _overlapped_step(self) -> None:
         """Launches a step, and commits the previous one in the meantime."""
-        if self._under_way is not None and self._next_plan_needs(self._under_way.plan):
-            self._take_in()
-        before, self._under_way = self._under_way, None
+        if self._in_flight is not None and self._next_plan_needs(self._in_flight.plan):
+            self._commit_in_flight()
+        before, self._in_flight = self._in_flight, None
         if self._requests:
-            self._under_way = self._launch()
+            self._in_flight = self._launch()
         if before is not None:
             self._commit(before)
         if not self._requests:  # Why: no request needs the running step, and none would commit it
-            self._take_in()
+            self._commit_in_flight()
 
     def _next_plan_needs(self, plan: StepPlan) -> bool:
         """True if the next step can't be planned before this step's tokens are known.
@@ -144,18 +144,18 @@ class LLMEngine:
         """
         if plan.draft_token_ids or (self.proposer is not None and self.proposer.needs_tokens()):
             return True
-        if self.scheduler.special is None:
+        if self.scheduler.extras_scheduling is None:
             return False
         return any(seq.request.chooser is not None for seq in self.scheduler.running)
 
-    def _take_in(self) -> None:
+    def _commit_in_flight(self) -> None:
         """Waits for the step in flight, if there is one, and commits it."""
-        before, self._under_way = self._under_way, None
+        before, self._in_flight = self._in_flight, None
         if before is not None:
             self._commit(before)
 
     @exclusive()
-    def settle(self) -> None:
+    def finish_in_flight(self) -> None:
         """Commits the overlapped loop's step in flight, so that all tokens are known.
 
         The plain loop has none. The next `step` returns the requests that finish in it.
@@ -164,7 +164,7 @@ class LLMEngine:
 
     def _settle(self) -> None:
         try:
-            self._take_in()
+            self._commit_in_flight()
         except BaseException as error:
             self._recover(error)
             raise
@@ -175,14 +175,14 @@ class LLMEngine:
         CPython may convert Ctrl-C inside compiled code, such as a kernel, to a SystemError: that
         code returned a result while the interrupt was pending. The KeyboardInterrupt is raised.
         """
-        self._under_way, self._finished = None, []
+        self._in_flight, self._finished = None, []
         self.scheduler.recover(self._requests.values())
         self._requests.clear()
         behind = error.__cause__ or error.__context__
         if isinstance(error, SystemError) and isinstance(behind, KeyboardInterrupt):
             raise KeyboardInterrupt from error
 
-    def _launch(self) -> UnderWay:
+    def _launch(self) -> InFlightStep:
         started = time.perf_counter()
         if self.proposer is not None and self.proposer.needs_tokens():
             from nanoengine.core.speculation import propose_drafts
@@ -190,9 +190,9 @@ class LLMEngine:
             propose_drafts(self.scheduler, self.proposer)
         plan = self.scheduler.schedule()
         schedule_s = time.perf_counter() - started
-        return UnderWay(plan, self.executor.launch(plan), schedule_s)
+        return InFlightStep(plan, self.executor.launch(plan), schedule_s)
 
-    def _commit(self, step: UnderWay) -> None:
+    def _commit(self, step: InFlightStep) -> None:
         """Commits a step's sampled tokens; `step` returns the requests that finish in it."""
         result = step.launched.result()
         started = time.perf_counter()
@@ -272,10 +272,10 @@ class LLMEngine:
         request.seed = self._draw_seed(request) if seed is None else seed
         if request.params.structured_outputs is not None:
             self.draft()  # Why: tokens that a grammar forces are drafted.
-        if request.is_special:
-            from nanoengine.core.speculation import enlist
+        if request.needs_extras:
+            from nanoengine.core.speculation import enable_extras
 
-            enlist(self.scheduler)
+            enable_extras(self.scheduler)
         self.scheduler.add(request)
         self._requests[request_id] = request
         return request
@@ -299,21 +299,21 @@ class LLMEngine:
 
         Raises:
             RequestError: no such unfinished sequence, an invalid next_token_id, or a step is in
-                flight: see `settle`.
+                flight: see `finish_in_flight`.
         """
         self.lock.require_open()
-        if self._under_way is not None:
+        if self._in_flight is not None:
             raise RequestError(
                 "a step is under way, so the sequence has a token more than can be seen: call"
                 " settle(), look at the outputs, then fork"
             )
         from nanoengine.core.request_options import parent_of_fork
-        from nanoengine.core.speculation import enlist
+        from nanoengine.core.speculation import enable_extras
 
         request, size = self._requests.get(request_id), self.info.vocab_size
         parent = parent_of_fork(request_id, request, index, next_token_id, size)
         is_same = next_token_id == parent.token_ids[-1]
-        return enlist(self.scheduler).fork(parent, None if is_same else next_token_id)
+        return enable_extras(self.scheduler).fork(parent, None if is_same else next_token_id)
 
     @exclusive("later")
     def abort(self, request_id: str) -> Request | None:

@@ -7,7 +7,7 @@
 It combines the parts and runs the loop of a call: `PromptReader` reads prompts, `LLMEngine` queues
 and steps them, `OutputBuilder` creates outputs. The engine decides which request runs when, and
 `Calls` which call runs; `Calls` also aborts the requests of an abandoned stream.
-See also llm_calls.py (chat, beam search, datasets, vLLM's names, progress bars).
+See also llm_mixins.py (chat, beam search, datasets, vLLM's names, progress bars).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from nanoengine.core.engine_stats import EngineStats
 from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
-from nanoengine.forked import require_unforked
-from nanoengine.llm_calls import OtherCalls, check_lora, progress_bar, refused_output
+from nanoengine.fork_guard import require_unforked
+from nanoengine.llm_mixins import LLMMixin, check_lora, progress_bar, refused_output
 from nanoengine.locking import Calls
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
@@ -41,7 +41,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 """One prompt; `text/prompt_forms.py` lists the types."""
 
 
-class LLM(OtherCalls):
+class LLM(LLMMixin):
     """A model loaded for offline inference.
 
     Args:
@@ -93,7 +93,7 @@ class LLM(OtherCalls):
 
     # --- what was loaded ----------------------------------------------------------------------
 
-    def open_reader(self) -> PromptReader:
+    def require_reader(self) -> PromptReader:
         reader, _ = self._reader, self._calls.engine  # Raises if the LLM is closed.
         assert reader is not None
         return reader
@@ -146,7 +146,7 @@ class LLM(OtherCalls):
         if lora_request is not None:
             check_lora(lora_request)
         with self._calls.alone():
-            read = self.open_reader().read_all(prompts, sampling_params, priority, on_error)
+            read = self.require_reader().read_all(prompts, sampling_params, priority, on_error)
             outputs: list[RequestOutput | None] = [None] * len(read)
             with closing(self._run(read, kind="final", progress=use_tqdm)) as running:
                 for output in running:
@@ -192,9 +192,9 @@ class LLM(OtherCalls):
         asked = (prompts, sampling_params, priority, on_error)
         read: Iterable[CheckedPrompt | RefusedPrompt | Pause]
         if is_single_prompt(prompts) or isinstance(prompts, Sequence):
-            read = self.open_reader().read_all(*asked)
+            read = self.require_reader().read_all(*asked)
         else:
-            read = read_lazily(self.open_reader(), *asked)
+            read = read_lazily(self.require_reader(), *asked)
         return self._run(read, kind=kind, progress=use_tqdm)
 
     # --- the loop -----------------------------------------------------------------------------

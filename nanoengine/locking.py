@@ -11,7 +11,8 @@ again before a waiting thread wakes up. So a waiting thread holds `waiting`, and
 the lock again must first acquire `waiting`.
 
 Each `LLMEngine` has an `EngineLock`, each `LLM` has `Calls`. A process that was forked after an
-engine was created never gets the lock (forked.py). Neither class depends on what an engine does.
+engine was created never gets the lock (fork_guard.py). Neither class depends on what an engine
+does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 from nanoengine.errors import EngineDeadError, NanoEngineError
-from nanoengine.forked import watch
+from nanoengine.fork_guard import watch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -20,9 +20,9 @@ import pytest
 
 from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import DiskFiles
-from nanoengine.jobs.log import Log
 from nanoengine.jobs.manifest import changed_inputs, describe_inputs
 from nanoengine.jobs.paths import relative
+from nanoengine.jobs.record_log import Log
 from nanoengine.jobs.signals import Signals, Stopped
 from nanoengine.jobs.source import find_inputs
 from nanoengine.jobs.work import Work

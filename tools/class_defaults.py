@@ -19,8 +19,8 @@ from transformers import CONFIG_MAPPING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from nanoengine.checkpoint.config_reader import COMMON, KEYS  # noqa: E402
 from nanoengine.checkpoint.families import TEXT_PARTS, Family, every_family  # noqa: E402
-from nanoengine.checkpoint.keys import COMMON, KEYS  # noqa: E402
 
 FILE = ROOT / "nanoengine" / "checkpoint" / "defaults.json"
 

@@ -294,9 +294,9 @@ def left_by(path: Path) -> list[str]:
 
 def eager(*command: str) -> None:
     """Runs a program of Python, `-m MODULE ...` or `PATH ...`, without CUDA graphs."""
-    from nanoengine.runner.start import RunnerParts
+    from nanoengine.runner.start import RunnerSetup
 
-    RunnerParts._uses_graphs = property(lambda runner: False)  # type: ignore[assignment]
+    RunnerSetup._uses_graphs = property(lambda runner: False)  # type: ignore[assignment]
     as_module = command[0] == "-m"
     sys.argv = list(command[as_module:])
     if as_module:

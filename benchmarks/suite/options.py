@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from benchmarks.suite.shapes import SHAPES
 from nanoengine.bench.workload import WorkOptions
-from nanoengine.cli.docs import field_docs
+from nanoengine.cli.field_docs import field_docs
 from nanoengine.settings.config import EngineConfig
 
 

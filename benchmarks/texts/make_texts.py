@@ -34,7 +34,7 @@ FUNCTIONS_OF = (
     "nanoengine/core/block_manager.py",
     "nanoengine/core/forks.py",
     "nanoengine/runner/memory.py",
-    "nanoengine/runner/row_buffers.py",
+    "nanoengine/runner/input_batch.py",
 )
 ASKED = """\
 Describe the function below as JSON, in this form:

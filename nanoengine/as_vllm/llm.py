@@ -21,12 +21,12 @@ from nanoengine.checkpoint.find import resolve_model
 from nanoengine.errors import RequestError
 from nanoengine.features.pooled_outputs import PoolingOutput, ScoringRequestOutput
 from nanoengine.llm import LLM
-from nanoengine.llm_calls import check_lora
+from nanoengine.llm_mixins import check_lora
 from nanoengine.locking import Call
 from nanoengine.outputs import OutputBuilder, OutputKind
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.pooling import PoolingParams
-from nanoengine.settings.vllm_names import warn_idle
+from nanoengine.settings.vllm_names import warn_no_effect
 
 KINDS: dict[str, OutputKind] = {"CUMULATIVE": "cumulative", "DELTA": "delta", "FINAL_ONLY": "final"}
 
@@ -113,7 +113,7 @@ class VLLM(LLM):
         super().__init__(model, **asked(options))
         variables = sorted(name for name in os.environ if name.startswith("VLLM_"))
         if variables:
-            warn_idle(f"{', '.join(variables)} (nothing reads vLLM's variables)")
+            warn_no_effect(f"{', '.join(variables)} (nothing reads vLLM's variables)")
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> Self:
@@ -252,7 +252,7 @@ class VLLMEngine:
         check_lora(lora_request)
         require_nothing(options)
         llm = self._llm
-        (read,) = llm.open_reader().read_all([prompt], [llm.params(params)], priority, "raise")
+        (read,) = llm.require_reader().read_all([prompt], [llm.params(params)], priority, "raise")
         if self._call is None or llm._calls.latest is not self._call:
             self._call, self._running = llm._calls.begin(), {}
         if any(name == request_id for name, *_ in self._running.values()):

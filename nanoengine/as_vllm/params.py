@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import nearest, shown
+from nanoengine.settings.checks import nearest, repr_short
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.pooling import TASKS, PoolingParams
 from nanoengine.settings.structured import StructuredOutputs
@@ -141,7 +141,7 @@ class VLLMForm:
             self.json = self.json.model_json_schema()
         if self.backend is not None and self.backend.partition(":")[0] not in BACKENDS:
             allowed = ", ".join(BACKENDS)
-            raise RequestError(f"backend must be one of {allowed}, got {shown(self.backend)}")
+            raise RequestError(f"backend must be one of {allowed}, got {repr_short(self.backend)}")
         self.ours()
 
     @classmethod
@@ -180,9 +180,13 @@ class VLLMPooler:
     def ours(self) -> PoolingParams:
         """Converts to the parameters of a call; only `encode` returns all tokens' results."""
         if self.task not in (None, *TASKS):
-            raise RequestError(f"task must be one of {', '.join(TASKS)}, got {shown(self.task)}")
+            raise RequestError(
+                f"task must be one of {', '.join(TASKS)}, got {repr_short(self.task)}"
+            )
         if self.tok_pooling_type not in (None, "ALL"):
-            raise RequestError(f"tok_pooling_type must be ALL, got {shown(self.tok_pooling_type)}")
+            raise RequestError(
+                f"tok_pooling_type must be ALL, got {repr_short(self.tok_pooling_type)}"
+            )
         kind = (self.pooling_type or self.seq_pooling_type or "all").lower()
         given = {**vars(self), "pooling": None if kind == "all" else kind}
         for name in ("task", "pooling_type", "seq_pooling_type", "tok_pooling_type"):

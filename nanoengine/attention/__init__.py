@@ -4,7 +4,7 @@
 |---|---|---|
 | naive | any device | plain torch, the readable oracle of all others, as is its whole model |
 | cpu | CPU | paged kernels compiled by numba |
-| triton | CUDA | own paged FlashAttention kernels, the default; MLA: `triton_latent.py` |
+| triton | CUDA | own paged FlashAttention kernels, the default; MLA: `triton_mla.py` |
 | flash_attn | CUDA | the flash-attn package, if installed |
 """
 
@@ -95,7 +95,7 @@ def make_backend(
             " holds: set attention_backend='auto'"
         )
     if latent and name == "triton":
-        from nanoengine.attention.triton_latent import TritonLatentBackend as kind
+        from nanoengine.attention.triton_mla import TritonLatentBackend as kind
     backend = kind(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options)
     if kv_dtype not in (None, dtype):
         backend.check_cache(kv_dtype, dtype)

@@ -9,7 +9,7 @@ QK norm and RoPE are here in plain torch; backends may fuse them with their stor
 the checkpoints' own code. If a norm's weight has the model's dtype, the norm is rounded to that
 dtype before it is multiplied by the weight; if the weight is wider, after.
 
-8-bit caches are in `stored.py`.
+8-bit caches are in `kv_quantization.py`.
 
 Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX. The norm per
 head is from Qwen3 (arXiv 2505.09388), the norm over all heads from OLMo 2 (arXiv 2501.00656).
@@ -107,12 +107,12 @@ class AttentionBackend(ABC):
             heads first.
         default_block_size: [tokens], chosen by measurement.
         graph_safe: a CUDA graph can capture its launches.
-        takes_sinks: it computes `AttentionSpec.sinks`.
+        supports_sinks: it computes `AttentionSpec.sinks`.
         device_type: the only device type that it supports; None: any.
-        least_arch: the oldest GPU that it supports, as `arch_of` returns it.
+        min_arch: the oldest GPU that it supports, as `arch_of` returns it.
         dtypes: the dtypes that it supports; (): any.
         head_dims: the head dims that it supports.
-        least_block: the smallest block size; block sizes are powers of two. 0: any.
+        min_block_size: the smallest block size; block sizes are powers of two. 0: any.
 
     `attention.make_backend` makes one instance, which serves all layers of an engine. It keeps no
     state between steps, so two batches may be in flight. Only the backend knows the layout inside a
@@ -123,12 +123,12 @@ class AttentionBackend(ABC):
     kv_layout: ClassVar[KVLayoutName]
     default_block_size: ClassVar[int]
     graph_safe: ClassVar[bool]
-    takes_sinks: ClassVar[bool] = True
+    supports_sinks: ClassVar[bool] = True
     device_type: ClassVar[str | None] = None
-    least_arch: ClassVar[int] = 0
+    min_arch: ClassVar[int] = 0
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     head_dims: ClassVar[range] = range(1, 2**16 + 1)
-    least_block: ClassVar[int] = 0
+    min_block_size: ClassVar[int] = 0
 
     def __init__(
         self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
@@ -136,17 +136,17 @@ class AttentionBackend(ABC):
         """Raises ConfigError if the class attributes don't allow these arguments."""
         self.dtype, self.block_size, self.arch = dtype, block_size, arch_of(device)
         kinds = ", ".join(map(str, self.dtypes)).replace("torch.", "")
-        is_power = block_size >= self.least_block and not block_size & (block_size - 1)
+        is_power = block_size >= self.min_block_size and not block_size & (block_size - 1)
         check = self.require
         check(self.device_type in (None, device.type), f"runs on {self.device_type}, got {device}")
-        capability = f"compute capability {self.least_arch / 10} or newer, got {self.arch / 10}"
-        check(self.arch >= self.least_arch, f"needs a GPU of {capability}")
+        capability = f"compute capability {self.min_arch / 10} or newer, got {self.arch / 10}"
+        check(self.arch >= self.min_arch, f"needs a GPU of {capability}")
         check(not kinds or dtype in self.dtypes, f"computes {kinds}, got {dtype}")
         dims = self.head_dims
         told = f"from {dims[0]} to {dims[-1]} in steps of {dims.step}, got {head_dim}"
         check(head_dim in dims, f"does head dims {told}")
-        size = f"a block_size that is a power of two from {self.least_block}, got {block_size}"
-        check(is_power or not self.least_block, f"needs {size}")
+        size = f"a block_size that is a power of two from {self.min_block_size}, got {block_size}"
+        check(is_power or not self.min_block_size, f"needs {size}")
 
     def require(self, is_so: bool, told: str) -> None:
         """Raises ConfigError unless `is_so`; `told` says what the backend supports and what it
@@ -177,7 +177,7 @@ class AttentionBackend(ABC):
         slots = batch.slot_mapping[spec.group]
         place = slots // self.block_size, slots % self.block_size
         if (kind := k_cache.dtype).itemsize == 1:
-            from nanoengine.attention.stored import to_bytes
+            from nanoengine.attention.kv_quantization import to_bytes
 
             k, v = to_bytes(k, kind, spec.k_scale), to_bytes(v, kind, spec.v_scale)
         k_cache[place] = k.to(k_cache.dtype)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 
-class Span(NamedTuple):
+class SequenceSegment(NamedTuple):
     """One sequence's tokens of a step, `start` to `end` of [T], in a recurrent layer.
 
     The first token is at `position`, and the layer starts from the state in slot `read`. For each
@@ -32,7 +32,7 @@ class Span(NamedTuple):
     writes: tuple[tuple[int, int], ...]
 
 
-class Pieces(NamedTuple):
+class SegmentChunks(NamedTuple):
     """The spans of a wave on a GPU, cut where a state is written and at positions that are
     multiples of 64.
 
@@ -46,7 +46,7 @@ class Pieces(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class StateWave:
+class ScanStep:
     """Sequences that advance their states in parallel. A sequence that starts from a state that
     another one writes in this step belongs to a later wave.
 
@@ -62,8 +62,8 @@ class StateWave:
     tokens: torch.Tensor | slice
     reads: torch.Tensor
     writes: torch.Tensor
-    spans: tuple[Span, ...] = ()
-    pieces: Pieces | None = None
+    spans: tuple[SequenceSegment, ...] = ()
+    pieces: SegmentChunks | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Batch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
-    state_waves: tuple[StateWave, ...] = ()
+    state_waves: tuple[ScanStep, ...] = ()
     attention: object = None
 
     @property

@@ -59,7 +59,7 @@ class CPUStep:
     Tasks depend on head counts, window and group, so the first layer of each kind plans them.
 
     Attributes:
-        spans: the sequences with recurrent states, set by `layers/cpu_states.py`.
+        spans: the sequences with recurrent states, set by `layers/cpu_linear_attention.py`.
         layer_inputs: Gemma 4's per-layer inputs, [T, layers, I] float32.
     """
 
@@ -90,7 +90,7 @@ class CPUBackend(AttentionBackend):
     device_type: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES)
     head_dims: ClassVar[range] = range(8, 2**16 + 1, 8)
-    least_block: ClassVar[int] = 8
+    min_block_size: ClassVar[int] = 8
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -117,7 +117,7 @@ class CPUBackend(AttentionBackend):
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         if cache.spec.value_dim is not None:
-            from nanoengine.kernels.cpu_latent import store_latents
+            from nanoengine.kernels.cpu_mla import store_latents
 
             keys, slots = k.to(self._real).flatten(1).contiguous().numpy(), batch.attention.slots
             store_latents(keys, slots[cache.spec.group], self.cache_arrays(cache)[0], num_workers())
@@ -173,7 +173,7 @@ class CPUBackend(AttentionBackend):
         real = queries.dtype.type
         result = np.empty((*q.shape[:2], spec.value_dim or spec.head_dim), queries.dtype)
         if spec.value_dim is not None:
-            from nanoengine.kernels.cpu_latent import attend_latents
+            from nanoengine.kernels.cpu_mla import attend_latents
 
             attend_latents(
                 queries, keys, step.tables[spec.group], *plan,
@@ -242,7 +242,7 @@ class CPUBackend(AttentionBackend):
         if key not in step.tasks:
             group_size = spec.num_heads // spec.num_kv_heads
             tasks, bounds, merges, parts, num_partials = plan_tasks(
-                step.query_start, step.seq_lens, wanted(step.query_start, rows),
+                step.query_start, step.seq_lens, query_ranges(step.query_start, rows),
                 step.tables[spec.group], group_size, spec.num_kv_heads, self.block_size, window,
                 step.num_workers,
             )  # fmt: skip
@@ -253,7 +253,7 @@ class CPUBackend(AttentionBackend):
         return step.tasks[key]
 
 
-def wanted(query_start: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+def query_ranges(query_start: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
     """[S, 2]: per sequence the range of its queries that are in `rows`, end exclusive; None: all.
 
     >>> wanted(np.array([0, 1, 5, 9]), np.array([0, 3, 2, 3]))

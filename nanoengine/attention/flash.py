@@ -47,9 +47,9 @@ class FlashAttnBackend(AttentionBackend):
     kv_layout: ClassVar[KVLayoutName] = "PKD"
     default_block_size: ClassVar[int] = FA2_BLOCK_MULTIPLE
     graph_safe: ClassVar[bool] = True
-    takes_sinks: ClassVar[bool] = False
+    supports_sinks: ClassVar[bool] = False
     device_type: ClassVar[str] = "cuda"
-    least_arch: ClassVar[int] = 80
+    min_arch: ClassVar[int] = 80
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
     head_dims: ClassVar[range] = range(8, 257, 8)
 

@@ -8,7 +8,7 @@ any block size, and is slow on purpose: each sequence's context is gathered into
     its keys                     0..3  4..7  8 9          position i is in table[i // 4] at i % 4
     its queries                            7 8 9          its last query_len positions
 
-8-bit caches are in `stored.py`.
+8-bit caches are in `kv_quantization.py`.
 
 Legend: T tokens, N queries of one sequence, C keys they see, H / K query / KV heads, R = H / K, D
 head dim.
@@ -79,7 +79,7 @@ class NaiveBackend(AttentionBackend):
         # Query heads k*R ... k*R + R - 1 share KV head k.
         grouped = q.to(self.math_dtype).unflatten(1, (spec.num_kv_heads, -1))  # [N, K, R, D]
         if k.dtype.itemsize == 1:
-            from nanoengine.attention.stored import from_bytes
+            from nanoengine.attention.kv_quantization import from_bytes
 
             k = from_bytes(k, spec.k_scale, self.math_dtype)
             v = from_bytes(v, spec.v_scale, self.math_dtype)

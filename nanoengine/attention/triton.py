@@ -39,7 +39,7 @@ from nanoengine.attention.base import (
     Rotation,
 )
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.stored import FP8
+from nanoengine.attention.kv_quantization import FP8
 from nanoengine.errors import ConfigError, MissingDependencyError
 
 try:
@@ -238,11 +238,11 @@ class TritonBackend(AttentionBackend):
     default_block_size: ClassVar[int] = 64
     graph_safe: ClassVar[bool] = True
     device_type: ClassVar[str | None] = "cuda" if COMPILED else None
-    least_arch: ClassVar[int] = 80
+    min_arch: ClassVar[int] = 80
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
     head_dims: ClassVar[range] = range(2, 513)
-    least_block: ClassVar[int] = 16
-    programs_an_sm: ClassVar[int] = 32
+    min_block_size: ClassVar[int] = 16
+    programs_per_sm: ClassVar[int] = 32
     has_splits_by_batch: ClassVar[bool] = False
 
     def __init__(
@@ -305,7 +305,7 @@ class TritonBackend(AttentionBackend):
         # sequence, and programs that exit at once take time too. This many per SM are several full
         # waves.
         tasks = num_seqs * spec.num_kv_heads
-        programs = min(max_splits, max(4, cdiv(self.programs_an_sm * self.num_sms, tasks)))
+        programs = min(max_splits, max(4, cdiv(self.programs_per_sm * self.num_sms, tasks)))
         if self.has_splits_by_batch:
             max_splits = programs
         shape = (num_seqs, spec.num_heads, max_splits)

@@ -1,6 +1,6 @@
 """The Triton kernels of paged attention: varlen attention, and decode with split contexts.
 
-Only `attention/triton.py` and `triton_latent.py` call them; they choose grids and tile sizes. The
+Only `attention/triton.py` and `triton_mla.py` call them; they choose grids and tile sizes. The
 kernels know pointers and strides, not batches or models. Everything is read through a sequence's
 block table:
 

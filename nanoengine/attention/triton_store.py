@@ -2,8 +2,8 @@
 
 `rotate_store_kernel` reads the fused projection, applies norm and RoPE to query and key heads, and
 stores keys and values. Only `attention/triton.py` calls it. An fp8 cache holds element * factor,
-rounded to nearest, where the factor is one over the layer's scale; `attention/stored.py` is the
-readable form in plain torch.
+rounded to nearest, where the factor is one over the layer's scale; `attention/kv_quantization.py`
+is the readable form in plain torch.
 
 It has been run in Triton's interpreter and compiled to machine code ahead of time; it has not run
 on a GPU yet.

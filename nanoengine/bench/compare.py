@@ -236,7 +236,7 @@ def _logits(llm: LLM, ids: list[int]) -> torch.Tensor:
     """The logits after each token except the last, [T - 1, V], as the engine scores a prompt."""
     import torch
 
-    from nanoengine.observe.taps import Taps
+    from nanoengine.observe.hooks import Taps
     from nanoengine.runner.sampling import logprobs
     from nanoengine.settings.params import SamplingParams
 

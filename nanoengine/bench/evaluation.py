@@ -44,9 +44,9 @@ except ImportError as error:
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import repr_short
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.vllm_names import warn_idle
+from nanoengine.settings.vllm_names import warn_no_effect
 
 __all__ = ["NanoEngineLM"]
 
@@ -89,11 +89,13 @@ class NanoEngineLM(TemplateLM):
         super().__init__()
         for name, value in (("max_length", max_length), ("max_gen_toks", max_gen_toks)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be an integer of at least 1, got {shown(value)}")
+                raise ConfigError(
+                    f"{name} must be an integer of at least 1, got {repr_short(value)}"
+                )
         if options.get("attention_backend") != "flash_attn":  # Its blocks have 256 tokens.
             options.setdefault("block_size", SHARED_BLOCK)
         if str(batch_size) != "1" and not str(batch_size).startswith("auto"):
-            warn_idle(f"batch_size={batch_size} (max_num_seqs limits what runs together)")
+            warn_no_effect(f"batch_size={batch_size} (max_num_seqs limits what runs together)")
         self.llm = LLM(pretrained, **options)
         self.tokenizer = self.llm.get_tokenizer()
         longest = self.llm.info.max_model_len - 2

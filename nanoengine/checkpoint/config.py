@@ -17,13 +17,20 @@ from pathlib import Path
 from typing import Literal
 
 from nanoengine.checkpoint import families
+from nanoengine.checkpoint.config_reader import MOST_POSITIONS, ConfigReader, Json, checked
 from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family, every_family
-from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
-from nanoengine.checkpoint.plan import ATTENTION, FULL, SLIDING, LayerPlan, MoEConfig, StatePlan
+from nanoengine.checkpoint.layer_config import (
+    ATTENTION,
+    FULL,
+    SLIDING,
+    LayerConfig,
+    LinearAttentionConfig,
+    MoEConfig,
+)
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
-from nanoengine.settings.checks import check_value, listed, shown
+from nanoengine.settings.checks import check_value, join_names, repr_short
 from nanoengine.settings.files import is_gguf, read_object
 from nanoengine.settings.params import SamplingParams
 
@@ -61,8 +68,8 @@ class ModelConfig:
         states: the recurrent layers, if there are any.
         moe: the mixture of experts, if there is one.
         tensor_names: parts of our tensors' names -> their names in the checkpoint.
-        left_out: regular expression that matches the start of names of ignored tensors (for images,
-            or drafts); "": there are none.
+        ignored_tensors: regular expression that matches the start of names of ignored tensors (for
+            images, or drafts); "": there are none.
         dtype: dtype of the stored weights, as torch names it.
         quantization: how linear layers are stored, if they are quantized.
         ends: the sources of EOS tokens (a file or a key), each with a token id.
@@ -81,13 +88,13 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    plan: LayerPlan
+    plan: LayerConfig
     ropes: Ropes
     sliding_windows: tuple[int | None, ...]
-    states: StatePlan | None = None
+    states: LinearAttentionConfig | None = None
     moe: MoEConfig | None = None
     tensor_names: Mapping[str, str] = field(default_factory=dict)
-    left_out: str = ""
+    ignored_tensors: str = ""
     dtype: str = "float32"
     quantization: StoredQuantization | None = None
     ends: tuple[tuple[str, int | None], ...] = ()
@@ -145,14 +152,14 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 
 
 def parse_model_config(
-    raw: Json, generation: Json | None = None, make_keys: Callable[..., Keys] = Keys
+    raw: Json, generation: Json | None = None, make_keys: Callable[..., ConfigReader] = ConfigReader
 ) -> ModelConfig:
     """Normalises a parsed config.json, which `make_keys` reads; see `load_model_config`."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES.get(architecture) or every_family()[architecture]
     raw = family.normalize(raw) if family.normalize else raw
-    left_out = [VISION] if is_part else []
-    left_out += [family.left_out] if family.left_out else []
+    ignored_tensors = [VISION] if is_part else []
+    ignored_tensors += [family.ignored_tensors] if family.ignored_tensors else []
     model_type = raw["model_type"] if is_part else family.model_type
     keys = make_keys(raw, family.defaults, model_type=model_type)
     heads, hidden_size = keys.require("num_attention_heads"), keys.require("hidden_size")
@@ -173,7 +180,7 @@ def parse_model_config(
         plan = replace(plan, rotary_dim=plan.latent.qk_rope_head_dim)
     if plan.gemma4 is not None:
         head_dim, kv_heads = plan.gemma4.widest
-        left_out += _unused_keys(keys, plan.gemma4.num_shared)
+        ignored_tensors += _unused_keys(keys, plan.gemma4.num_shared)
     if family.partial:
         turned = read_rotary_dim(keys, head_dim)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
@@ -212,7 +219,7 @@ def parse_model_config(
         states=states,
         moe=family.moe(keys) if family.moe else None,
         tensor_names=family.names(keys) if callable(family.names) else family.names,
-        left_out="|".join(left_out) or _drafting_layers(keys),
+        ignored_tensors="|".join(ignored_tensors) or _drafting_layers(keys),
         dtype=_dtype(keys),
         quantization=_quantization(keys, family, plan, is_part=is_part, tied=tied),
         ends=tuple(_ends(keys, generation)),
@@ -220,9 +227,11 @@ def parse_model_config(
         headless=headless,
     )
     _check_longrope(config)
-    keys.refuse_others()
+    keys.reject_unread()
     if unread := keys.unread():
-        logger.warning("config.json has keys that are not read: %s", listed([*map(shown, unread)]))
+        logger.warning(
+            "config.json has keys that are not read: %s", join_names([*map(repr_short, unread)])
+        )
     return config
 
 
@@ -240,7 +249,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
             kind = text.get("model_type")
             if kind not in by_type:
                 raise UnsupportedModelError(
-                    f"text_config of {name} has model_type={shown(kind)}; supported:"
+                    f"text_config of {name} has model_type={repr_short(kind)}; supported:"
                     f" {', '.join(by_type)}"
                 )
             outside = {key: given[key] for key in families.OUTSIDE if given.get(key) is not None}
@@ -264,13 +273,16 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in named:
         if (generator := decoder_of(name, every)) is not None:
             return raw, generator, False
-    what = listed([*map(shown, named)]) or f"model_type={shown(given.get('model_type'))}"
+    what = (
+        join_names([*map(repr_short, named)]) or f"model_type={repr_short(given.get('model_type'))}"
+    )
     raise UnsupportedModelError(
-        f"unsupported architecture {what}; supported: {listed([*every, *TEXT_PARTS], like=what)}"
+        f"unsupported architecture {what}; supported:"
+        f" {join_names([*every, *TEXT_PARTS], like=what)}"
     )
 
 
-def _states(family: Family, keys: Keys, plan: LayerPlan) -> StatePlan | None:
+def _states(family: Family, keys: ConfigReader, plan: LayerConfig) -> LinearAttentionConfig | None:
     states = family.states(keys) if family.states else None
     alone = len(states.layers) == keys.require("num_hidden_layers") if states else False
     if plan.layers_block_type is not None:
@@ -284,7 +296,7 @@ def _states(family: Family, keys: Keys, plan: LayerPlan) -> StatePlan | None:
 
 
 def _sliding_windows(
-    architecture: str, family: Family, keys: Keys, states: StatePlan | None
+    architecture: str, family: Family, keys: ConfigReader, states: LinearAttentionConfig | None
 ) -> tuple[int | None, ...]:
     """Each family defines which layers have the window; `layer_types` must not contradict it."""
     num_layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
@@ -294,7 +306,7 @@ def _sliding_windows(
     for kind in kinds or ():
         if kind not in (FULL, SLIDING):
             raise UnsupportedModelError(
-                f"layer_types has {shown(kind)}; supported: {FULL!r}, {SLIDING!r}"
+                f"layer_types has {repr_short(kind)}; supported: {FULL!r}, {SLIDING!r}"
             )
     if kinds and len(kinds) != num_layers:
         raise UnsupportedModelError(
@@ -304,30 +316,30 @@ def _sliding_windows(
     window = keys.require("sliding_window") if any(slides) else None
     if kinds and slides != [kind == SLIDING for kind in kinds]:
         raise UnsupportedModelError(
-            f"layer_types={shown(kinds)} contradicts"
+            f"layer_types={repr_short(kinds)} contradicts"
             f" sliding_window={keys.get('sliding_window')!r},"
             f" use_sliding_window={keys.get('use_sliding_window')!r} of {architecture}"
         )
     return tuple(window if slide else None for slide in slides)
 
 
-def _unused_keys(keys: Keys, num_shared: int) -> list[str]:
-    """Matches key and value tensors of layers that share an earlier layer's: see `left_out`."""
+def _unused_keys(keys: ConfigReader, num_shared: int) -> list[str]:
+    """Returns patterns of `ignored_tensors`: keys and values of layers that use another layer's."""
     layers = keys.require("num_hidden_layers")
     numbers = "|".join(map(str, range(layers - num_shared, layers)))
     names = rf"[\w.]*layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
     return [names] if num_shared else []
 
 
-def _drafting_layers(keys: Keys) -> str:
+def _drafting_layers(keys: ConfigReader) -> str:
     """Matches tensors of layers after the last one, which are for drafts: see
-    `ModelConfig.left_out`."""
+    `ModelConfig.ignored_tensors`."""
     first, more = keys.require("num_hidden_layers"), keys.get("num_nextn_predict_layers")
     numbers = "|".join(str(first + n) for n in range(more))
     return rf"model\.layers\.({numbers})\." if more else ""
 
 
-def _longest_context(keys: Keys, ropes: Ropes) -> int:
+def _longest_context(keys: ConfigReader, ropes: Ropes) -> int:
     longest = keys.require("max_position_embeddings")
     for rope in ropes:
         if rope is not None and rope.type == "yarn":
@@ -349,7 +361,7 @@ def _check_longrope(config: ModelConfig) -> None:
 
 
 def _quantization(
-    keys: Keys, family: Family, plan: LayerPlan, *, is_part: bool, tied: bool
+    keys: ConfigReader, family: Family, plan: LayerConfig, *, is_part: bool, tied: bool
 ) -> StoredQuantization | None:
     raw = keys.get("quantization_config")
     if not raw:
@@ -374,21 +386,21 @@ def _quantization(
     if skipped and (family.names or plan.fused_qkv or plan.fused_gate_up):
         raise UnsupportedModelError(
             f"quantization_config leaves layers out, which is not implemented for"
-            f" {family.model_type}: {shown(skipped)}"
+            f" {family.model_type}: {repr_short(skipped)}"
         )
     return stored
 
 
-def _dtype(keys: Keys) -> str:
+def _dtype(keys: ConfigReader) -> str:
     key = "dtype" if keys.get("dtype") else "torch_dtype"
     name = (keys.get(key) or "float32").removeprefix("torch.")
     return check_value(name, Dtype, f"config.json: {key}", UnsupportedModelError)
 
 
-def _ends(keys: Keys, generation: Json) -> Iterator[tuple[str, int | None]]:
+def _ends(keys: ConfigReader, generation: Json) -> Iterator[tuple[str, int | None]]:
     """The EOS ids of both files, generation_config.json's first; see `ModelConfig.ends`."""
     key = "eos_token_id"
-    ours = Keys({key: generation.get(key)}, where="generation_config.json")
+    ours = ConfigReader({key: generation.get(key)}, where="generation_config.json")
     where = keys.where if keys.given.get(key) is not None else "the architecture's default"
     for source, value in ((ours.where, ours.get(key)), (where, keys.get(key))):
         for token_id in value if isinstance(value, list) else [value]:

@@ -20,7 +20,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from nanoengine.errors import WeightLoadError
-from nanoengine.settings.checks import check_value, listed, shown
+from nanoengine.settings.checks import check_value, join_names, repr_short
 from nanoengine.settings.files import is_gguf, read_object, unreadable
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         for name, tensor in _headers(file).items():
             if name in found:
                 raise WeightLoadError(
-                    f"{listed([name])} is in two files, {found[name].file.name} and {file.name}:"
-                    " write the checkpoint anew, each tensor once"
+                    f"{join_names([name])} is in two files, {found[name].file.name} and"
+                    f" {file.name}: write the checkpoint anew, each tensor once"
                 )
             found[name] = tensor
     return found
@@ -89,15 +89,15 @@ def checkpoint_files(directory: Path) -> list[Path]:
         weight_map = check_value(raw.get("weight_map"), dict, where, WeightLoadError)
         for tensor, name in weight_map.items():
             if not isinstance(name, str):  # Perf: a MoE has 20,000, at 7 us for `check_value`.
-                check_value(name, str, f"{where}[{shown(tensor)}]", WeightLoadError)
+                check_value(name, str, f"{where}[{repr_short(tensor)}]", WeightLoadError)
         names = sorted(set(weight_map.values()))
         paths = {name: PurePosixPath(name) for name in names}
         outside = [name for name, path in paths.items() if path.is_absolute() or ".." in path.parts]
         if outside:
-            raise WeightLoadError(f"{index} names files outside of it: {listed(outside)}")
+            raise WeightLoadError(f"{index} names files outside of it: {join_names(outside)}")
         # Why not Path.is_file: it raises for a name that is too long.
         if missing := [name for name in names if not os.path.isfile(directory / name)]:
-            raise WeightLoadError(f"{index} names files that are missing: {listed(missing)}")
+            raise WeightLoadError(f"{index} names files that are missing: {join_names(missing)}")
         if not names:
             raise WeightLoadError(f"{index} names no files")
         return [directory / name for name in names]
@@ -112,7 +112,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     )
     if pickled:
         raise WeightLoadError(
-            f"{directory} holds pickled weights only ({listed(pickled)}), which are refused:"
+            f"{directory} holds pickled weights only ({join_names(pickled)}), which are refused:"
             " reading a pickle runs code. If you trust them, convert them once:\n"
             f"  model = transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})\n"
             f"  model.save_pretrained({str(directory)!r}, safe_serialization=True)"

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 import torch
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import brief, listed, shown
+from nanoengine.settings.checks import join_names, repr_short, truncate
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import GGUF, is_gguf
 
@@ -67,7 +67,7 @@ def resolve_model(config: EngineConfig) -> Path:
 
         raise ConfigError(
             f"model {config.model!r} is no local directory or file{near_names(path)}; and the hub"
-            f" did not give it: {brief(error)}"
+            f" did not give it: {truncate(error)}"
         ) from error
 
 
@@ -120,7 +120,8 @@ def _gguf_of_hub(
     if len(found) != 1:
         raise ConfigError(
             f"model {config.model!r} names {len(found) or 'no'} GGUF files of {repository}, where"
-            f" one is wanted, such as {repository}:Q4_K_M; it has: {listed(list(sets)) or 'none'}"
+            f" one is wanted, such as {repository}:Q4_K_M; it has:"
+            f" {join_names(list(sets)) or 'none'}"
         )
     return _from_hub(config, repository, found[0]) / found[0][0]
 
@@ -132,9 +133,11 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}") from error
+        raise ConfigError(
+            f"device must be auto, cpu, cuda or cuda:N, got {repr_short(name)}"
+        ) from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}")
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {repr_short(name)}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r} asked for, but torch finds no CUDA GPU: use 'cpu'")
     return device
@@ -147,9 +150,9 @@ def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
     if share is None:
         return config
     if device.type != "cuda":
-        from nanoengine.settings.vllm_names import warn_idle
+        from nanoengine.settings.vllm_names import warn_no_effect
 
-        warn_idle(
+        warn_no_effect(
             f"gpu_memory_utilization={share} (there is no GPU; kv_cache_gib or memory_fraction"
             " sizes the KV cache)"
         )

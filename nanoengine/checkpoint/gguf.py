@@ -24,7 +24,7 @@ import numpy
 import torch
 
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightLoadError
-from nanoengine.settings.checks import listed, shown
+from nanoengine.settings.checks import join_names, repr_short
 from nanoengine.settings.files import GGUF, is_gguf, wrong_content
 
 HEADER_BYTES = 128 << 20
@@ -140,16 +140,16 @@ def read_gguf(path: Path) -> GGUFFile:
                 " of another set"
             )
         for key, value in file.metadata.items() if number else ():
-            first = shown(metadata.get(key, value))
-            if key != "split.no" and first != shown(value):
+            first = repr_short(metadata.get(key, value))
+            if key != "split.no" and first != repr_short(value):
                 raise WeightLoadError(
-                    f"{part}: {shown(key)} is {shown(value)}, in {parts[0].name} {first}: these are"
-                    " parts of two models"
+                    f"{part}: {repr_short(key)} is {repr_short(value)}, in {parts[0].name}"
+                    f" {first}: these are parts of two models"
                 )
         for name, tensor in file.tensors.items():
             if name in tensors:
                 raise WeightLoadError(
-                    f"{part}: tensor {shown(name)} is in {tensors[name].file.name} too"
+                    f"{part}: tensor {repr_short(name)} is in {tensors[name].file.name} too"
                 )
             tensors[name] = tensor
     wanted = _whole(path, metadata, "split.tensors.count", len(tensors))
@@ -232,7 +232,7 @@ def find_gguf(directory: Path) -> Path | None:
         if len(models) > 1:
             raise ConfigError(
                 f"{directory} holds {len(models)} models: name the file of one of them:"
-                f" {listed([path.name for path in models.values()])}"
+                f" {join_names([path.name for path in models.values()])}"
             )
         found = models or found
     return next(iter(found.values()), None)
@@ -258,14 +258,14 @@ def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
             " of a model are named NAME-00001-of-00003.gguf and so on"
         )
     if missing := [part.name for part in parts if not part.is_file()]:
-        raise WeightLoadError(f"{path}: parts of this model are missing: {shown(missing)}")
+        raise WeightLoadError(f"{path}: parts of this model are missing: {repr_short(missing)}")
     return parts
 
 
 def _whole(path: Path, metadata: dict[str, Any], key: str, absent: int) -> int:
     """Reads a key that must be an integer."""
     if type(value := metadata.get(key, absent)) is not int:
-        raise WeightLoadError(f"{path}: {key} is {shown(value)}; a whole number is allowed")
+        raise WeightLoadError(f"{path}: {key} is {repr_short(value)}; a whole number is allowed")
     return value
 
 
@@ -319,7 +319,7 @@ class _Header:
         for number in range(num_keys):
             self.what = f"key {number + 1} of {num_keys}"
             key = self.string()
-            self.what = f"key {shown(key)}"
+            self.what = f"key {repr_short(key)}"
             if key in metadata or not key:
                 self.refuse("there are two of it" if key else "it is empty")
             metadata[key] = self.value()
@@ -377,7 +377,7 @@ class _Header:
         relative to the tensor data."""
         self.what, place = what, self.place
         name = self.string()
-        self.what = f"tensor {shown(name)}"
+        self.what = f"tensor {repr_short(name)}"
         (num_dims,) = self.unpack("<I")
         if not 1 <= num_dims <= 4:
             self.refuse(f"it has {num_dims} dimensions; 1 to 4 are read")
@@ -403,11 +403,11 @@ class _Header:
         absolute."""
         self.what = "general.alignment"
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            self.refuse(f"it is {shown(alignment)}; a power of two is allowed")
+            self.refuse(f"it is {repr_short(alignment)}; a power of two is allowed")
         start = -(-self.place // alignment) * alignment
         free, tensors = 0, dict[str, GGUFTensor]()
         for place, name, tensor in sorted(found, key=lambda one: one[2].offset):
-            self.what, self.place, offset = f"tensor {shown(name)}", place, tensor.offset
+            self.what, self.place, offset = f"tensor {repr_short(name)}", place, tensor.offset
             if name in tensors:
                 self.refuse("there are two of it")
             if offset < free or offset % alignment:

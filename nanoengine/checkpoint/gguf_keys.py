@@ -1,9 +1,9 @@
 """The keys of a GGUF file, under the names of a config.json.
 
 `Metadata` reads them, so that no key that would change the computation is ignored. `GGUFKeys` reads
-keys that have the same meaning as in config.json, by the names in `keys.KEYS`. Keys with another
-meaning are read by functions in the families (`Family.gguf`). This file uses only the names of
-tensors.
+keys that have the same meaning as in config.json, by the names in `config_reader.KEYS`. Keys with
+another meaning are read by functions in the families (`Family.gguf`). This file uses only the
+names of tensors.
 
 Source: the writers and readers of such files, conversion/ and src/models/ of llama.cpp.
 """
@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanoengine.checkpoint.keys import KEYS, Json, Keys, checked
-from nanoengine.checkpoint.plan import FULL, SLIDING
+from nanoengine.checkpoint.config_reader import KEYS, ConfigReader, Json, checked
+from nanoengine.checkpoint.layer_config import FULL, SLIDING
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import check_value, plain, shown
+from nanoengine.settings.checks import check_value, plain, repr_short
 
 if TYPE_CHECKING:
     from nanoengine.checkpoint.gguf import GGUFTensor
@@ -90,11 +90,11 @@ class Metadata:
         """Raises UnsupportedModelError for the value of a key."""
         key = f"{self.architecture}.{name}"
         raise UnsupportedModelError(
-            f"{self.path}: {key}={shown(plain(self.raw.get(key)))} is not implemented; supported:"
-            f" {supported}"
+            f"{self.path}: {key}={repr_short(plain(self.raw.get(key)))} is not implemented;"
+            f" supported: {supported}"
         )
 
-    def refuse_others(self) -> None:
+    def reject_unread(self) -> None:
         """Raises UnsupportedModelError for a key of the architecture that was not read, unless it
         is harmless or has a zero value."""
         for key in self.raw.keys() - self._read:
@@ -103,7 +103,7 @@ class Metadata:
                 self.refuse(name, "files without this key")
 
 
-class GGUFKeys(Keys):
+class GGUFKeys(ConfigReader):
     """The keys of a config whose values are in a GGUF file.
 
     A key that is not in `raw` has the value of the file's key that `KEYS` names. It is looked up
@@ -139,9 +139,9 @@ class GGUFKeys(Keys):
         self._find(key)
         super().allow(key, *values)
 
-    def refuse_others(self) -> None:
-        super().refuse_others()
-        self._file.refuse_others()
+    def reject_unread(self) -> None:
+        super().reject_unread()
+        self._file.reject_unread()
 
 
 HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layout"))

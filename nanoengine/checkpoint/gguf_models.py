@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanoengine.checkpoint.config_reader import KEYS, ConfigReader, Json
 from nanoengine.checkpoint.families import every_family
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, read_rows
 from nanoengine.checkpoint.gguf_keys import SCORES, GGUFKeys, Metadata
 from nanoengine.checkpoint.gguf_tensors import ROTATIONS, Entry, GGUFModel
-from nanoengine.checkpoint.keys import KEYS, Json, Keys
-from nanoengine.checkpoint.plan import FULL, SLIDING
+from nanoengine.checkpoint.layer_config import FULL, SLIDING
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.rope import ORIGINAL
 from nanoengine.errors import UnsupportedModelError
@@ -37,7 +37,7 @@ BIASES = {
     "qkv_bias": (".q_proj.bias", ".qkv_proj.bias"), "output_bias": (".o_proj.bias",),
     "mlp_bias": (".mlp.down_proj.bias",), "lm_head_bias": ("lm_head.bias",),
 }
-"""Field of `LayerPlan` -> endings of tensor names that indicate it. Why not a key: no file has
+"""Field of `LayerConfig` -> endings of tensor names that indicate it. Why not a key: no file has
 one."""
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
@@ -133,8 +133,8 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
     # Why wide: writers add the 1 that such norms leave out.
     norm = {"centered": "wide", "centered layer": "layer"}.get(plan.norm, plan.norm)
     drafting = range(config.num_hidden_layers, model.given.layers)
-    left_out = [config.left_out] if plan.gemma4 else []
-    left_out += [rf"model\.layers\.({'|'.join(map(str, drafting))})\."] if drafting else []
+    ignored_tensors = [config.ignored_tensors] if plan.gemma4 else []
+    ignored_tensors += [rf"model\.layers\.({'|'.join(map(str, drafting))})\."] if drafting else []
     kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
     merged = plan.fused_gate_up and not any(name.endswith(".gate_proj.weight") for name in here)
     if moe is not None:
@@ -151,7 +151,7 @@ def as_in_file(model: GGUFModel, config: Any) -> Any:
         moe=moe,
         states=states,
         tensor_names={},
-        left_out="|".join(filter(None, left_out)),
+        ignored_tensors="|".join(filter(None, ignored_tensors)),
         dtype={"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),
         quantization=_quantization(here),
         ends=tuple(_ends(model.given)),
@@ -175,7 +175,9 @@ def _rotation(model: GGUFModel) -> Json:
     stored = [model.tensors[name] for name in ROTATIONS if name in model.tensors]
     factors = [read_rows(tensor).flatten().tolist() for tensor in stored]
     scaling: dict[str, Any] = {}
-    usual_rope = Keys({}, family.defaults, model_type=family.model_type).nonempty("rope_parameters")
+    usual_rope = ConfigReader({}, family.defaults, model_type=family.model_type).nonempty(
+        "rope_parameters"
+    )
     if FULL in usual_rope:
         return _proportional(given, factors, base, other)
     if factors:

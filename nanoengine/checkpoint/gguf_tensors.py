@@ -20,7 +20,7 @@ from nanoengine.checkpoint.families import every_family
 from nanoengine.checkpoint.gguf import FLOATS, GGUFTensor, StoredRows, read_gguf, read_rows
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
-from nanoengine.settings.checks import listed, shown
+from nanoengine.settings.checks import join_names, repr_short
 
 ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are read with the config."""
@@ -99,8 +99,8 @@ class GGUFModel:
             what = {"architecture": given.architecture} if kind == "model" else {"type": kind}
             ((key, value),) = what.items()
             raise UnsupportedModelError(
-                f"{path} has general.{key}={shown(value)}; supported are language models of"
-                f" {listed(known, like=given.architecture)}"
+                f"{path} has general.{key}={repr_short(value)}; supported are language models of"
+                f" {join_names(known, like=given.architecture)}"
             )
         own = given.architecture
         found = [(name, family.gguf[own]) for name, family in every.items() if own in family.gguf]
@@ -133,8 +133,8 @@ class GGUFModel:
                 groups, sizes = self._sizes(stem)
                 if (expected := groups * sum(sizes)) != shape[0]:
                     raise WeightLoadError(
-                        f"{tensor.file}: {shown(name)} has {shape[0]} rows; by the sizes that the"
-                        f" file names it has {expected}"
+                        f"{tensor.file}: {repr_short(name)} has {shape[0]} rows; by the sizes"
+                        f" that the file names it has {expected}"
                     )
                 for part, wanted in SPLIT[stem].items():
                     rows = groups * sum(sizes[n] for n in wanted)

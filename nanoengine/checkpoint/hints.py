@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from nanoengine.errors import WeightLoadError
-from nanoengine.settings.checks import listed
+from nanoengine.settings.checks import join_names
 from nanoengine.settings.files import GGUF
 
 SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors", re.DOTALL)
@@ -33,7 +33,7 @@ def files_without_index(directory: Path) -> list[Path]:
     }
     if missing := sorted(wanted - {path.name for path in files}):
         raise WeightLoadError(
-            f"{directory} has no model.safetensors.index.json; missing: {listed(missing)}"
+            f"{directory} has no model.safetensors.index.json; missing: {join_names(missing)}"
         )
     return [path for path in files if not wanted or path.name in wanted]
 
@@ -43,7 +43,7 @@ def models_below(folder: Path) -> str:
     names = [f"{at}/{name}" for at in ("*", "*/*") for name in ("config.json", "*.gguf")]
     names += ["blobs/sha256-*", "*/snapshots"]  # ollama's files, and the hub's cache
     below = {str(p if p.suffix == GGUF else p.parent) for one in names for p in folder.glob(one)}
-    return f"; below it are {listed(sorted(below))}" if below else ""
+    return f"; below it are {join_names(sorted(below))}" if below else ""
 
 
 def near_names(path: Path) -> str:
@@ -53,4 +53,4 @@ def near_names(path: Path) -> str:
     wanted, names = path.name.lower()[:255], {p.name.lower(): p for p in path.parent.glob("*")}
     near = [name for name in names if wanted and name.startswith(wanted)]
     near = near or difflib.get_close_matches(wanted, names)
-    return f"; did you mean {listed([str(names[name]) for name in sorted(near)])}?" * bool(near)
+    return f"; did you mean {join_names([str(names[name]) for name in sorted(near)])}?" * bool(near)

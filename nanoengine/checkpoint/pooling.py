@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nanoengine.checkpoint.config_reader import Json
 from nanoengine.checkpoint.files import Stored, read_tensors, stored_tensors
-from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.slots import PREFIXES
 from nanoengine.errors import ModelError, UnsupportedModelError
-from nanoengine.settings.checks import check_value, listed, shown
+from nanoengine.settings.checks import check_value, join_names, repr_short
 from nanoengine.settings.files import read_object, unreadable
 from nanoengine.settings.pooling import Pooling
 
@@ -92,7 +92,7 @@ def decoder_of(name: str, generators: Collection[str]) -> str | None:
             return found
     if name.startswith(ENCODERS):
         raise UnsupportedModelError(
-            f"architecture {shown(name)} is an encoder, in which a token sees those behind it;"
+            f"architecture {repr_short(name)} is an encoder, in which a token sees those behind it;"
             " only decoders are implemented: use a model on the base of one, such as"
             " Qwen3-Embedding or e5-mistral"
         )
@@ -121,15 +121,15 @@ def read_pooling(directory: Path) -> PoolingConfig:
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(kinds)):
         raise UnsupportedModelError(
-            f"{path} has the modules {listed(kinds)}; supported: Transformer,"
+            f"{path} has the modules {join_names(kinds)}; supported: Transformer,"
             " Pooling and, behind them, Dense and Normalize"
         )
     where = [check_value(one.get("path", ""), str, str(path), ModelError) for one in modules]
     if any(Path(part).is_absolute() or ".." in Path(part).parts for part in where):
-        raise ModelError(f"{path} names a directory outside of the checkpoint: {shown(where)}")
+        raise ModelError(f"{path} names a directory outside of the checkpoint: {repr_short(where)}")
     if where[0]:
         raise UnsupportedModelError(
-            f"{path} keeps the model in {shown(where[0])}; supported: beside it"
+            f"{path} keeps the model in {repr_short(where[0])}; supported: beside it"
         )
     options = _optional(directory / "sentence_bert_config.json")
     if options.get("do_lower_case"):
@@ -163,7 +163,7 @@ def _dense(directory: Path) -> Dense:
     weight, bias = stored.get("linear.weight"), stored.get("linear.bias")
     if asked != "sentence_embedding" or weight is None or len(weight.shape) != 2:
         raise UnsupportedModelError(
-            f"{directory} is a Dense module of {shown(asked)} with {listed(stored)};"
+            f"{directory} is a Dense module of {repr_short(asked)} with {join_names(stored)};"
             " supported: one of 'sentence_embedding' with the matrix linear.weight"
         )
     return Dense(
@@ -187,8 +187,8 @@ def _mode(path: Path) -> Pooling:
         asked = [f"pooling_mode_{ends.get(name, name)}" for name in names]
     if len(asked) != 1 or asked[0] not in MODES:
         raise UnsupportedModelError(
-            f"{path} asks for {', '.join(map(shown, asked)) or 'no pooling'}; supported: one of"
-            f" {', '.join(MODES)}"
+            f"{path} asks for {', '.join(map(repr_short, asked)) or 'no pooling'}; supported: one"
+            f" of {', '.join(MODES)}"
         )
     return MODES[asked[0]]
 
@@ -209,7 +209,7 @@ def read_classes(directory: Path) -> torch.Tensor | None:
     beside = [name for name in stored if name.startswith("score.") and name != HEAD]
     if beside or len(stored[HEAD].shape) != 2:
         raise UnsupportedModelError(
-            f"the head of classes has {listed(beside) or list(stored[HEAD].shape)}; supported:"
+            f"the head of classes has {join_names(beside) or list(stored[HEAD].shape)}; supported:"
             f" one matrix, {HEAD}"
         )
     return _read(stored[HEAD], HEAD, ())

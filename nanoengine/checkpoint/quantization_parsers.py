@@ -13,7 +13,7 @@ from typing import Any
 
 from nanoengine.checkpoint.quantization import IN_MXFP4, METHODS, StoredQuantization
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import brief, check_value, shown
+from nanoengine.settings.checks import check_value, repr_short, truncate
 
 Json = Mapping[str, Any]
 
@@ -47,7 +47,8 @@ def parse_quantization(raw: Json, *, tied: bool) -> StoredQuantization:
     method = raw.get("quant_method")
     if method not in METHODS:
         raise UnsupportedModelError(
-            f"quantization_config has quant_method={shown(method)}; supported: {', '.join(METHODS)}"
+            f"quantization_config has quant_method={repr_short(method)}; supported:"
+            f" {', '.join(METHODS)}"
         )
     return PARSERS[method](raw, ("lm_head$",) if tied else ())
 
@@ -198,7 +199,7 @@ def _mxfp4(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     for name in names:
         if "experts" in name or not name.strip(".*"):
             raise UnsupportedModelError(
-                f"quantization_config of {method} has modules_to_not_convert={shown(name)};"
+                f"quantization_config of {method} has modules_to_not_convert={repr_short(name)};"
                 " supported: experts all in 4 bits, and names of other layers"
             )
     return IN_MXFP4
@@ -251,11 +252,12 @@ def _pattern(name: str, key: str) -> str:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise UnsupportedModelError(
-            f"quantization_config: {key} has {shown(name)}, which is no expression: {brief(error)}"
+            f"quantization_config: {key} has {repr_short(name)}, which is no expression:"
+            f" {truncate(error)}"
         ) from error
     if repeats > MOST_REPEATS or re.search(r"\)[*+{]", pattern):
         raise UnsupportedModelError(
-            f"quantization_config: {key} has {shown(name)}; supported: expressions with up to"
+            f"quantization_config: {key} has {repr_short(name)}; supported: expressions with up to"
             f" {MOST_REPEATS} repeats, and none of a group"
         )
     return pattern
@@ -264,7 +266,7 @@ def _pattern(name: str, key: str) -> str:
 def _allow(method: str, key: str, value: Any, *allowed: Any) -> None:
     if value not in allowed:
         raise UnsupportedModelError(
-            f"quantization_config of {method} has {key}={shown(value)}; supported:"
+            f"quantization_config of {method} has {key}={repr_short(value)}; supported:"
             f" {' or '.join(map(repr, allowed))}"
         )
 
@@ -273,8 +275,8 @@ def _block(method: str, key: str, value: list[int]) -> tuple[int, int]:
     """Outputs and inputs of a block."""
     if len(value) != 2 or min(value) < 1:
         raise UnsupportedModelError(
-            f"quantization_config of {method} has {key}={shown(value)}; supported: two positive"
-            " integers"
+            f"quantization_config of {method} has {key}={repr_short(value)}; supported: two"
+            " positive integers"
         )
     return value[0], value[1]
 
@@ -284,7 +286,7 @@ def _group_size(value: Any) -> int | None:
         return None
     if not 1 <= value < 2**31:
         raise UnsupportedModelError(
-            f"quantization_config has group_size={shown(value)}; supported: a positive integer or"
-            " -1"
+            f"quantization_config has group_size={repr_short(value)}; supported: a positive"
+            " integer or -1"
         )
     return value

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanoengine.checkpoint.keys import Json, Keys
+from nanoengine.checkpoint.config_reader import ConfigReader, Json
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import check_value, shown
+from nanoengine.settings.checks import check_value, repr_short
 
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
@@ -72,7 +72,7 @@ class RopeConfig:
     llama_4_scaling_beta: float = 0.0
 
 
-def read_rope(keys: Keys, *, extra: Mapping[str, bool], partial: bool) -> RopeConfig:
+def read_rope(keys: ConfigReader, *, extra: Mapping[str, bool], partial: bool) -> RopeConfig:
     """Reads the RoPE parameters of all layers.
 
     Args:
@@ -83,14 +83,14 @@ def read_rope(keys: Keys, *, extra: Mapping[str, bool], partial: bool) -> RopeCo
     key, given = _dict_of(keys)
     if any(isinstance(value, Mapping) for value in given.values()):
         raise UnsupportedModelError(
-            f"{key}={shown(given)}: parameters for each layer type are not implemented"
+            f"{key}={repr_short(given)}: parameters for each layer type are not implemented"
         )
     # Why before the dict's own: transformers overwrites that.
     original = keys.get(ORIGINAL)
     return _rope(given, keys, "rope_theta", original, key, extra, partial)
 
 
-def read_ropes_by_kind(keys: Keys, full: str, sliding: str) -> list[RopeConfig]:
+def read_ropes_by_kind(keys: ConfigReader, full: str, sliding: str) -> list[RopeConfig]:
     """Reads RoPE for layers with full attention and for layers with a window, by the keys of their
     bases. Scaling applies only to the former. As in transformers, keys of `rope_parameters` other
     than the layer types are ignored."""
@@ -107,10 +107,10 @@ def read_ropes_by_kind(keys: Keys, full: str, sliding: str) -> list[RopeConfig]:
     return found
 
 
-def read_rotary_dim(keys: Keys, head_dim: int) -> int:
+def read_rotary_dim(keys: ConfigReader, head_dim: int) -> int:
     """How many of a head's first dimensions RoPE rotates."""
     key, raw = _dict_of(keys)
-    given, name = Keys(raw, where=f"config.json: {key}"), "partial_rotary_factor"
+    given, name = ConfigReader(raw, where=f"config.json: {key}"), "partial_rotary_factor"
     outside = keys.get(name)
     factor = given.get(name) if name in given else outside
     size = keys.get("rotary_dim")
@@ -123,16 +123,16 @@ def read_rotary_dim(keys: Keys, head_dim: int) -> int:
     return size
 
 
-def _dict_of(keys: Keys) -> tuple[str, Json]:
+def _dict_of(keys: ConfigReader) -> tuple[str, Json]:
     key = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     return key, keys.nonempty(key)
 
 
 def _rope(
-    raw: Json, keys: Keys, base: str, original: int, key: str, extra: Mapping[str, bool],
+    raw: Json, keys: ConfigReader, base: str, original: int, key: str, extra: Mapping[str, bool],
     partial: bool,
 ) -> RopeConfig:  # fmt: skip
-    given = Keys(raw, where=f"config.json: {key}")
+    given = ConfigReader(raw, where=f"config.json: {key}")
     kind = given.get("rope_type" if "rope_type" in given else "type")
     kind = "longrope" if kind == "su" else kind
     own = "rope_theta" in given
@@ -148,17 +148,17 @@ def _rope(
         return RopeConfig(theta=theta * alpha ** (size / (size - 2)))
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(
-            f"rope type {shown(kind)} is not implemented; supported: {', '.join(ROPE_KEYS)}"
+            f"rope type {repr_short(kind)} is not implemented; supported: {', '.join(ROPE_KEYS)}"
         )
     required, optional = ROPE_KEYS[kind]
     obeyed = required | optional | {name for name, obeyed in extra.items() if obeyed}
     values = {name: given.get(name) for name in sorted(obeyed) if name in given}
     values = {name: value for name, value in values.items() if value is not None}
     if missing := sorted(required - values.keys()):
-        raise UnsupportedModelError(f"rope type {shown(kind)} needs {', '.join(missing)}")
+        raise UnsupportedModelError(f"rope type {repr_short(kind)} needs {', '.join(missing)}")
     if unknown := {name: raw[name] for name in sorted(raw.keys() - obeyed - EVERYWHERE - {*extra})}:
         raise UnsupportedModelError(
-            f"rope type {shown(kind)} has unknown parameters {shown(unknown)}"
+            f"rope type {repr_short(kind)} has unknown parameters {repr_short(unknown)}"
         )
     if kind in ("llama3", "yarn", "longrope"):
         from nanoengine.checkpoint.rope_parameters import COMPLETED

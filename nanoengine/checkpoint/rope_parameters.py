@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from nanoengine.checkpoint.keys import Keys
+from nanoengine.checkpoint.config_reader import ConfigReader
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import repr_short
 
 
-def _check_llama3(values: dict[str, Any], keys: Keys) -> None:
+def _check_llama3(values: dict[str, Any], keys: ConfigReader) -> None:
     low, high = values["low_freq_factor"], values["high_freq_factor"]
     if low >= high:
         raise UnsupportedModelError(
@@ -21,7 +21,7 @@ def _check_llama3(values: dict[str, Any], keys: Keys) -> None:
         )
 
 
-def _complete_longrope(values: dict[str, Any], keys: Keys) -> None:
+def _complete_longrope(values: dict[str, Any], keys: ConfigReader) -> None:
     """Source: LongRoPE (arXiv 2402.13753), and its magnitude as in the model code of Phi-3."""
     short, long = values.pop("short_mscale", None), values.pop("long_mscale", None)
     if short != long:
@@ -42,12 +42,12 @@ def _complete_longrope(values: dict[str, Any], keys: Keys) -> None:
         values[name] = tuple(values[name])
         if not all(1e-3 <= number <= 1e6 for number in values[name]):
             raise UnsupportedModelError(
-                f"rope type 'longrope' has {name}={shown(values[name])}; supported: numbers from"
-                " 0.001 to 1,000,000"
+                f"rope type 'longrope' has {name}={repr_short(values[name])}; supported: numbers"
+                " from 0.001 to 1,000,000"
             )
 
 
-def _complete_yarn(values: dict[str, Any], keys: Keys) -> None:
+def _complete_yarn(values: dict[str, Any], keys: ConfigReader) -> None:
     """Converts the temperature of attention's softmax to a factor on cos and sin.
 
     Source: YaRN (arXiv 2309.00071) section 3.4, equation 22; the mscale pair is from DeepSeek-V2.

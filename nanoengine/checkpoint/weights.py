@@ -19,7 +19,7 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import Stored, read_tensors
 from nanoengine.checkpoint.slots import TensorNames, WeightSlot
 from nanoengine.errors import WeightLoadError
-from nanoengine.settings.checks import listed
+from nanoengine.settings.checks import join_names
 
 HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias)")
 """Tensors in old checkpoints that are computed here."""
@@ -183,6 +183,6 @@ def _matched(
     if any(problems.values()):
         raise WeightLoadError(
             "the checkpoint's tensors don't match the model; "
-            + "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
+            + "; ".join(f"{what}: {join_names(names)}" for what, names in problems.items() if names)
         )
     return slots

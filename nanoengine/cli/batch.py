@@ -18,9 +18,9 @@ from tyro.conf import Positional, arg
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields, shared
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import InputChangedError, Job, JobOptions
-from nanoengine.jobs.log import OutputLostError, writing
 from nanoengine.jobs.manifest import describe_engine, sampling_line
 from nanoengine.jobs.progress import Progress, summary, table
+from nanoengine.jobs.record_log import OutputLostError, writing
 from nanoengine.jobs.rows import read_by
 from nanoengine.jobs.signals import Signals, Stopped
 from nanoengine.jobs.work import TooManyErrorsError

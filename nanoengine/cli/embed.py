@@ -17,8 +17,8 @@ from tyro.conf import Positional, arg
 
 from nanoengine.cli.options import EngineArgs, engine_options
 from nanoengine.errors import ConfigError
-from nanoengine.jobs.log import replacing
 from nanoengine.jobs.paths import real_path
+from nanoengine.jobs.record_log import replacing
 from nanoengine.jobs.rows import RowOptions, RowReader, require_columns
 from nanoengine.jobs.source import find_inputs, read_lines, require_pyarrow
 from nanoengine.settings.pooling import Pooling, PoolingParams

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from nanoengine.cli.docs import field_docs
+from nanoengine.cli.field_docs import field_docs
 from nanoengine.cli.options import OBJECTS
 from nanoengine.settings.config import EngineConfig
 

@@ -50,7 +50,7 @@ def main(args: InfoArgs) -> None:
     from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model
     from nanoengine.checkpoint.quantization import resolve_quantization
     from nanoengine.runner.kv_cache import stored_dtype
-    from nanoengine.runner.numerics import use_isa
+    from nanoengine.runner.options import use_isa
     from nanoengine.settings.files import is_gguf
 
     device, config = resolve_device(args.device), EngineConfig(**engine_options(args))
@@ -111,7 +111,7 @@ def device_lines(device: torch.device) -> Iterator[str]:
         yield f"{device}: {name}, {free:.1f} of {total:.1f} GiB free"
         return
     from nanoengine.kernels.threads import num_workers, why_so_many
-    from nanoengine.runner.numerics import use_allowed_cores
+    from nanoengine.runner.options import use_allowed_cores
 
     use_allowed_cores()
     capability, free = torch.backends.cpu.get_cpu_capability(), free_cpu_bytes() / GIB

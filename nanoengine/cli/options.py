@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from nanoengine.cli.docs import field_docs
+from nanoengine.cli.field_docs import field_docs
 from nanoengine.errors import ConfigError
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise, repeat
 from typing import Protocol
 
-from nanoengine.core.prefixes import Prefix
+from nanoengine.core.prefix_tree import Prefix
 
 NULL_BLOCK = 0
 
@@ -95,7 +95,7 @@ class BlockPool:
     per block, and one call handles all blocks of a table.
     Source: vLLM v1's block pool (null block, linked queue, cached free blocks).
 
-    >>> from nanoengine.core.prefixes import pack
+    >>> from nanoengine.core.prefix_tree import pack
     >>> pool, prefix = BlockPool(num_blocks=4), Prefix(b"a", None, pack([5, 6]))
     >>> pool.allocate(2)
     [1, 2]

@@ -2,7 +2,7 @@
 
     n > 1      the step that ends a prompt ─► n - 1 forks, which sample from the same logits
     fork       between two steps ─► a copy that shares all blocks of its parent
-    choosing   a step's most likely tokens ─► `Extras.choices` ─► TokenChooser.choose
+    choosing   a step's most likely tokens ─► `SequenceOptions.choices` ─► TokenChooser.choose
                                        append_token, fork, drop, finish ◄─┘ ─► the next step
 
 A sequence whose tokens are all computed awaits a choice: the Scheduler's formula gives it 0 tokens,
@@ -21,7 +21,7 @@ from dataclasses import replace
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.plan import StepPlan, TableUpdate, TokenLogprob
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.sequence import Extras, Request, Sequence, Status
+from nanoengine.core.sequence import Request, Sequence, SequenceOptions, Status
 
 
 class Forks:
@@ -127,7 +127,7 @@ class Forks:
         if seq.status is Status.PARKED:
             self.scheduler.waiting.push(seq)
 
-    def note(self, extras: Extras, logprobs: list[TokenLogprob]) -> None:
+    def note(self, extras: SequenceOptions, logprobs: list[TokenLogprob]) -> None:
         """Stores the log-probabilities of the next token: its own, then the candidates'."""
         if extras.logprobs is not None:
             extras.logprobs.append(logprobs)
@@ -198,7 +198,7 @@ class Forks:
             token_ids=list(parent.token_ids),
         )
         # Why both: between two steps, also a sequence without extras may be forked.
-        extras = parent.extras = parent.extras or Extras()
+        extras = parent.extras = parent.extras or SequenceOptions()
         child.extras = replace(
             extras,
             draft_token_ids=(),

@@ -157,9 +157,9 @@ class StepPlan:
 
     def __str__(self) -> str:
         """A description of the step, with the reasons for unusual events."""
-        from nanoengine.core.plan_words import in_words
+        from nanoengine.core.format_plan import format_plan
 
-        return in_words(self)
+        return format_plan(self)
 
 
 class TokenLogprob(NamedTuple):

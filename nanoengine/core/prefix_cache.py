@@ -23,7 +23,7 @@ from typing import Any
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
 from nanoengine.core.layout import KVLayout
-from nanoengine.core.prefixes import Prefix, Prefixes, hash_block, pack, root_name
+from nanoengine.core.prefix_tree import Prefix, PrefixTree, hash_block, pack, root_digest
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.stats import CacheStats
 
@@ -67,7 +67,7 @@ class PrefixCache:
         self.block_size = layout.block_size
         self.pool = BlockPool(layout.num_blocks, len(layout.groups))
         self.tiers: Any = None
-        self.prefixes = Prefixes()
+        self.prefixes = PrefixTree()
         self.stats = CacheStats()
         # First blocks registered recently: digest without the salt -> name of the salted root.
         self._roots: OrderedDict[bytes, bytes] = OrderedDict()
@@ -142,7 +142,7 @@ class PrefixCache:
             return
         prefixes = self._prefixes_of(seq, full)
         if first == 0:
-            self._roots[self._unsalted(seq)] = root_name(seq.request.cache_salt)
+            self._roots[self._unsalted(seq)] = root_digest(seq.request.cache_salt)
             if len(self._roots) > self.layout.num_blocks:
                 self._roots.popitem(last=False)
         self._index_run(seq, prefixes, first, full)
@@ -199,7 +199,7 @@ class PrefixCache:
         if self.pool.was_evicted(seq.prefixes[num_hits].digest):
             return "evicted"
         known_root = None if num_hits else self._roots.get(self._unsalted(seq))
-        if known_root is None or known_root == root_name(seq.request.cache_salt):
+        if known_root is None or known_root == root_digest(seq.request.cache_salt):
             return "cold"
         return "salt"
 
@@ -207,4 +207,4 @@ class PrefixCache:
         """The digest that the first block would have without a salt."""
         if seq.request.cache_salt is None:
             return seq.prefixes[0].digest
-        return hash_block(root_name(None) + pack(seq.token_ids[: self.block_size]))
+        return hash_block(root_digest(None) + pack(seq.token_ids[: self.block_size]))

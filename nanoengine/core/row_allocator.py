@@ -19,7 +19,7 @@ class RowAllocator:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.free = list(range(num_rows - 1, -1, -1))
-        self.has_news = False  # the next plan contains changes of rows
+        self.has_changes = False  # the next plan contains changes of rows
         self._released: list[int] = []
         # Since the last plan: parent (None if it has lost its row), child, its computed tokens.
         self._forked: list[tuple[Sequence | None, Sequence, int]] = []
@@ -32,14 +32,14 @@ class RowAllocator:
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """Assigns a row to a child; in the next plan it starts as a copy of its parent's row."""
         self.take(child)
-        self.has_news = True
+        self.has_changes = True
         self._forked.append((parent, child, parent.num_computed_tokens))
         # Why: the executor copies the parent's row in its state after the last plan.
         self._chosen += [c._replace(row=child.row) for c in self._chosen if c.row == parent.row]
 
     def replace_token(self, seq: Sequence, token_id: int) -> None:
         """Replaces the sequence's last token, which was not sampled, in the next plan."""
-        self.has_news = True
+        self.has_changes = True
         self._chosen.append(ChosenToken(seq.row, len(seq.token_ids), token_id))
 
     def release(self, seq: Sequence) -> None:
@@ -48,7 +48,7 @@ class RowAllocator:
         # Why: the executor does not know a child that was forked since the last plan.
         if all(child is not seq for _, child, _ in self._forked):
             self._released.append(seq.row)
-            self.has_news = True
+            self.has_changes = True
         self._forked = [
             (None if parent is seq else parent, child, num_computed_tokens)
             for parent, child, num_computed_tokens in self._forked
@@ -59,7 +59,7 @@ class RowAllocator:
 
     def release_all(self) -> None:
         """Makes the next plan release all rows, also free ones."""
-        self._released, self.has_news = list(range(self.num_rows)), True
+        self._released, self.has_changes = list(range(self.num_rows)), True
 
     def tell(self, plan: StepPlan) -> None:
         """Writes the changes since the last plan into this one, forks in their order.
@@ -74,7 +74,7 @@ class RowAllocator:
                 plan.admitted.append(admitted(child, num_computed_tokens))
             else:
                 plan.forks.append(Fork(child.row, parent.row, child.seq_id, child.seed))
-        self._forked, self.has_news = [], False
+        self._forked, self.has_changes = [], False
 
 
 def admitted(seq: Sequence, num_cached_tokens: int) -> AdmittedSequence:

@@ -50,8 +50,8 @@ class Scheduler:
 
     Attributes:
         running: sequences that hold a row, by priority and arrival.
-        special: `speculation.ExtrasScheduling`, for sequences with `Extras`; None until
-            `speculation.enlist` creates it.
+        special: `speculation.ExtrasScheduling`, for sequences with `SequenceOptions`; None until
+            `speculation.enable_extras` creates it.
         last_finished, last_ended: requests that the latest commit finished, and sequences that
             ended in it or since the previous one; for observers.
         newly_ended: sequences that have ended since the latest commit.
@@ -74,7 +74,7 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self.long_prefill_threshold = long_prefill_threshold
         self.policy = policy
-        self.special: Any = None
+        self.extras_scheduling: Any = None
         self.stats = SchedulerStats()
         self.ended = Ended()
         if policy is not None:
@@ -113,7 +113,7 @@ class Scheduler:
         """Queues a request that the engine has validated."""
         token_ids = list(request.prompt_token_ids)
         first = Sequence(request, seq_id=next(self.seq_ids), index=0, token_ids=token_ids)
-        assert first.extras is None or self.special is not None, "see speculation.enlist"
+        assert first.extras is None or self.extras_scheduling is not None, "see speculation.enlist"
         request.sequences.append(first)
         self.waiting.push(first)
 
@@ -158,10 +158,14 @@ class Scheduler:
         budget = self._schedule_running(plan, scheduled)
         if self.waiting.num_waiting and not plan.preempted:
             self.admit(plan, scheduled, budget)
-        if self.special is not None and not scheduled and not any(self._in_flight.values()):
-            self.special.break_deadlock(plan, scheduled)
+        if (
+            self.extras_scheduling is not None
+            and not scheduled
+            and not any(self._in_flight.values())
+        ):
+            self.extras_scheduling.break_deadlock(plan, scheduled)
         # Why last: a fork of this step may use the row of a sequence preempted in this step.
-        if self.rows.has_news:
+        if self.rows.has_changes:
             self.rows.tell(plan)
         manager = self.block_manager
         plan.table_updates, manager.updates = manager.updates, []
@@ -217,7 +221,7 @@ class Scheduler:
     ) -> int:
         """Schedules a running sequence's next tokens, at most `budget`; returns the number."""
         if seq.extras is not None:
-            num_new: int = self.special.schedule(plan, scheduled, seq, budget)
+            num_new: int = self.extras_scheduling.schedule(plan, scheduled, seq, budget)
             return num_new
         num_new = seq.num_tokens - seq.num_computed_tokens
         if num_new <= 0 or seq.num_tokens >= seq.max_num_tokens:
@@ -296,7 +300,7 @@ class Scheduler:
 
     def admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
         """Admits waiting sequences in order while rows, budget and blocks suffice."""
-        policy, special, manager = self.policy, self.special, self.block_manager
+        policy, special, manager = self.policy, self.extras_scheduling, self.block_manager
         ahead = LookAhead(self.waiting, policy)
         forks, rows_kept = 0, 0
         if special is not None:
@@ -361,8 +365,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Appends the sampled tokens of a step; returns the requests that finished in it."""
         self._take_results(plan, result, self._in_flight.pop(plan.step, []))
-        if self.special is not None:
-            self.special.let_choose()
+        if self.extras_scheduling is not None:
+            self.extras_scheduling.let_choose()
         if self._any_ended:
             self.drop_ended()
         if self.block_manager.prefix_cache.tiers is not None:
@@ -391,7 +395,7 @@ class Scheduler:
             if seq.is_finished:
                 continue  # aborted, or stopped by a step committed since
             if seq.extras is not None:
-                self.special.take_result(plan, result, i, seq, now)
+                self.extras_scheduling.take_result(plan, result, i, seq, now)
             elif i in result.errors:
                 self.fail_result(seq, result.errors[i])
             elif num_logits[i]:
@@ -435,7 +439,7 @@ class Scheduler:
         seq.request.error = message
         self.end(seq, "error")
         if seq.extras is not None:
-            self.special.on_failure(seq)
+            self.extras_scheduling.on_failure(seq)
 
     def _fail_for_size(self, seq: Sequence, num_tokens: int) -> None:
         from nanoengine.core.request_options import too_large

@@ -8,7 +8,7 @@ The scheduler uses one formula: compute
 `min(num_tokens + num_draft_tokens - num_computed_tokens, budget)`. Prefill, chunked prefill, decode
 and verification are names for its values; there are no flags for them.
 
-State that few sequences need is in `Extras`, which speculation.py and forks.py use.
+State that few sequences need is in `SequenceOptions`, which speculation.py and forks.py use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from nanoengine.core.plan import TokenLogprob, TokenLogprobs
-from nanoengine.core.prefixes import Prefix
+from nanoengine.core.prefix_tree import Prefix
 from nanoengine.settings.params import SamplingParams
 
 NO_ROW = -1
@@ -46,7 +46,7 @@ class Ending(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Extras:
+class SequenceOptions:
     """State of sequences with log-probabilities, drafts, forks or a `TokenChooser`.
 
     Attributes:
@@ -99,7 +99,7 @@ class Sequence:
     order: tuple[int, int, int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     min_num_tokens: int = field(init=False)
-    extras: Extras | None = field(init=False)
+    extras: SequenceOptions | None = field(init=False)
     follower: OutputFollower | None = field(init=False)
     status: Status = Status.WAITING
     row: int = NO_ROW
@@ -134,7 +134,7 @@ class Sequence:
         min_tokens = 0 if params.structured_outputs is not None else params.min_tokens
         self.min_num_tokens = self.num_prompt_tokens + min_tokens
         logprobs: TokenLogprobs | None = None if params.logprobs is None else []
-        self.extras = Extras(logprobs=logprobs) if request.is_special else None
+        self.extras = SequenceOptions(logprobs=logprobs) if request.needs_extras else None
         self.follower = request.make_follower(self.index) if request.make_follower else None
 
     @property
@@ -243,8 +243,8 @@ class Request:
         self.prompt_logprobs = [] if self.params.prompt_logprobs is not None else None
 
     @property
-    def is_special(self) -> bool:
-        """True if its sequences need `Extras` from the start."""
+    def needs_extras(self) -> bool:
+        """True if its sequences need `SequenceOptions` from the start."""
         params = self.params
         asks = params.logprobs is not None or params.prompt_logprobs is not None
         return asks or params.n > 1 or self.chooser is not None

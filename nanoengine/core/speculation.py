@@ -1,11 +1,11 @@
 """ExtrasScheduling: steps of sequences with drafts, log-probabilities, pooling or forks.
 
-    enlist(scheduler)   before a request is queued that `is_special`, has drafts or is forked
+    enlist(scheduler)   before a request is queued that `needs_extras`, has drafts or is forked
     schedule, put       a step's tokens: drafts are trimmed to what fits; forks join their parent
     take_result         the sampled tokens: accepted drafts, log-probabilities, choices
 
-The Scheduler calls it for sequences with `Extras`. The code for several sequences per request is in
-forks.py.
+The Scheduler calls it for sequences with `SequenceOptions`. The code for several sequences per
+request is in forks.py.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from nanoengine.core.forks import Forks
 from nanoengine.core.interfaces import Proposer
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprobs
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.sequence import Extras, Sequence
+from nanoengine.core.sequence import Sequence, SequenceOptions
 
 
-def enlist(scheduler: Scheduler) -> ExtrasScheduling:
-    """The scheduler's part for sequences with `Extras`; created at the first call."""
-    if scheduler.special is None:
-        scheduler.special = ExtrasScheduling(scheduler)
-    assert isinstance(scheduler.special, ExtrasScheduling)
-    return scheduler.special
+def enable_extras(scheduler: Scheduler) -> ExtrasScheduling:
+    """The scheduler's part for sequences with `SequenceOptions`; created at the first call."""
+    if scheduler.extras_scheduling is None:
+        scheduler.extras_scheduling = ExtrasScheduling(scheduler)
+    assert isinstance(scheduler.extras_scheduling, ExtrasScheduling)
+    return scheduler.extras_scheduling
 
 
 def propose_drafts(scheduler: Scheduler, proposer: Proposer) -> None:
@@ -42,14 +42,14 @@ def set_drafts(scheduler: Scheduler, seq: Sequence, draft_token_ids: tuple[int, 
     extras = seq.extras
     if not draft_token_ids and (extras is None or not extras.draft_token_ids):
         return
-    enlist(scheduler)
-    seq.extras = extras = extras or Extras()
+    enable_extras(scheduler)
+    seq.extras = extras = extras or SequenceOptions()
     extras.draft_token_ids = draft_token_ids
     seq.slots_ready_until = 0  # Why: a step with drafts is not a plain decode.
 
 
 class ExtrasScheduling(Forks):
-    """Schedules sequences with `Extras`, using the scheduler's operations."""
+    """Schedules sequences with `SequenceOptions`, using the scheduler's operations."""
 
     def schedule(
         self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, budget: int
@@ -69,7 +69,7 @@ class ExtrasScheduling(Forks):
         self.put(plan, scheduled, seq, num_new)
         return num_new
 
-    def _trim_drafts(self, seq: Sequence, extras: Extras, num_new: int) -> int:
+    def _trim_drafts(self, seq: Sequence, extras: SequenceOptions, num_new: int) -> int:
         """Keeps the drafts that fit step, sequence and pool; returns the number of new tokens."""
         num_known = seq.num_tokens - seq.num_computed_tokens
         num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)

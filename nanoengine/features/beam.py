@@ -1,7 +1,7 @@
 """Beam search: the continuations of a prompt with the best scores, one token per step.
 
-    step       beams await a choice, each with its most likely next tokens .. `Extras.choices`
-    choose     all continuations of all beams, best first
+    step       beams await a choice, each with its most likely next tokens ..
+    `SequenceOptions.choices` choose     all continuations of all beams, best first
                  EOS or maximum length ────────── a hypothesis, if among the first beam_width
                  the beam_width best others ───── append a token, fork, drop
 
@@ -282,7 +282,7 @@ def beam_search(
             "a beam search samples nothing: leave out the sampling_params of its Rows"
         )
     shared = make_search(params, calls.engine.info, 0).sampling_params
-    read = llm.open_reader().read_all(given, shared, None, "raise")
+    read = llm.require_reader().read_all(given, shared, None, "raise")
     waiting = [prompt for prompt in reversed(read) if isinstance(prompt, CheckedPrompt)]
     running: dict[str, tuple[CheckedPrompt, BeamSearch, Request]] = {}
     outputs: dict[int, BeamSearchOutput] = {}

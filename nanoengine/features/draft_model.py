@@ -24,16 +24,16 @@ from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.core.sequence import Sequence
 from nanoengine.errors import ConfigError
-from nanoengine.features.drafting import Drafter, Guess
+from nanoengine.features.drafting import Drafter, DraftProposal
 from nanoengine.runner import kv_cache
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.numerics import RunnerOptions
+from nanoengine.runner.options import RunnerOptions
 from nanoengine.runner.step import LaunchedStep
 from nanoengine.settings.params import SamplingParams
 
 
 @dataclass(slots=True)
-class DraftedRow:
+class DraftRow:
     """What the draft model has computed of a row.
 
     Attributes:
@@ -47,7 +47,7 @@ class DraftedRow:
     guessed: tuple[int, ...] = ()
 
 
-class DraftedRunner(ModelRunner):
+class DraftModelRunner(ModelRunner):
     """A ModelRunner with a second one for the draft model, which follows its plans.
 
     Args:
@@ -62,7 +62,7 @@ class DraftedRunner(ModelRunner):
     def __init__(self, options: RunnerOptions, *, draft: ModelRunner) -> None:
         super().__init__(options)
         self.draft = draft
-        self.drafted: dict[int, DraftedRow] = {}
+        self.drafted: dict[int, DraftRow] = {}
 
     def start(self) -> KVLayout:
         """Starts both; the memory plan includes the draft model's weights and blocks.
@@ -123,13 +123,13 @@ class DraftedRunner(ModelRunner):
         )
         drafted = self.drafted
         for new in plan.admitted:
-            drafted[new.row] = DraftedRow(new.num_cached_tokens, len(new.token_ids))
+            drafted[new.row] = DraftRow(new.num_cached_tokens, len(new.token_ids))
         starts = dict(zip(plan.rows, plan.starts, strict=True))
         for fork in plan.forks:
             parent = drafted[fork.parent_row]
             # Why the minimum: the parent's drafts may be after the shared tokens.
             num_shared = min(parent.num_computed, starts.get(fork.row, 0))
-            drafted[fork.row] = DraftedRow(num_shared, parent.num_admitted)
+            drafted[fork.row] = DraftRow(num_shared, parent.num_admitted)
         for row, start, count in zip(
             plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
         ):
@@ -216,7 +216,7 @@ def _vocabulary(directory: Path) -> object:
 
 
 class DraftModel(Drafter):
-    """The drafter over a DraftedRunner.
+    """The drafter over a DraftModelRunner.
 
     Args:
         runner: the runner, already started.
@@ -228,12 +228,12 @@ class DraftModel(Drafter):
     always = True  # Why: it follows each plan, whose tokens it must know.
     only_for = None
 
-    def __init__(self, runner: DraftedRunner, manager: BlockManager, k: int) -> None:
+    def __init__(self, runner: DraftModelRunner, manager: BlockManager, k: int) -> None:
         self.runner, self.manager, self.k = runner, manager, k
 
-    def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
+    def look(self, sequences: SequenceOf[Sequence]) -> list[DraftProposal]:
         """A draft model can always draft."""
-        return [Guess(self.k, 0)] * len(sequences)
+        return [DraftProposal(self.k, 0)] * len(sequences)
 
     def draft(
         self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]

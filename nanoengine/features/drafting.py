@@ -9,8 +9,9 @@ made only if they are expected to pay. Each sequence records how often its draft
 kind of guess and by place in the draft. The engine records the cost of a step by its number of
 rows. Drafts that do not pay are tried again from time to time.
 
-Both are estimates, and calling a drafter costs time even if it finds nothing. So an `Account` holds
-the time that drafting may still lose: at most one percent of the time of all steps, plus what
+Both are estimates, and calling a drafter costs time even if it finds nothing. So an
+`SpeculationBudget` holds the time that drafting may still lose: at most one percent of the time of
+    all steps, plus what
 accepted drafts have saved. A step with drafts risks no more than that. If nothing is left, the
 drafter is not called.
 
@@ -35,7 +36,7 @@ from typing import NamedTuple
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.sequence import Sequence
 from nanoengine.observe.metrics import step_seconds
-from nanoengine.settings.drafts import MOST_DRAFTS
+from nanoengine.settings.speculative import MOST_DRAFTS
 
 MARGIN = 1.02
 """Expected speed-up below which nothing is drafted: timings are not more accurate than this."""
@@ -49,17 +50,17 @@ ONE_MORE_EVERY = 48
 """One in this many steps with drafts tries one more draft: a measurement may be wrong."""
 MOST_DRAFTED_STEPS = 128
 """After this many steps with drafts, a step without is run to update its cost."""
-MAY_LOSE, MAY_LOSE_OF_MANY, MANY = 0.01, 0.005, 8
+LOSS_SHARE, MAY_LOSE_OF_MANY, MANY = 0.01, 0.005, 8
 """Share of the time of all steps that drafting may lose; and of steps with MANY rows or more.
 Why less: there one sequence's tries are valid for all, and less can be gained."""
 FIRST_LEFT, MOST_LEFT, MOST_OWED = 0.5, 4.0, 0.5
 """Initial value and limits of an account, in units of a step's time. Why limits: gains from one
 text should not pay for the next one for long, and one long step may have other causes."""
-MOST_ASLEEP = 64
+BACKOFF_STEPS = 64
 """Number of steps without drafts after which the drafter is called once per this many steps."""
 
 
-class Guess(NamedTuple):
+class DraftProposal(NamedTuple):
     """A drafter could draft `count` tokens; guesses of one `kind` are accepted about equally often.
 
     `tokens` are the drafts; if empty, `Drafter.draft` computes as many as requested.
@@ -70,7 +71,7 @@ class Guess(NamedTuple):
     tokens: tuple[int, ...] = ()
 
 
-NO_GUESS = Guess(0, 0)
+NO_GUESS = DraftProposal(0, 0)
 
 
 class Drafter:
@@ -84,7 +85,7 @@ class Drafter:
     always: bool = False
     only_for: Collection[int] | None = ()
 
-    def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
+    def look(self, sequences: SequenceOf[Sequence]) -> list[DraftProposal]:
         """What it could draft for each sequence."""
         return [NO_GUESS] * len(sequences)
 
@@ -189,7 +190,7 @@ class StepCost:
         return high_s if size >= high else low_s + (high_s - low_s) * (size - low) / (high - low)
 
 
-class Account:
+class SpeculationBudget:
     """Seconds that drafting may still lose; none before a step without drafts was measured.
 
     Attributes:
@@ -204,7 +205,7 @@ class Account:
         """Adds a step that takes `plain_s` without drafts; `gained_s` is what drafting has gained
         in it, below 0 for a loss."""
         left = self.left if self._is_open else FIRST_LEFT * plain_s
-        left += (MAY_LOSE if num_rows < MANY else MAY_LOSE_OF_MANY) * plain_s + gained_s
+        left += (LOSS_SHARE if num_rows < MANY else MAY_LOSE_OF_MANY) * plain_s + gained_s
         self._is_open = True
         self.left = max(-MOST_OWED * plain_s, min(left, MOST_LEFT * plain_s))
 
@@ -251,7 +252,7 @@ def best_counts(
 
 
 @dataclass(slots=True, kw_only=True)
-class Tracked:
+class DraftHistory:
     """The drafting history of one sequence. `kind` is the kind of its last guess."""
 
     seq: Sequence
@@ -279,13 +280,15 @@ class Drafting:
     _plain_mean: StepCost = field(default_factory=lambda: StepCost(fmean))  # the same
     _drafted: StepCost = field(default_factory=StepCost)  # steps with drafts, by rows
     _drafter: StepCost = field(default_factory=StepCost)  # the drafter, by its longest draft
-    _tracked: dict[int, Tracked] = field(default_factory=dict)  # by sequence
-    _asked: dict[int, Tracked] = field(default_factory=dict)  # by row, in the step being planned
+    _tracked: dict[int, DraftHistory] = field(default_factory=dict)  # by sequence
+    _asked: dict[int, DraftHistory] = field(
+        default_factory=dict
+    )  # by row, in the step being planned
     _num_drafted_steps: int = 0  # since the last step without drafts
     _num_without: int = 0  # consecutive steps without drafts
     _patience: int = FIRST_PATIENCE  # initial patience of new sequences
     _num_idle: int = 0  # guesses of all sequences skipped since the last try
-    _account: Account = field(default_factory=Account)
+    _account: SpeculationBudget = field(default_factory=SpeculationBudget)
     _deciding_s: float = 0.0  # of the step being planned
 
     # --- the Proposer -------------------------------------------------------------------------
@@ -298,7 +301,7 @@ class Drafting:
         if self._account.left < 0 or self._is_unasked:
             return False
         # Why two in a row: the overlapped loop calls this before and after the last commit.
-        return not self._is_asleep or self._num_without % MOST_ASLEEP < 2
+        return not self._is_backed_off or self._num_without % BACKOFF_STEPS < 2
 
     def propose(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
         """The drafts that are expected to pay, for each sequence."""
@@ -323,10 +326,12 @@ class Drafting:
         return self.drafter.only_for is not None and not self.drafter.only_for
 
     @property
-    def _is_asleep(self) -> bool:
-        return self.overlapped and self._num_without >= MOST_ASLEEP
+    def _is_backed_off(self) -> bool:
+        return self.overlapped and self._num_without >= BACKOFF_STEPS
 
-    def _counts(self, sequences: SequenceOf[Sequence], guesses: SequenceOf[Guess]) -> list[int]:
+    def _counts(
+        self, sequences: SequenceOf[Sequence], guesses: SequenceOf[DraftProposal]
+    ) -> list[int]:
         """Number of tokens to draft for each sequence."""
         num_rows = len(sequences)
         counts = [0] * num_rows
@@ -377,7 +382,7 @@ class Drafting:
 
         return seconds
 
-    def _pays_or_retries(self, one: Tracked, count: int, num_rows: int) -> int:
+    def _pays_or_retries(self, one: DraftHistory, count: int, num_rows: int) -> int:
         """`count`, or from time to time one draft if none would pay: text and machine change.
 
         Why not for all sequences out of patience: each costs a row, and one is valid for all.
@@ -394,10 +399,10 @@ class Drafting:
         self._num_idle = 0
         return 1
 
-    def _track(self, seq: Sequence) -> Tracked:
+    def _track(self, seq: Sequence) -> DraftHistory:
         one = self._tracked.get(seq.seq_id)
         if one is None:
-            one = self._tracked[seq.seq_id] = Tracked(seq=seq, patience=self._patience)
+            one = self._tracked[seq.seq_id] = DraftHistory(seq=seq, patience=self._patience)
         return one
 
     # --- the Observer -------------------------------------------------------------------------
@@ -446,7 +451,7 @@ class Drafting:
             gained_s += plain_s * sum(map(len, result.token_ids)) / num_rows - drafted_s
         self._account.add(plain_s, gained_s, num_rows)
 
-    def _learn(self, one: Tracked, num_drafts: int, num_right: int) -> None:
+    def _learn(self, one: DraftHistory, num_drafts: int, num_right: int) -> None:
         for acceptance in (one.acceptance, self.overall):
             acceptance.add(one.kind, num_drafts, num_right)
         if num_right:

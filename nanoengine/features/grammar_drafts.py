@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Sequence
-from nanoengine.features.drafting import Drafter, Guess
+from nanoengine.features.drafting import Drafter, DraftProposal
 from nanoengine.runner.sampling.sampler import Sampler
 
 
@@ -30,14 +30,16 @@ class GrammarDrafter(Drafter):
         self.always = other.always
         self.only_for = None if other.only_for is None else sampler.forcing
 
-    def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
+    def look(self, sequences: SequenceOf[Sequence]) -> list[DraftProposal]:
         """The forced tokens of each sequence, else the other drafter's guess."""
         rows = self.sampler.forcing & {seq.row for seq in sequences}
         forced = {row: tuple(self.sampler.forced_tokens(row)) for row in rows}
         others = [seq for seq in sequences if not forced.get(seq.row)] if forced else sequences
         guesses, kind = iter(self.other.look(others)), len(self.priors) - 1
         return [
-            Guess(len(tokens), kind, tokens) if (tokens := forced.get(seq.row)) else next(guesses)
+            DraftProposal(len(tokens), kind, tokens)
+            if (tokens := forced.get(seq.row))
+            else next(guesses)
             for seq in sequences
         ]
 

@@ -39,10 +39,10 @@ from numpy.typing import NDArray
 
 from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.core.layout import KVLayout
-from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes, pack
+from nanoengine.core.prefix_tree import DIGEST_BYTES, Prefix, PrefixTree, pack
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.disk import DiskCopy, Finished
-from nanoengine.core.tiers.found import Content
+from nanoengine.core.tiers.lookup import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import zeros
@@ -328,7 +328,7 @@ class DiskFiles:
 
     # --- DiskStorage --------------------------------------------------------------------------
 
-    def scan(self, prefixes: Prefixes) -> list[Content]:
+    def scan(self, prefixes: PrefixTree) -> list[Content]:
         """The content of the directory, least recently used first.
 
         Removes damaged and incomplete files, and files whose whole prefix is not there.
@@ -532,7 +532,7 @@ def _open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def link(headers: Sequence[Header], prefixes: Prefixes) -> dict[bytes, Prefix]:
+def link(headers: Sequence[Header], prefixes: PrefixTree) -> dict[bytes, Prefix]:
     """The prefixes of these headers by digest, if all of their ancestors are there, too.
 
     A header contains its own block's tokens and its parent's digest; the parent's tokens are in

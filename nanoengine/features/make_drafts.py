@@ -16,14 +16,14 @@ from nanoengine.checkpoint.find import resolve_model
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.errors import ConfigError
-from nanoengine.features.draft_model import DraftedRunner, DraftModel
+from nanoengine.features.draft_model import DraftModel, DraftModelRunner
 from nanoengine.features.drafting import Drafter, Drafting
 from nanoengine.features.grammar_drafts import GrammarDrafter
 from nanoengine.features.ngram import NgramDrafter
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.numerics import RunnerOptions
+from nanoengine.runner.options import RunnerOptions
 from nanoengine.settings.config import EngineConfig
-from nanoengine.settings.drafts import ModelDrafts, NgramDrafts, parse_speculative
+from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_speculative
 
 
 def drafted_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerOptions], Any]:
@@ -32,7 +32,7 @@ def drafted_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerO
     _require_no_states(options.model_config, "be verified")
     if not isinstance(drafts, ModelDrafts):
         return executor
-    return functools.partial(DraftedRunner, draft=_make_draft_runner(drafts, options))
+    return functools.partial(DraftModelRunner, draft=_make_draft_runner(drafts, options))
 
 
 def _make_draft_runner(drafts: ModelDrafts, options: RunnerOptions) -> ModelRunner:
@@ -76,7 +76,7 @@ def make_drafting(
     drafter = Drafter()
     if isinstance(drafts, NgramDrafts):
         drafter = NgramDrafter(drafts)
-    elif isinstance(runner, DraftedRunner):
+    elif isinstance(runner, DraftModelRunner):
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # with ranks, grammars are only in the ranks
         drafter = GrammarDrafter(runner.need_step_sampler().sampler, drafter)

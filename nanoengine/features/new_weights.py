@@ -41,7 +41,7 @@ def load_weights(engine: LLMEngine, weights: str | os.PathLike[str] | Pairs) -> 
                 " weights have none: leave it out of kv_tiers, or make a new LLM"
             )
         source = Path(weights) if isinstance(weights, str | os.PathLike) else _named(weights)
-        engine.settle()
+        engine.finish_in_flight()
         while engine.scheduler.running:
             engine.scheduler.preempt(StepPlan(step=0), "new weights")
         is_empty = cache.reset()

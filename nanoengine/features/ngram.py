@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.features.drafting import NO_GUESS, Drafter, Guess
-from nanoengine.settings.drafts import NgramDrafts
+from nanoengine.features.drafting import NO_GUESS, Drafter, DraftProposal
+from nanoengine.settings.speculative import NgramDrafts
 
 TOKEN_BITS = 20
 """Bits per token id in a key: the sampler supports vocabularies up to 2**19."""
@@ -92,11 +92,11 @@ class NgramDrafter(Drafter):
         self._prompts: dict[Request, NgramIndex] = {}
         self._outputs: dict[Sequence, NgramIndex] = {}
 
-    def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
+    def look(self, sequences: SequenceOf[Sequence]) -> list[DraftProposal]:
         """Looks up each sequence's last tokens in its earlier tokens."""
         return [self._look(seq) for seq in sequences]
 
-    def _look(self, seq: Sequence) -> Guess:
+    def _look(self, seq: Sequence) -> DraftProposal:
         index = self._outputs.get(seq) or self._make_index(seq)
         if index is None:
             return NO_GUESS
@@ -108,7 +108,7 @@ class NgramDrafter(Drafter):
         if length == self.options.max:
             length = match_length(seq.token_ids, position, length)
         drafts = continuation(seq.token_ids, position, self.options.k)
-        return Guess(self.options.k, length.bit_length() - 1, drafts)
+        return DraftProposal(self.options.k, length.bit_length() - 1, drafts)
 
     def _make_index(self, seq: Sequence) -> NgramIndex | None:
         """A sequence's index on top of its prompt's index; None if the limit is reached."""

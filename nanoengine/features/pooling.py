@@ -30,7 +30,7 @@ from nanoengine.core.sequence import Request
 from nanoengine.errors import ModelError, PromptTooLongError, RequestError, UnsupportedModelError
 from nanoengine.features import pooled_outputs as outputs
 from nanoengine.outputs import RequestOutput
-from nanoengine.settings.checks import check_value, shown
+from nanoengine.settings.checks import check_value, repr_short
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import read_object
 from nanoengine.settings.params import SamplingParams
@@ -72,7 +72,7 @@ def activation(module: str) -> Activation:
     """
     name = module.rpartition(".")[2]
     if name not in ACTIVATIONS:
-        told = f"the activation {shown(name)} is not implemented"
+        told = f"the activation {repr_short(name)} is not implemented"
         raise UnsupportedModelError(f"{told}; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -207,7 +207,9 @@ class Pools:
             RequestError: `task` is not one of TASKS.
         """
         if task not in TASKS:
-            raise RequestError(f"pooling_task must be one of {', '.join(TASKS)}, got {shown(task)}")
+            raise RequestError(
+                f"pooling_task must be one of {', '.join(TASKS)}, got {repr_short(task)}"
+            )
         asked, kind = asked or PLAIN, task.removeprefix("token_")
         make = self.vector if kind == "embed" else self.probs
         whole: Asked = getattr(self, kind)(prompts, asked)
@@ -370,8 +372,8 @@ class Pools:
         ids = [self.tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
         if len(answers) < 2 or any(len(tokens) != 1 for tokens in ids):
             raise RequestError(
-                f"answers must be two words or more, each one token, got {shown(answers)}, which"
-                f" are {shown(ids)}"
+                f"answers must be two words or more, each one token, got {repr_short(answers)},"
+                f" which are {repr_short(ids)}"
             )
         rows = checkpoint.read_token_rows(self.directory, [tokens[0] for tokens in ids]).numpy()
         plan = load_model_config(self.directory).plan

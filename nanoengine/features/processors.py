@@ -25,7 +25,7 @@ from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.runner.sampling.logits_processors import LogitsProcessor
 from nanoengine.settings.checks import described
-from nanoengine.settings.config import LogitsStage
+from nanoengine.settings.config import BatchLogitsProcessor
 
 LogitsFunction = Callable[..., torch.Tensor]
 
@@ -39,8 +39,8 @@ def make_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
     for one in given:
         if isinstance(one, type):
             raise ConfigError(f"logits_processors must be functions or objects, got the {one!r}")
-    stages = [one for one in given if isinstance(one, LogitsStage)]
-    return (*stages, Functions([one for one in given if not isinstance(one, LogitsStage)]))
+    stages = [one for one in given if isinstance(one, BatchLogitsProcessor)]
+    return (*stages, Functions([one for one in given if not isinstance(one, BatchLogitsProcessor)]))
 
 
 class Functions:

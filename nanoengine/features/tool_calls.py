@@ -8,7 +8,7 @@
     openai        <|channel|>commentary to=functions.NAME<|message|>{...}     gpt-oss
 
 A parser returns the tool calls and the text outside of them. An incomplete call raises ValueError;
-the answer then stays text. Called by `answers.py`. The names are the same as for vLLM's
+the answer then stays text. Called by `output_parser.py`. The names are the same as for vLLM's
 `--tool-call-parser`. Source: the tests of vLLM's parsers define the calls in each text. Text after
 a call, which some of these parsers drop, is kept here.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import repr_short
 
 
 class FunctionCall(NamedTuple):
@@ -77,7 +77,7 @@ def _call(value: Any) -> FunctionCall:
         ValueError: it does not describe a call.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError(f"a call needs a name, got {shown(value)}")
+        raise ValueError(f"a call needs a name, got {repr_short(value)}")
     name = next((key for key in ("arguments", "parameters") if key in value), None)
     if name is None:
         raise ValueError(f"the call of {value['name']!r} has no arguments")
@@ -127,14 +127,16 @@ def bare(text: str, schemas: Schemas) -> Read:
             call = _call(value) if value.keys() & {"arguments", "parameters"} else None
         except (ValueError, RecursionError):
             if match[1] in schemas:
-                problem = problem or f"the call of {shown(match[1])} is cut"
+                problem = problem or f"the call of {repr_short(match[1])} is cut"
             continue
         if call and call.name in schemas:
             pieces.append(OPENED.sub("", text[end : match.start()]))
             closed = CLOSED_AGAIN.match(text, behind)
             calls, end = [*calls, call], closed.end() if closed else behind
         elif call:
-            problem = problem or f"{shown(call.name)} is none of the tools {', '.join(schemas)}"
+            problem = (
+                problem or f"{repr_short(call.name)} is none of the tools {', '.join(schemas)}"
+            )
     if problem and not calls:
         raise ValueError(problem)
     return calls, [*pieces, text[end:]]
@@ -186,7 +188,7 @@ def qwen3_coder(text: str, schemas: Schemas) -> Read:
         name, _, rest = part.partition(">")
         body, closed, behind = rest.partition("</function>")
         if not closed:
-            raise ValueError(f"the call of {shown(name)} has no end")
+            raise ValueError(f"the call of {repr_short(name)} has no end")
         properties = schemas.get(name.strip(), {}).get("properties")
         arguments = {}
         for parameter in body.split("<parameter=")[1:]:
@@ -295,11 +297,13 @@ def schemas_of(tools: Sequence[Any]) -> Schemas:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
                 "a tool must be {'type': 'function', 'function': {'name': ..., 'parameters':"
-                f" {{...}}}}}}, got {shown(tool)}"
+                f" {{...}}}}}}, got {repr_short(tool)}"
             )
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(schema, Mapping):
-            raise RequestError(f"parameters of a tool must be a JSON schema, got {shown(schema)}")
+            raise RequestError(
+                f"parameters of a tool must be a JSON schema, got {repr_short(schema)}"
+            )
         found[function["name"]] = schema
     return found
 
@@ -322,7 +326,7 @@ def choice_of(tool_choice: Any, schemas: Schemas) -> tuple[Choice | None, str | 
     raise RequestError(
         "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function':"
         f" {{'name': ...}}}} with a name of tools, which has {', '.join(schemas) or 'none'}; got"
-        f" {shown(tool_choice)}"
+        f" {repr_short(tool_choice)}"
     )
 
 

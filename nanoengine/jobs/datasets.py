@@ -22,15 +22,15 @@ from typing import Any
 
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
-from nanoengine.jobs.log import Log, replacing
 from nanoengine.jobs.manifest import describe_engine
-from nanoengine.jobs.order import ordered
 from nanoengine.jobs.paths import Paths
+from nanoengine.jobs.record_log import RecordLog, replacing
 from nanoengine.jobs.records import Recorder, json_line
+from nanoengine.jobs.reorder import ordered
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line
 from nanoengine.jobs.work import Result, Stream, Work
-from nanoengine.settings.checks import plain, shown
+from nanoengine.settings.checks import plain, repr_short
 from nanoengine.settings.params import SamplingParams
 
 ROWS = Input(name="dataset", form="jsonl")
@@ -48,7 +48,9 @@ def generate_dataset(
     config, defaults = llm.config, llm.info.generation_defaults
     stream: Stream = functools.partial(llm.stream, on_error="record")
     if params is not None and not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling_params must be SamplingParams or None, got {shown(params)}")
+        raise RequestError(
+            f"sampling_params must be SamplingParams or None, got {repr_short(params)}"
+        )
     sampling = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
     options = RowOptions(sampling=sampling, **row_options)
     reader = RowReader(options, config.model, defaults)
@@ -124,7 +126,7 @@ def _resumable(
     source = output.with_name(output.name + ".rows.jsonl")
     kept = list(map(_as_dict, rows))  # Why first: the source may raise, before a file exists.
     # Why a log: its lock keeps other processes from replacing the rows while a job reads them.
-    with contextlib.closing(Log(source)) as locked:
+    with contextlib.closing(RecordLog(source)) as locked:
         with locked.put_down(), replacing(source) as file:
             file.writelines(map(json_line, kept))
         run_job(str(source), str(output))

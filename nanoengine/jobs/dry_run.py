@@ -16,7 +16,7 @@ from typing import Any
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.core.requests import RequestChecker
-from nanoengine.features.stages import Stages
+from nanoengine.features.logits_processors import LogitsProcessors
 from nanoengine.jobs.job import JobOptions, count_rows, tasks_of
 from nanoengine.jobs.paths import Paths
 from nanoengine.jobs.rows import RowReader, read_by
@@ -47,7 +47,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         generation_defaults=model_config.generation_defaults,
     )
     room: Any = SimpleNamespace(can_ever_allocate=lambda num_tokens: True)
-    checker = RequestChecker(limits, room, Stages(config, model_config))
+    checker = RequestChecker(limits, room, LogitsProcessors(config, model_config))
     prompts = PromptReader(tokenizer, checker, SamplingParams)
     reader = RowReader(options, *read_by(model, config, limits, lambda: prompts.tokenizer))
     num_rows = num_failed = num_prompt = longest = num_output = 0

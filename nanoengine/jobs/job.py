@@ -20,12 +20,12 @@ from typing import Any
 
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs import manifest as manifests
-from nanoengine.jobs.feed import Ahead
 from nanoengine.jobs.journal import Journal, last_process
-from nanoengine.jobs.log import Log, PipeLog
-from nanoengine.jobs.order import ordered
 from nanoengine.jobs.paths import STDOUT, Paths, real_path
+from nanoengine.jobs.prefetch import Ahead
+from nanoengine.jobs.record_log import PipeRecordLog, RecordLog
 from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.reorder import ordered
 from nanoengine.jobs.rows import Kind, RowOptions, RowReader, Task, kind_of, require_columns
 from nanoengine.jobs.source import (
     STDIN,
@@ -127,7 +127,7 @@ class Job:
             self._inputs_at_start = manifests.describe_inputs(self.inputs)
             self.num_rows = count_rows(self.inputs, options)
             self.done = bytearray(self.num_rows or 0)
-            if isinstance(self.log, Log):
+            if isinstance(self.log, RecordLog):
                 self.journal = self._resume(facts)
                 close = self.journal.close
                 stack.callback(lambda: close(is_complete=self.is_complete))
@@ -172,32 +172,34 @@ class Job:
         if name is None or path is None:
             return
         self._error_log = self._open_log(name, stack)
-        owner = manifests.load(path, errors_of=str) if isinstance(self._error_log, Log) else None
+        owner = (
+            manifests.load(path, errors_of=str) if isinstance(self._error_log, RecordLog) else None
+        )
         # Why: two jobs with one file would each count the other's rows as its own.
         if owner is not None and owner["errors_of"] != self._paths.errors_of:
             raise ConfigError(f"--errors {name!r} is of another job, see {path}: name another file")
 
-    def _open_log(self, name: str, stack: contextlib.ExitStack) -> Log | PipeLog:
-        log: Log | PipeLog
+    def _open_log(self, name: str, stack: contextlib.ExitStack) -> RecordLog | PipeRecordLog:
+        log: RecordLog | PipeRecordLog
         path = Path(name)
         if name == STDOUT:
-            log = PipeLog(1)
+            log = PipeRecordLog(1)
         elif path.exists() and not path.is_dir() and not path.is_file():
             try:
-                log = PipeLog(os.open(path, os.O_WRONLY))
+                log = PipeRecordLog(os.open(path, os.O_WRONLY))
             except OSError as error:
                 raise ConfigError(f"output {name!r} can't be written: {error.strerror}") from error
         else:
             is_table = self._paths.table and name == self.options.output
             path = self._paths.table_log if is_table else real_path(name)
-            log = Log(path, lambda: last_process(self._paths.runs))
+            log = RecordLog(path, lambda: last_process(self._paths.runs))
         stack.push(lambda error, *_: log.close(drop_empty=error is not None))
         return log
 
-    def _files(self) -> list[Log]:
+    def _files(self) -> list[RecordLog]:
         """The logs that can be read back."""
         both = dict.fromkeys((self.log, self._error_log))
-        return [log for log in both if isinstance(log, Log)]
+        return [log for log in both if isinstance(log, RecordLog)]
 
     def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> Journal:
         """Compares with the earlier job, if there is one, and reads back which rows it has done."""
@@ -323,7 +325,7 @@ class Job:
         self.log.sync()
         self._error_log.sync()
         self._require_all()
-        if self._paths.table and isinstance(self.log, Log):
+        if self._paths.table and isinstance(self.log, RecordLog):
             from nanoengine.jobs import tables
 
             to = self.log, _in_order(self.log), self._paths.output
@@ -410,7 +412,7 @@ def _is_writable(fd: int) -> bool:
     return True
 
 
-def _in_order(log: Log) -> array[int]:
+def _in_order(log: RecordLog) -> array[int]:
     """The offsets of a log's records, in the order of their rows; needs 8 bytes per row."""
     offsets = array("q")
     for record in log.records():

@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from nanoengine.jobs.log import O_BINARY, writing
+from nanoengine.jobs.record_log import O_BINARY, writing
 
 RUN = re.compile(rb"(?:^|\n)run (\d{1,18}) (\d{1,18})\n")
 ROW = re.compile(rb"^(\d{1,18})\n", re.MULTILINE)

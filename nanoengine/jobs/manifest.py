@@ -13,7 +13,7 @@ from typing import Any
 from nanoengine.checkpoint.config import GENERATION_DEFAULTS, load_model_config
 from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.errors import ConfigError
-from nanoengine.jobs.log import replacing
+from nanoengine.jobs.record_log import replacing
 from nanoengine.jobs.source import STDIN, Input, digest
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import is_gguf

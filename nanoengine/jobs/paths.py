@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nanoengine.errors import ConfigError
-from nanoengine.jobs.log import lock_path
+from nanoengine.jobs.record_log import lock_path
 from nanoengine.jobs.source import STDIN, Input
 
 STDOUT = "-"

@@ -3,7 +3,7 @@
     OpenAI   {"id": "batch_req_ROW", "custom_id": ..., "response": {...}, "error": null}
     simple   {"_row": ROW, the row's columns, "outputs": [...], "usage": {...}, "error": null}
 
-`log.py` reads a record's row and error back.
+`record_log.py` reads a record's row and error back.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.jobs.log import SIMPLE_FIELDS
+from nanoengine.jobs.record_log import SIMPLE_FIELDS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.settings.checks import plain
 
 if TYPE_CHECKING:
-    from nanoengine.features.answers import AnswerForm
+    from nanoengine.features.output_parser import OutputParser
 
 LEAST_LOGPROB = -9999.0
 """Replaces -inf, which JSON lacks; OpenAI uses the same number."""
@@ -165,7 +165,7 @@ def parts(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _chat_choice(
-    num_top: int | None, form: AnswerForm | None, completion: CompletionOutput
+    num_top: int | None, form: OutputParser | None, completion: CompletionOutput
 ) -> dict[str, Any]:
     beside = parts(completion)
     content = completion.text or (None if beside else "")

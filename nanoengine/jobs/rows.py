@@ -25,16 +25,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.jobs.feed import size_of
+from nanoengine.jobs.prefetch import size_of
 from nanoengine.jobs.source import AS_UTF8, STDIN, Input, Line, RowError, own_id, read_lines
-from nanoengine.settings.checks import nearest, plain, shown
+from nanoengine.settings.checks import nearest, plain, repr_short
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import NAMES, SAMPLING_PARAMS, translate
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.text.rendering import Renderer
 
 if TYPE_CHECKING:
-    from nanoengine.features.answers import AnswerForm
+    from nanoengine.features.output_parser import OutputParser
     from nanoengine.features.pooling import Pools
     from nanoengine.settings.config import EngineConfig
     from nanoengine.text.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ class Task:
     size: int = 0
     turns: list[str] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    form: AnswerForm | None = None
+    form: OutputParser | None = None
     parts: list[Any] = field(default_factory=list)
     answer: Callable[[list[Any]], dict[str, Any]] | None = None
     error: RowError | None = None
@@ -177,7 +177,7 @@ class RowOptions:
         for option in ("reasoning_parser", "tool_call_parser"):
             name = getattr(self, option)
             if name not in (None, "auto"):
-                from nanoengine.features.answers import reader_of
+                from nanoengine.features.output_parser import reader_of
 
                 reader_of(option, name, str)
         if self.prompt_column is not None and self.template is not None:
@@ -269,7 +269,7 @@ class RowReader:
     def _fill(self, task: Task, row: Any) -> None:
         if not isinstance(row, dict):
             if self._options.columns_alone or task.kind != "simple":
-                raise RequestError(f"the row must be an object, got {shown(row)}")
+                raise RequestError(f"the row must be an object, got {repr_short(row)}")
             row = {"prompt_token_ids" if isinstance(row, list) else "prompt": row}
         if task.kind != "simple":
             self._fill_openai(task, row)
@@ -307,7 +307,7 @@ class RowReader:
         if name not in row:
             raise RequestError(f"the row has no column {name!r}; {nearest(name, list(row))}")
         if not isinstance(row[name], str):
-            raise RequestError(f"column {name!r} must be a string, got {shown(row[name])}")
+            raise RequestError(f"column {name!r} must be a string, got {repr_short(row[name])}")
         return str(row[name])
 
     def _as_chat(self, prompt: Any) -> Any:
@@ -343,7 +343,7 @@ class RowReader:
             task.prompt = self._as_chat(given["prompt"] if alone else given)
             return
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-            raise RequestError(f"'turns' must be a list of strings, got {shown(turns)}")
+            raise RequestError(f"'turns' must be a list of strings, got {repr_short(turns)}")
         if task.params.n != 1:
             raise RequestError(f"n must be 1 in a row with 'turns', got {task.params.n}")
         if not given.keys().isdisjoint(CONTENT_KEYS):
@@ -358,7 +358,7 @@ class RowReader:
         task.kind = known or "chat"
         task.custom_id = row.get("custom_id")
         if not isinstance(task.custom_id, str):
-            raise RequestError(f"custom_id must be a string, got {shown(task.custom_id)}")
+            raise RequestError(f"custom_id must be a string, got {repr_short(task.custom_id)}")
         task.key = task.custom_id
         pooled, names = "", BODY.get(task.kind, {})
         if known is None:
@@ -368,13 +368,13 @@ class RowReader:
             if not pooled or self._pools is None:
                 urls = ", ".join([*KINDS, *(other.KINDS if self._pools else ())])
                 raise RowError(
-                    "unknown_url", f"url must be one of {urls}, got {shown(row.get('url'))}"
+                    "unknown_url", f"url must be one of {urls}, got {repr_short(row.get('url'))}"
                 )
             task.kind, names = "pooled", dict.fromkeys((*other.BODY[pooled], *NOTES))
         if row.get("method", "POST") != "POST":
-            raise RequestError(f"method must be 'POST', got {shown(row['method'])}")
+            raise RequestError(f"method must be 'POST', got {repr_short(row['method'])}")
         if not isinstance(row.get("body"), dict):
-            raise RequestError(f"body must be an object, got {shown(row.get('body'))}")
+            raise RequestError(f"body must be an object, got {repr_short(row.get('body'))}")
         body = {name: value for name, value in row["body"].items() if value is not None}
         self._check_names(body, names)
         for name in row.keys() - {"custom_id", "method", "url", "body"}:
@@ -403,12 +403,12 @@ class RowReader:
         if model is None or self._options.any_model:
             return
         if not isinstance(model, str):
-            raise RequestError(f"model must be a string, got {shown(model)}")
+            raise RequestError(f"model must be a string, got {repr_short(model)}")
         if model != self._model:
             self._warn(
                 f"model {model}",
-                f"rows ask for model {shown(model)}, and {self._model!r} answers them; --any-model"
-                " says that this is meant",
+                f"rows ask for model {repr_short(model)}, and {self._model!r} answers them;"
+                " --any-model says that this is meant",
             )
 
     def _warn(self, key: str, message: str) -> None:
@@ -440,7 +440,7 @@ class RowReader:
         task.prompt = prompt
         asked, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
         if not isinstance(asked, bool):
-            raise RequestError(f"logprobs must be true or false in a chat, got {shown(asked)}")
+            raise RequestError(f"logprobs must be true or false in a chat, got {repr_short(asked)}")
         if top is not None and not asked:
             raise RequestError("top_logprobs needs logprobs: true")
         if asked:
@@ -457,7 +457,7 @@ class RowReader:
         options, is_chat = self._options, task.kind == "chat"
         if not options.takes_apart and not (is_chat and (tools or choice)):
             return own
-        from nanoengine.features.answers import BOUND_TWICE, answer_form, reader_of
+        from nanoengine.features.output_parser import BOUND_TWICE, answer_form, reader_of
 
         reader = options.tool_call_parser
         if reader is None and is_chat and tools and choice in (None, "auto"):
@@ -555,7 +555,7 @@ def _structured(response_format: object) -> dict[str, Any] | None:
             return {"json": schema}
     raise RequestError(
         "response_format must be {'type': 'text'}, {'type': 'json_object'} or {'type':"
-        " 'json_schema', 'json_schema': {'schema': {...}}}, got " + shown(response_format)
+        " 'json_schema', 'json_schema': {'schema': {...}}}, got " + repr_short(response_format)
     )
 
 
@@ -566,7 +566,7 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         raise RequestError(f"prompt must be one prompt, got {len(prompt)}: give each a row")
     if not isinstance(prompt, str | list):
-        raise RequestError(f"prompt must be a string or token ids, got {shown(prompt)}")
+        raise RequestError(f"prompt must be a string or token ids, got {repr_short(prompt)}")
     name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     return {name: prompt} | ({"cache_salt": body["cache_salt"]} if "cache_salt" in body else {})
 
@@ -611,7 +611,8 @@ def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes:
                 wanted = options.prompt_column or options.template or "prompt"
                 raise ConfigError(
                     f"no row of {one.name!r} has what makes a prompt, {wanted!r}: its columns are"
-                    f" {shown(list(names))}; --prompt-column names one, --template takes several"
+                    f" {repr_short(list(names))}; --prompt-column names one, --template takes"
+                    " several"
                 )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanoengine.jobs.log import SIMPLE_FIELDS, Log, replacing
+from nanoengine.jobs.record_log import SIMPLE_FIELDS, RecordLog, replacing
 from nanoengine.jobs.source import require_pyarrow
 
 ANSWER = ("text", "finish_reason", "reasoning_content", "tool_calls", "parse_error")
@@ -28,7 +28,7 @@ MISFITS = (ValueError, TypeError, OverflowError, NotImplementedError)
 """What Arrow raises for values that a type can't hold; its own errors are subclasses of these."""
 
 
-def write_parquet(log: Log, offsets: array[int], path: Path) -> None:
+def write_parquet(log: RecordLog, offsets: array[int], path: Path) -> None:
     """Writes the records at these offsets of a log, in this order, as a Parquet file.
 
     Raises:
@@ -73,7 +73,7 @@ def _name(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
-def _batches(log: Log, offsets: array[int]) -> Iterator[list[dict[str, Any]]]:
+def _batches(log: RecordLog, offsets: array[int]) -> Iterator[list[dict[str, Any]]]:
     lines = map(json.loads, log.lines(offsets))
     while rows := list(itertools.islice(lines, BATCH_ROWS)):
         yield rows
@@ -105,7 +105,9 @@ def _column(arrow: Any, values: list[Any], kind: Any) -> Any:
     return arrow.array(values, kind)
 
 
-def write_csv(log: Log, offsets: array[int], path: Path, delimiter: str, encoding: str) -> None:
+def write_csv(
+    log: RecordLog, offsets: array[int], path: Path, delimiter: str, encoding: str
+) -> None:
     """Writes the records at these offsets of a log, in this order, as a CSV with a header.
 
     The columns of the rows come first. If a row has a column NAME, a new one is output_NAME.

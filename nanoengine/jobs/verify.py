@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import Job
-from nanoengine.jobs.log import Log
+from nanoengine.jobs.record_log import RecordLog
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.work import Result, Stream, Work
 
@@ -25,13 +25,13 @@ SHOWN_CHARS = 40
 """Characters shown of each of two records, around the first difference."""
 
 
-def readable_log(job: Job) -> Log:
+def readable_log(job: Job) -> RecordLog:
     """The job's records.
 
     Raises:
         ConfigError: the records or the rows can't be read again.
     """
-    if not isinstance(job.log, Log) or job.num_rows is None:
+    if not isinstance(job.log, RecordLog) or job.num_rows is None:
         raise ConfigError(
             "--verify reads rows and records again: give files as INPUT and --output, not - or a"
             " pipe"

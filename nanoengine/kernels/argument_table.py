@@ -41,7 +41,7 @@ class ArgumentTableType(types.Opaque):
 
 
 def _text_of(of: types.Type) -> str:
-    """A type in the syntax that `ahead.py` reads; numba's text of a named tuple is not valid
+    """A type in the syntax that `aot.py` reads; numba's text of a named tuple is not valid
     Python."""
     if not isinstance(of, types.BaseTuple):
         return repr(of)

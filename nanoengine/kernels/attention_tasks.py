@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.attention_tiles import FASTMATH
+from nanoengine.kernels.attention_microkernels import FASTMATH
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import PIECES
 

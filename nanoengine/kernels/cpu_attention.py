@@ -11,8 +11,8 @@ steps of `KV_TILE` tokens with an online softmax:
     softmax of the scores against the running maximum of each row
     scores [rows, KV_TILE] x values of a run [n, D]  -> added to output [rows, D]
 
-`attention_tiles.py` has the products, the softmax, and the layout of keys and values in the cache.
-Each sum is one chain in a fixed order, whatever the width of vectors and the other rows: a
+`attention_microkernels.py` has the products, the softmax, and the layout of keys and values in the
+cache. Each sum is one chain in a fixed order, whatever the width of vectors and the other rows: a
 sequence's result has the same bits in any batch.
 
 Source: online softmax and tiling from FlashAttention (Dao et al. 2022, section 3); splitting the
@@ -31,23 +31,7 @@ import numpy as np
 from numba import types
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.attention_tasks import (
-    COUNT,
-    FIRST,
-    HEAD,
-    KV_START,
-    KV_STOP,
-    NUM_QUERIES,
-    OF_HEAD,
-    OF_QUERIES,
-    OF_QUERY,
-    PARTIAL,
-    POSITION,
-    QUERY,
-    ROW_TILE,
-    SEQ,
-)
-from nanoengine.kernels.attention_tiles import (
+from nanoengine.kernels.attention_microkernels import (
     FASTMATH,
     KV_TILE,
     ROWS,
@@ -66,10 +50,26 @@ from nanoengine.kernels.attention_tiles import (
     weigh_and_add,
     words_of,
 )
+from nanoengine.kernels.attention_tasks import (
+    COUNT,
+    FIRST,
+    HEAD,
+    KV_START,
+    KV_STOP,
+    NUM_QUERIES,
+    OF_HEAD,
+    OF_QUERIES,
+    OF_QUERY,
+    PARTIAL,
+    POSITION,
+    QUERY,
+    ROW_TILE,
+    SEQ,
+)
 from nanoengine.kernels.exp import exp
-from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.gemm import LINE
+from nanoengine.kernels.jit import compiled, specialize
 from nanoengine.kernels.pool import parallel_for
-from nanoengine.kernels.tiles import LINE
 
 MASKED = -1e30  # a score with weight 0; finite, so that max - max is not NaN
 LN2 = math.log(2)
@@ -77,7 +77,7 @@ PAGE = 4096  # bytes
 WIDENED_ROWS = 16  # from which on a run is converted once, not for every four rows; half for pairs
 
 
-@by_types()
+@specialize()
 def scales_of(cache, table, head, begin, sizes):
     """An array with the scales of a run's tokens, and their index in it; 0 if there are none."""
     if cache.dtype != types.int8:
@@ -87,7 +87,7 @@ def scales_of(cache, table, head, begin, sizes):
     return place_of_scales
 
 
-@by_types()
+@specialize()
 def scales_of_tile(cache, table, head, first, end, sizes, scales):
     """The scales of a tile's tokens from `first` on, one per token: in the cache itself if they
     belong to one run, else in `scales` [KV_TILE]; 0 if there are none."""
@@ -98,7 +98,7 @@ def scales_of_tile(cache, table, head, first, end, sizes, scales):
     return gathered_scales
 
 
-@by_types()
+@specialize()
 def ask_for_scales(cache, at, sizes):
     """Prefetches the scales of the run that begins at this index, if the cache has any."""
     if cache.dtype != types.int8:
@@ -374,7 +374,7 @@ def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, w
     parallel_for(_combine_merges, len(merges), workers, operands)
 
 
-@by_types()
+@specialize()
 def transform_rows(rows, cache, workers):
     """In place: multiplies rows [T, H, D] by the Hadamard matrix with which an int8 cache stores
     its rows; does nothing for other caches."""
@@ -427,7 +427,7 @@ def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes, workers):
     parallel_for(_store_tokens, len(slots), workers, operands)
 
 
-@by_types(FASTMATH)
+@specialize(FASTMATH)
 def store_head(key, value, slot, head, k_cache, v_cache, sizes):
     """Writes the key and value [D] of one head of the token at `slot`."""
 

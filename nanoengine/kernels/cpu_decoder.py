@@ -3,7 +3,7 @@
     x, residual ─ norm ─ qkv ─ norm, RoPE, store ─ attend ─
                   o ─ norm ─ gate_up ─ gate ─ down ─ x, residual
 
-Some families also have post-norms after o and down, or only those (`LayerPlan.norms`).
+Some families also have post-norms after o and down, or only those (`LayerConfig.norms`).
 `cpu_experts.py` computes an MLP that is a mixture of experts; if no kernel supports it, the call
 ends before the MLP. Mixers other than attention, and what follows the MLP in some families, are in
 files of their own: `MIXERS` and `leave` name them.
@@ -13,7 +13,7 @@ kernels are those that the layer's parts call separately, so the results are the
 The reference implementation is `DecoderLayer.forward`; `tests/layers/test_fused_layers.py` compares
 them.
 
-What is the same in each step comes from an `ArgumentTable`. Weights are as in `multiply.py`.
+What is the same in each step comes from an `ArgumentTable`. Weights are as in `matmul.py`.
 
 Perf: Python's share of the time per token, 16 layers, one Zen 3 core: docs/experiments.md.
 
@@ -31,7 +31,7 @@ from numba import types
 
 from nanoengine.kernels.argument_table import table_entry
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.attention_tiles import numbers_a_word, scale_row
+from nanoengine.kernels.attention_microkernels import numbers_a_word, scale_row
 from nanoengine.kernels.cpu_attention import ask_for_slots, attend
 from nanoengine.kernels.cpu_layers import (
     ADDS,
@@ -48,13 +48,13 @@ from nanoengine.kernels.cpu_linear import (
     rows_of_block,
     share_of_cut,
 )
-from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels, starts_panels
+from nanoengine.kernels.gemm import PANEL, PANELS
+from nanoengine.kernels.jit import compiled, specialize
+from nanoengine.kernels.matmul import as_multiplied, multiply, multiply_panels, starts_panels
 from nanoengine.kernels.pool import SMALL, parallel_for
-from nanoengine.kernels.tiles import PANEL, PANELS
 
-RestOfLayer = namedtuple(
-    "RestOfLayer",
+LayerTail = namedtuple(
+    "LayerTail",
     "o attention_output_norm mlp_norm mlp eps norms_before norms_after scale",
 )
 """Operands after the mixer: weights of the output projection; norms [N], any array where a norm is
@@ -104,7 +104,7 @@ def _leave(x, norm, eps, behind, scale, workers):
                 x[t, i] *= scale
 
 
-@by_types()
+@specialize()
 def keep_gated(gates, ups, activation, row, out, at):
     """Writes the gated product of two rows to out, from element `at` on. `row` is a buffer that is
     used if out holds pairs of bfloat16."""
@@ -162,7 +162,7 @@ def _in_panels(x, weight, activation, out, workers):
     parallel_for(_activate_panels, count, workers, operands)
 
 
-@by_types(FASTMATH)
+@specialize(FASTMATH)
 def activate(x, weight, activation, out, workers):
     """out [T, I] = the gated activation of x times a weight with 2 I outputs, as floats or pairs.
 
@@ -186,7 +186,7 @@ def activate(x, weight, activation, out, workers):
     )
 
 
-@by_types(FASTMATH)
+@specialize(FASTMATH)
 def gated_mlp(x, mlp, eps, behind, factor, workers):
     """In place: x [L, N] becomes the output of a gated MLP or of a mixture of experts; does nothing
     if `mlp` is ()."""
@@ -221,7 +221,7 @@ def finish_layer(attended, residual, all_rows, rows, x_on, residual_on, rest, wo
 
     Args:
         attended: [T, inputs of o].
-        rest: a `RestOfLayer`.
+        rest: a `LayerTail`.
     """
     if not all_rows:
         kept = empty((len(rows), attended.shape[1]), attended.dtype)
@@ -238,13 +238,13 @@ def finish_layer(attended, residual, all_rows, rows, x_on, residual_on, rest, wo
     gated_mlp(x_on, rest.mlp, eps, after, scale, workers)
 
 
-@by_types()
+@specialize()
 def heads_of(projected, value_norm, sizes, workers):
     """The argument `heads` of `rotate_and_store`, from the projection [T, columns]; sizes: (H, K,
     D, P)."""
     if len(value_norm) == 0:
         return lambda projected, value_norm, sizes, workers: projected
-    from nanoengine.kernels.cpu_varied import norm_values
+    from nanoengine.kernels.cpu_gemma4 import norm_values
 
     def normed(projected, value_norm, sizes, workers):
         heads = projected.reshape(len(projected), -1, sizes[2])
@@ -253,7 +253,7 @@ def heads_of(projected, value_norm, sizes, workers):
     return normed
 
 
-@by_types()
+@specialize()
 def weigh(attended, projected, gates, workers):
     """In place: multiplies attended [T, H * D] by the sigmoids of the gates, which precede the
     heads in the projection, if there are any."""
@@ -309,19 +309,19 @@ MIXERS: dict[type, Any] = {Attention: attend_heads}
 memory, operands, workers), which returns [T, inputs of o]. The file of each mixer adds its own."""
 
 
-@by_types()
+@specialize()
 def mixed(x, step, memory, mixer, workers):
     """Returns the mixer's output [T, inputs of o] for normed rows x [T, N]."""
     kernel = MIXERS[mixer.instance_class]
     return lambda x, step, memory, mixer, workers: kernel(x, step, memory, mixer, workers)
 
 
-@by_types()
+@specialize()
 def leave(x, residual, all_rows, rows, step, last, workers):
     """Applies what follows a layer's MLP, `last`, to both results in place; nothing if it is ()."""
     if len(last) == 0:
         return lambda x, residual, all_rows, rows, step, last, workers: None
-    from nanoengine.kernels.cpu_varied import leave_with_input as kernel
+    from nanoengine.kernels.cpu_gemma4 import leave_with_input as kernel
 
     return lambda x, residual, all_rows, rows, step, last, workers: kernel(
         x, residual, all_rows, rows, step[9], last, workers
@@ -344,7 +344,7 @@ def decoder_layers(
         x_on, residual_on: [L, N], the results if not all rows go on; else x and residual.
         step: the arrays of the step that mixers of this kind need.
         layers: an `ArgumentTable` with, per layer, its memory, its first norm [N], the operands of
-            its mixer, its `RestOfLayer`, and the operands of `leave`, or ().
+            its mixer, its `LayerTail`, and the operands of `leave`, or ().
         first, last: the layers from first to last - 1 run.
     """
     for i in range(first, last):

@@ -27,10 +27,10 @@ from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_layers import FASTMATH
 from nanoengine.kernels.emit import Emit, written_by
 from nanoengine.kernels.exp import exp
+from nanoengine.kernels.gemm import I64, tile_function
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
-from nanoengine.kernels.tiles import I64, tile_function
 
 VECTORS = 2  # of a strip
 STRIP = VECTORS * CURRENT.vector_bits // 32  # columns of a matrix
@@ -329,7 +329,7 @@ def delta_rule(qkvz, ba, spans, states, weights, shape, eps, out, workers):
     Args:
         qkvz: [T, C + H * V], as projected: inputs of the convolution, then output gates.
         ba: [T, 2 H]: learning rates and decays, as projected.
-        spans: made by `spans_of` (`layers/cpu_states.py`).
+        spans: made by `spans_of` (`layers/cpu_linear_attention.py`).
         states: [states, elements of one].
         weights: of the convolution [W, C], `Decay`'s a_log and dt_bias [H], the norm [V], and the
             index of each head in `out`, [H] int64.

@@ -12,7 +12,7 @@ as with its expert alone. A token's results are added in the order of experts: *
 has the same bits alone and in any batch**.
 
 Weights of a layer's experts have equal distances in memory (`layers/placement.py`). A weight is two
-tuples. The first is as in `multiply.py`, but each array extends from the first expert to the last.
+tuples. The first is as in `matmul.py`, but each array extends from the first expert to the last.
 The second has the distance between experts in each array.
 
 The reference implementation is `layers/moe.py`; `tests/layers/test_cpu_experts.py` compares the
@@ -30,10 +30,10 @@ from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_layers import gate
 from nanoengine.kernels.cpu_linear import as_read, linear
 from nanoengine.kernels.exp import exp
-from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.multiply import as_multiplied, multiply, multiply_panels
+from nanoengine.kernels.gemm import PANEL
+from nanoengine.kernels.jit import compiled, specialize
+from nanoengine.kernels.matmul import as_multiplied, multiply, multiply_panels
 from nanoengine.kernels.pool import parallel_for
-from nanoengine.kernels.tiles import PANEL
 
 READING = 6  # rows that could be multiplied with a panel while it is read
 # Sorted rows at a time. Why: the intermediate results then stay in the cache, and the C library
@@ -47,7 +47,7 @@ ROUTED = 512  # scores; about as much work
 FASTMATH = ("nsz",)
 
 
-@by_types()
+@specialize()
 def of_expert(weight, e):
     """One expert's weight, in the form that its kernel reads."""
     forms = {
@@ -216,7 +216,7 @@ def gather(x, order, taken, num_workers):
     return out
 
 
-@by_types()
+@specialize()
 def gathered(inputs, order, taken, workers):
     """`gather` of each array of `as_multiplied`. Why not before it: a token has k equal rows."""
     if len(inputs) == 0:
@@ -283,7 +283,7 @@ def _add_weighed(results, scores, out, lo, hi):
             row[i] += result[i] * score
 
 
-@by_types(FASTMATH)
+@specialize(FASTMATH)
 def score_rows(x, gate, scores, workers):
     """scores [T, 1] = the sigmoid of the gate's linear layer, or 1 without a gate."""
 
@@ -298,7 +298,7 @@ def score_rows(x, gate, scores, workers):
     return sigmoids if len(gate) else ones
 
 
-@by_types(FASTMATH)
+@specialize(FASTMATH)
 def add_shared(x, shared, out, workers):
     """out [T, N] += the output of a gated MLP, times its gate's score if there is one; see
     `mixture`."""

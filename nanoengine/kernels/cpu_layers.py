@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.attention_tiles import strips
+from nanoengine.kernels.attention_microkernels import strips
 from nanoengine.kernels.cpu_attention import store_head
 from nanoengine.kernels.emit import writes
 from nanoengine.kernels.exp import exp

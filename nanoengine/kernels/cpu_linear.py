@@ -5,12 +5,12 @@
     ...                            panel 1:  w[16..31, 0] ...
     row N-1                        the remaining N % 16 rows are a narrower panel
 
-A register tile (`tiles.py`) computes some rows x 16 results and loops over the inputs. Memory is
+A register tile (`gemm.py`) computes some rows x 16 results and loops over the inputs. Memory is
 read once and in order, for any number of rows. One layout therefore serves one row, at memory
 speed, and many rows, at the speed of the multipliers. Each tile of a panel also prefetches its
 share of the next panel, so that memory is always busy.
 
-Weights are float32, float16 or bfloat16; bfloat16 is stored in pairs of inputs, see `tiles.py`.
+Weights are float32, float16 or bfloat16; bfloat16 is stored in pairs of inputs, see `gemm.py`.
 16-bit weights become float32 in registers, so results have the bits of a float32 copy at half its
 bytes. Each result is one chain of fused multiply-adds over the inputs in order, whatever tile
 computes it: **a row's result has the same bits alone and in any batch**.
@@ -30,10 +30,10 @@ import numpy as np
 from numba import types
 
 from nanoengine.kernels.arrays import empty
+from nanoengine.kernels.gemm import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.jit import compiled, specialize
 from nanoengine.kernels.pool import PIECES, parallel_for, share_of
-from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
 
 INPUTS = 2048  # inputs per pass of a tile: its panels (128 KiB each) stay in the L2 cache
 ROW_BLOCK = 96  # rows per panel before the next panel: with 2,048 inputs 768 KiB, read in order
@@ -183,7 +183,7 @@ def linear(x, w, bias, out, num_workers):
     parallel_for(_linear, count, num_workers, (x, w, bias, out, tiles, parts))
 
 
-@by_types()
+@specialize()
 def as_read(w):
     """Pairs of bfloat16 weights in the form that `linear` reads on this CPU; others unchanged."""
     if w.dtype == types.uint32 and not DOTS:

@@ -26,14 +26,14 @@ from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_decoder import MIXERS
 from nanoengine.kernels.cpu_delta import STRIP, TOKENS, VECTORS, copy
 from nanoengine.kernels.cpu_layers import FASTMATH, gate_row, norm_row
-from nanoengine.kernels.cpu_states import convolve_channels
+from nanoengine.kernels.cpu_linear_attention import convolve_channels
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
+from nanoengine.kernels.gemm import I64, tile_call, tile_function
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.multiply import multiply
+from nanoengine.kernels.matmul import multiply
 from nanoengine.kernels.pool import SMALL, parallel_for
-from nanoengine.kernels.tiles import I64, tile_call, tile_function
 
 Mamba = namedtuple("Mamba", "projection weights shape kind eps limits")
 """Operands of `mamba`: the weights of the projection, and the remaining arguments of
@@ -172,7 +172,7 @@ def mamba_rule(projected, spans, states, weights, shape, kind, eps, limits, out,
 
     Args:
         projected: [T, H * V + C + H]: output gates, inputs of the convolution, dt.
-        spans: made by `spans_of` (`layers/cpu_states.py`).
+        spans: made by `spans_of` (`layers/cpu_linear_attention.py`).
         states: [states, elements of one].
         weights: of the convolution [W, C] and its bias [C], or none; a_log, dt_bias and d of
             `MambaHeads` [H]; the norm [H * V], or any array.

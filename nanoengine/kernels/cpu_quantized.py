@@ -6,8 +6,8 @@
 
 A line of a panel holds 16 outputs x 4 inputs. Weights and activations have one scale per group of
 64 inputs, which are rotated in blocks of 16 before they are rounded (`code_tables.py` has both
-sizes, `layers.quantized_weight.quantize_rotated` says why). `cpu_grouped.py` handles other weight
-formats. `byte_tiles.py` multiplies with the CPU's own instructions. Dot products are exact, and
+sizes, `layers.quantized_weight.quantize_rotated` says why). `cpu_groupwise.py` handles other weight
+formats. `int8_gemm.py` multiplies with the CPU's own instructions. Dot products are exact, and
 groups are added in order: a row's result has the same bits alone, in any batch and on any CPU.
 
 `layers/quantized.py` is the reference implementation. Perf: `benchmarks/cpu_kernels.py`;
@@ -21,7 +21,10 @@ from __future__ import annotations
 import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.byte_tiles import (
+from nanoengine.kernels.code_tables import GROUP
+from nanoengine.kernels.cpu_linear import keep_outputs, row_parts
+from nanoengine.kernels.gemm import LINE, PANEL
+from nanoengine.kernels.int8_gemm import (
     OF_GROUP,
     UNIT,
     multiply8,
@@ -29,12 +32,9 @@ from nanoengine.kernels.byte_tiles import (
     quantize_unit,
     shapes8,
 )
-from nanoengine.kernels.code_tables import GROUP
-from nanoengine.kernels.cpu_linear import keep_outputs, row_parts
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for, share_of
-from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
 ROW_BLOCK = 128  # rows per panel before the next panel

@@ -12,10 +12,10 @@ import numpy as np
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.arrays import zeros as new_zeros
 from nanoengine.kernels.cpu_linear import FASTMATH, ROW_BLOCK, keep_outputs, rows_of_panels
+from nanoengine.kernels.dequant import AT_ONCE, E4M3, ZEROS, multiply_widened, widen
+from nanoengine.kernels.gemm import PANEL, PANELS
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
-from nanoengine.kernels.tiles import PANEL, PANELS
-from nanoengine.kernels.widen import AT_ONCE, E4M3, ZEROS, multiply_widened, widen
 
 WIDENED = 1024  # inputs dequantized at a time: with two panels 128 KiB, which stay in the L2 cache
 FEW_WIDENED = 2  # rows that each dequantize in registers

@@ -1,6 +1,6 @@
 """The functions of `cpu_attention` that differ for an int8 KV cache.
 
-    one head of a block    its lines of elements, as with floats (`attention_tiles.py`)
+    one head of a block    its lines of elements, as with floats (`attention_microkernels.py`)
                            followed by one float32 scale per token, [P]
 
 A row is multiplied by a Hadamard matrix and rounded when it is stored (`store_rows`). Its elements
@@ -11,7 +11,7 @@ before a step's tasks, and outputs after them (`times_hadamard`), so the tasks, 
 cache, need no matrix.
 
 `cpu_attention` uses these functions if the cache is int8, and imports this file only then.
-`attention/stored.py` is the reference implementation.
+`attention/kv_quantization.py` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ import numpy as np
 from llvmlite import ir
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.attention_tiles import FASTMATH, KV_TILE, ask_for, lines_of, scale_row
+from nanoengine.kernels.attention_microkernels import (
+    FASTMATH,
+    KV_TILE,
+    ask_for,
+    lines_of,
+    scale_row,
+)
 from nanoengine.kernels.emit import Emit, writes
+from nanoengine.kernels.gemm import LINE
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import SMALL, parallel_for
-from nanoengine.kernels.tiles import LINE
 
-LEAST = np.float32(2.0**-100)  # see `attention/stored.py`
+LEAST = np.float32(2.0**-100)  # see `attention/kv_quantization.py`
 LANES = 8  # per vector: `CPUBackend.head_dims` are multiples of it
 
 

@@ -5,7 +5,7 @@
 
 numba's own cache only checks the file of a function to decide whether its code is valid, and keeps
 code for one CPU. Here code is valid until a file of this directory changes, on every CPU with the
-same instruction set. It can therefore be compiled while the package is installed (`ahead.py`).
+same instruction set. It can therefore be compiled while the package is installed (`aot.py`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def compiled(*, fastmath: Collection[str], part: bool = False) -> Callable[..., 
     return decorate
 
 
-def by_types(fastmath: Collection[str] = ()) -> Callable[..., Any]:
+def specialize(fastmath: Collection[str] = ()) -> Callable[..., Any]:
     """A function of compiled code that is chosen by the types of its arguments. The decorated
     function is called with these types when a caller is compiled, and returns the function to
     use."""

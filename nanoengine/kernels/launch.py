@@ -12,7 +12,7 @@ from typing import Any
 import triton
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import brief
+from nanoengine.settings.checks import truncate
 
 Constants = dict[str, Any]
 """All constexprs of a launch, and options such as num_warps."""
@@ -38,7 +38,7 @@ def require_compiler() -> None:
         launch(empty_kernel, (1,), {})
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"Triton can't build kernels for this GPU: {brief(error)}; it needs a C compiler and"
+            f"Triton can't build kernels for this GPU: {truncate(error)}; it needs a C compiler and"
             f" Python's headers, such as the packages gcc and python3-dev, and Python.h in"
             f" {sysconfig.get_paths()['include']}: install them, or set device='cpu'"
         ) from error

@@ -7,7 +7,8 @@
 
 Called by `layers/triton_mamba.py` alone. The reference implementations are `MambaHeads` and
 `MambaMixer.gated` (`models/mamba.py`), `step` and `scan` (`layers/mamba2.py`). Pieces, slots and
-the parts that a program owns are as in `kernels/triton_states.py`, whose convolutions run before.
+the parts that a program owns are as in `kernels/triton_linear_attention.py`, whose convolutions
+run before.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_states import PIECE, _activated
+from nanoengine.kernels.triton_linear_attention import PIECE, _activated
 
 
 @triton.jit

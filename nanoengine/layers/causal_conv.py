@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from nanoengine.attention.batch import Span
+from nanoengine.attention.batch import SequenceSegment
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.layer import Layer, ModelContext
 
@@ -53,7 +53,7 @@ class CausalConv(Layer):
         self.states.index_copy_(0, writes, inputs[:, 1:])
         return self._summed([inputs[:, tap] for tap in range(self.shape[0])], x.dtype)
 
-    def scan(self, x: torch.Tensor, span: Span) -> torch.Tensor:
+    def scan(self, x: torch.Tensor, span: SequenceSegment) -> torch.Tensor:
         """Computes the tokens of one sequence: [N, C] -> the same."""
         before = self.states[span.read]
         inputs = torch.cat((before, x.to(before.dtype)))  # [W - 1 + N, C]

@@ -51,7 +51,7 @@ class Shard:
 
 
 @dataclass(slots=True)
-class Whereabouts:
+class RankPosition:
     """A rank's progress: it is in the `number`th collective of a step, which does `what`."""
 
     step: int = 0
@@ -76,7 +76,7 @@ class Collectives:
     shard: Shard = field(default_factory=Shard)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
-    place: Whereabouts = field(default_factory=Whereabouts)
+    place: RankPosition = field(default_factory=RankPosition)
 
     @classmethod
     def connect(

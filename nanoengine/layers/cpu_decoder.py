@@ -24,12 +24,12 @@ from nanoengine.kernels.cpu_decoder import (
     Attention,
     ExpertMLP,
     GatedMLP,
-    RestOfLayer,
+    LayerTail,
     decoder_layers,
 )
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.cpu_linear import DOTS
-from nanoengine.kernels.tiles import PANEL
+from nanoengine.kernels.gemm import PANEL
 from nanoengine.layers.linear import Linear
 from nanoengine.layers.norm import RMSNorm
 
@@ -118,7 +118,7 @@ class LayerParts:
             softcap=real(spec.softcap or 0),
         )
 
-    def ends(self) -> tuple[list[Any], RestOfLayer]:
+    def ends(self) -> tuple[list[Any], LayerTail]:
         """The weights of the mixer's first projections, and the rest of the layer."""
         operands = [linear.method.operands(linear.bias) for linear in self.linears]
         of_mlp = [operands.pop() for _ in range(2 * (self.gated is not None))][::-1]
@@ -132,7 +132,7 @@ class LayerParts:
             mlp = GatedMLP(*of_mlp, output_norm, operand, inner, gate)
         elif self.experts:
             mlp = ExpertMLP(self.experts, output_norm)
-        return operands, RestOfLayer(
+        return operands, LayerTail(
             o=o,
             attention_output_norm=self.weight_of(self.behind[0]),
             mlp_norm=self.weight_of(self.before[1]),
@@ -191,7 +191,7 @@ class FusedLayers:
         """The number of layers."""
         return len(self.layers)
 
-    def may_precede(self, parts: LayerParts) -> bool:
+    def can_join(self, parts: LayerParts) -> bool:
         """Whether this layer may run in the same call."""
         return self.rest is None and self.rotation == parts.rotation
 

@@ -15,8 +15,8 @@ import torch
 
 from nanoengine.kernels.cpu_experts import mixture
 from nanoengine.kernels.cpu_layers import GATES
+from nanoengine.kernels.gemm import PANEL
 from nanoengine.kernels.threads import num_workers
-from nanoengine.kernels.tiles import PANEL
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.packed import PackedLinear

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from nanoengine.kernels.cpu_mamba import BEFORE, BEHIND, PLAIN, Mamba, mamba_rule
-from nanoengine.layers.cpu_states import CPURule
+from nanoengine.layers.cpu_linear_attention import CPURule
 
 NORMS = {None: PLAIN, "behind": BEHIND, "before": BEFORE}
-"""`StatePlan.norm` -> its constant in the kernels."""
+"""`LinearAttentionConfig.norm` -> its constant in the kernels."""
 
 
 class CPUMamba(CPURule):

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
-from nanoengine.kernels import cpu_grouped as grouped
+from nanoengine.kernels import cpu_groupwise as grouped
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_weight_only as weight_only
-from nanoengine.kernels.byte_tiles import OF_GROUP, PANEL
 from nanoengine.kernels.code_tables import GROUP
+from nanoengine.kernels.dequant import E2M1, E4M3
+from nanoengine.kernels.int8_gemm import OF_GROUP, PANEL
 from nanoengine.kernels.threads import num_workers
-from nanoengine.kernels.widen import E2M1, E4M3
 from nanoengine.layers.gguf_blocks import read_scales, stored_codes
-from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
+from nanoengine.layers.groupwise_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS, largest_of
 from nanoengine.layers.placement import empty_bytes

@@ -205,7 +205,7 @@ def _parts(type: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class StoredCodes(NamedTuple):
-    """Codes as they are stored in rows of bytes; see `kernels/pack_groups.py`.
+    """Codes as they are stored in rows of bytes; see `kernels/pack_groupwise.py`.
 
     Attributes:
         rows: [N, bytes] uint8.

@@ -3,7 +3,7 @@
 A *kernel set* is one object per device type: attention, norms, gates, how linear layers store and
 multiply their weights, and what is fused into fewer calls after loading. `Kernels` is the set of
 `attention_backend="naive"`, the readable form against which all other sets are tested. Layers use
-theirs through `ModelContext.kernels`; `runner/numerics.py` selects it.
+theirs through `ModelContext.kernels`; `runner/options.py` selects it.
 
 The dtype of a norm's weight says where to round: if the weight has x's dtype, the norm is rounded
 before the multiplication; if it is wider, after. The checkpoints' own code does the same.
@@ -112,7 +112,7 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),
     "clamped_swiglu": clamped_swiglu,
 }
-"""`LayerPlan.hidden_act` -> the function of gate and up, which every set computes."""
+"""`LayerConfig.hidden_act` -> the function of gate and up, which every set computes."""
 
 
 class LinearMethod(nn.Module, ABC):
@@ -173,7 +173,7 @@ class LinearMethod(nn.Module, ABC):
         Args:
             softcap: applied to the outputs afterwards. Its rounding may make two outputs equal;
                 then all must be computed.
-            masks: returns the allowed outputs, one bit each (`kernels/cpu_screen.py`); called only
+            masks: returns the allowed outputs, one bit each (`kernels/cpu_argmax.py`); called only
                 if they can be used.
 
         Returns:

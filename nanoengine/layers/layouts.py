@@ -8,7 +8,7 @@ Pairs without RoPE have the angle 0. If RoPE rotates pairs of neighbours, or onl
 the loader reorders the dimensions of queries and keys as backends expect them (`head_order`).
 Scores don't change, because queries and keys are reordered alike.
 
-Called by `models/generic.py`, `models/latent.py` and `models/states.py`.
+Called by `models/generic.py`, `models/mla.py` and `models/linear_attention.py`.
 
 Legend: T tokens, H / K query / KV heads of this rank, D head dim.
 """
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from nanoengine.attention.base import Rotation
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import LayerPlan
+from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered, whole_slots
 from nanoengine.layers.layer import Layer, ModelContext
@@ -89,7 +89,7 @@ def head_order(config: ModelConfig) -> torch.Tensor | None:
 # --- linear layers --------------------------------------------------------------------------------
 
 
-class OneTensorLinear(MergedLinear):
+class FusedTensorLinear(MergedLinear):
     """Matrices that the checkpoint stores as one tensor, under this layer's name."""
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
@@ -107,7 +107,7 @@ class OneTensorLinear(MergedLinear):
         return rows
 
 
-def whole_linear(
+def replicated_linear(
     path: str, inputs: int, outputs: int, context: ModelContext, *, bias: bool = False
 ) -> MergedLinear:
     """Makes a linear layer that every rank holds whole."""
@@ -143,11 +143,11 @@ class ReorderedQKV(QKVLinear):
                 self.orders[part] = torch.cat(each).flatten()
 
 
-class OneTensorQKV(ReorderedQKV, OneTensorLinear):
+class FusedTensorQKV(ReorderedQKV, FusedTensorLinear):
     """A `ReorderedQKV` that the checkpoint stores as one tensor."""
 
 
-class HeadByHeadQKV(OneTensorQKV):
+class InterleavedQKV(FusedTensorQKV):
     """One tensor with the queries, the key and the value of each KV head, head after head."""
 
     def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
@@ -159,13 +159,13 @@ class HeadByHeadQKV(OneTensorQKV):
 
 QKV_LAYOUTS: dict[bool | str, type[ReorderedQKV]] = {
     False: ReorderedQKV,
-    "parts": OneTensorQKV,
-    "heads": HeadByHeadQKV,
+    "parts": FusedTensorQKV,
+    "heads": InterleavedQKV,
 }
-"""`LayerPlan.fused_qkv` -> the layer."""
+"""`LayerConfig.fused_qkv` -> the layer."""
 
 
-def as_stored(slots: Mapping[str, WeightSlot], plan: LayerPlan) -> dict[str, WeightSlot]:
+def as_stored(slots: Mapping[str, WeightSlot], plan: LayerConfig) -> dict[str, WeightSlot]:
     """Adapts a model's slots if its norms have no weight, which are filled with 1, or if its
     checkpoint stores matrices as [inputs, outputs]."""
     found = dict(slots)

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanoengine.checkpoint.plan import MoEConfig
+from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.checkpoint.quantization import IN_MXFP4
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
 from nanoengine.layers.kernels import LinearMethod
@@ -30,7 +30,7 @@ from nanoengine.layers.quantized_formats import MXFP4
 from nanoengine.layers.quantized_weight import QuantizedWeight
 
 
-class ExactLinear(Linear):
+class FullPrecisionLinear(Linear):
     """A small matrix that every rank holds whole, in the dtype of activations.
 
     Why not in the dtype of stored weights: a rounding error may select another expert.
@@ -47,7 +47,7 @@ class ExactLinear(Linear):
         return self.slots_of(path, MatrixPart(self.shape))
 
 
-class Router(ExactLinear):
+class Router(FullPrecisionLinear):
     """Scores the experts: hidden [T, hidden_size] -> (weights [T, k], expert ids [T, k])."""
 
     def __init__(
@@ -90,8 +90,8 @@ class Router(ExactLinear):
         groups = preferred.unflatten(1, (self.moe.num_groups, -1))
         sums = groups.topk(self.moe.best_of_group, dim=-1).values.sum(-1)
         best = sums.topk(self.moe.groups_per_token).indices
-        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-        return groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
+        ignored_tensors = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        return groups.masked_fill(ignored_tensors.unsqueeze(-1), -torch.inf).flatten(1)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         bias = self.e_score_correction_bias

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import NormKind
+from nanoengine.checkpoint.layer_config import NormKind
 from nanoengine.checkpoint.slots import WeightSlot, ordered, whole_slots
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.layouts import head_order

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nanoengine.kernels import cpu_argmax
 from nanoengine.kernels import cpu_linear as kernels
-from nanoengine.kernels import cpu_screen
+from nanoengine.kernels.gemm import PANEL
 from nanoengine.kernels.threads import num_workers
-from nanoengine.kernels.tiles import PANEL
 from nanoengine.layers.kernels import Masks, UnquantizedLinear
 
 SCREENED_BYTES = 2**24
@@ -34,7 +34,7 @@ two Zen 5 cores: 256 rows, 32 against 18 ms; 8, 16 and 32 rows of pairs, 0.9, 1.
 def largest_of(outputs: torch.Tensor, masks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of `LinearMethod.argmax`, from all outputs [L, N] float32."""
     ids, largest = np.empty(len(outputs), np.int64), np.empty(len(outputs), np.float32)
-    cpu_screen.largest_of(outputs.numpy(), masks, ids, largest, num_workers())
+    cpu_argmax.largest_of(outputs.numpy(), masks, ids, largest, num_workers())
     return torch.from_numpy(ids), torch.from_numpy(largest)
 
 
@@ -145,7 +145,7 @@ class ScreenedHead(PackedLinear):
                 panels, padded = outputs // PANEL, -(-inputs // 4) * 4
                 self.values = torch.empty(panels, padded * PANEL, dtype=torch.int8)
                 self.scales, self.slack = torch.empty(2, outputs)
-            cpu_screen.quantize_outputs(self.panels, *self._copy(), inputs, num_workers())
+            cpu_argmax.quantize_outputs(self.panels, *self._copy(), inputs, num_workers())
 
     def _copy(self) -> tuple[np.ndarray, ...]:
         """The int8 copy as the kernels read it. Why not kept: buffers are moved after loading
@@ -163,7 +163,7 @@ class ScreenedHead(PackedLinear):
         if self.rounds_inputs:
             x = x.bfloat16().float()
         ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)
-        found = cpu_screen.largest_outputs(
+        found = cpu_argmax.largest_outputs(
             x.contiguous().numpy(), self.panels, *self._copy(), self.no_bias,
             np.float32(softcap or 0), bits, ids, largest, num_workers(),
         )  # fmt: skip

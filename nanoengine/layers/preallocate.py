@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanoengine.kernels.tiles import LINE
+from nanoengine.kernels.gemm import LINE
 from nanoengine.layers.placement import empty_bytes, touched
 
 ARENA_BYTES = 256 << 20

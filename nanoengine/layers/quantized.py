@@ -91,7 +91,7 @@ def quantized_linears(
     return method
 
 
-def no_kind(name: str, **options: object) -> None:
+def dequantize_all(name: str, **options: object) -> None:
     """Returns None, for devices without a kernel for stored forms: these are dequantized."""
 
 

@@ -201,7 +201,7 @@ def quantize_with_mins(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     with 5.
     """
     # Why here: it imports numba, which checkpoints with quantized weights don't need.
-    from nanoengine.kernels.search_groups import STRETCHES, round_groups, search_groups
+    from nanoengine.kernels.search_groupwise import STRETCHES, round_groups, search_groups
     from nanoengine.kernels.threads import num_workers
 
     outputs, device, most = len(weight), weight.device, 2**bits - 1

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import MoEConfig
+from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
 from nanoengine.layers.layer import ModelContext
 from nanoengine.layers.moe import Router

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoengine.checkpoint.plan import MoEConfig
+from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.kernels import triton_experts, triton_routing
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.kernels import LinearMethod

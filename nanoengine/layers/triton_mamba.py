@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from nanoengine.attention.batch import StateWave
+from nanoengine.attention.batch import ScanStep
 from nanoengine.kernels import triton_mamba as kernels
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
 from nanoengine.layers.delta_rule import CHUNK
-from nanoengine.layers.triton_states import TritonConv, width_of
+from nanoengine.layers.triton_linear_attention import TritonConv, width_of
 
 STEP_WIDTH = 32
 """Columns of a matrix per program of a step, with all of its rows: 16 KiB for 128 rows."""
@@ -54,7 +54,7 @@ class TritonMamba:
         self, xbc: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, reads: torch.Tensor,
         writes: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """See `MatrixLayer.steps`."""
+        """See `MatrixStateLayer.steps`."""
         mixed, states = self.conv.step(xbc, reads, writes), self.layer.rows
         sizes, value = self._sizes(states), self.plan.value_dim
         out = torch.empty((*dt.shape, value), dtype=states.dtype, device=states.device)
@@ -67,10 +67,10 @@ class TritonMamba:
         return out
 
     def scan(
-        self, xbc: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, wave: StateWave,
+        self, xbc: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, wave: ScanStep,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """See `MatrixLayer.scans`; all spans at once."""
+        """See `MatrixStateLayer.scans`; all spans at once."""
         mixed, states = torch.empty(xbc.shape, dtype=xbc.dtype, device=xbc.device), self.layer.rows
         self.conv.scan(xbc, wave, mixed)
         pieces, firsts = wave.pieces

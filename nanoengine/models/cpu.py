@@ -4,8 +4,8 @@ Norms and gates take one pass each. Weights are stored in panels on huge pages. 
 adjacent decoder layers are fused into one compiled call. `layers.kernels.Kernels` is the readable
 form; tests/kernels/test_cpu_kernels.py and tests/layers/test_fused_layers.py compare the two.
 
-`layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_states.py` are imported only for
-models that have such layers.
+`layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_linear_attention.py` are
+imported only for models that have such layers.
 """
 
 from __future__ import annotations
@@ -131,23 +131,23 @@ class CPUKernels(Kernels):
                     mlp.routed = CPUExperts(mlp)
         states = model.config.states
         if states is not None:
-            from nanoengine.layers.cpu_states import CPUDelta, StateParts
+            from nanoengine.layers.cpu_linear_attention import CPUDelta, StateParts
 
             mix = CPUDelta if states.kind == "delta" else None
             if states.kind == "mamba":
                 from nanoengine.layers.cpu_mamba import CPUMamba as mix
 
             for mixer in model.state_layers if mix and self.dtype != torch.float64 else ():
-                mixer.mix_of = mix(mixer)
+                mixer.mixer_fn = mix(mixer)
         of_layer, fused, plan = LayerParts, FusedLayers, model.config.plan
         if plan.latent is not None:
-            from nanoengine.layers.cpu_latent import LatentParts
+            from nanoengine.layers.cpu_mla import LatentParts
 
             of_layer = LatentParts
         elif plan.gemma4 is not None:
-            from nanoengine.layers.cpu_varied import VariedLayers, VariedParts
+            from nanoengine.layers.cpu_gemma4 import Gemma4FusedLayers, Gemma4Parts
 
-            of_layer, fused = VariedParts, VariedLayers
+            of_layer, fused = Gemma4Parts, Gemma4FusedLayers
         decoder = model.model
         decoder.stack = []
         for layer in decoder.layers:
@@ -159,7 +159,7 @@ class CPUKernels(Kernels):
             before = decoder.stack[-1] if decoder.stack else None
             if parts is None or not FusedLayers.takes(parts):
                 decoder.stack.append(layer)
-            elif isinstance(before, FusedLayers) and before.may_precede(parts):
+            elif isinstance(before, FusedLayers) and before.can_join(parts):
                 before.append(parts)
             else:
                 decoder.stack.append(fused(parts))

@@ -14,8 +14,8 @@ attention, because no later operation reads another row.
 Modules are named as in the checkpoint, so each weight is found under its own name. The runner calls
 the model; the model knows neither blocks nor sampling.
 
-Other families replace these parts by those in `generic.py`, `moe.py` and `states.py`; `loader.py`
-selects them by the config.
+Other families replace these parts by those in `generic.py`, `moe.py` and `linear_attention.py`;
+`loader.py` selects them by the config.
 
 Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
 """
@@ -149,11 +149,11 @@ class DecoderLayer(Layer):
         """
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, rotation, batch, rows)
-        x, residual = self.post_attention_layernorm(x, taken(residual, rows))
+        x, residual = self.post_attention_layernorm(x, select_rows(residual, rows))
         return self.mlp(x), residual
 
 
-def taken(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+def select_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """Selects the rows [L] of x [T, ...]; None: all of them, without a copy."""
     return x if rows is None else x.index_select(0, rows)
 
@@ -202,7 +202,7 @@ class SelfAttention(Layer):
         """All tokens store keys and values and attend; only the outputs in `rows` are returned."""
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D]
         attended = self.attention(heads, rotation, self.norm_weights, batch)  # [T, H, D]
-        return self.o_proj(taken(attended, rows).flatten(1))
+        return self.o_proj(select_rows(attended, rows).flatten(1))
 
 
 class GatedMLP(Layer):

@@ -13,7 +13,7 @@ sliding window. A layer of the narrower kind needs only a fraction of a slice of
 several of them share one: block b of the pool is their blocks m b, m b + 1, ...
 
 `loader.py` uses this file if `plan.gemma4` is set. Everything except matrix products, norms and
-attention is plain torch; on a CPU `layers/cpu_varied.py` has compiled calls for layers without
+attention is plain torch; on a CPU `layers/cpu_gemma4.py` has compiled calls for layers without
 experts.
 
 Source: the model code of Gemma 4.
@@ -38,19 +38,19 @@ from nanoengine.checkpoint.slots import WeightSlot, whole_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.layouts import whole_linear
+from nanoengine.layers.layouts import replicated_linear
 from nanoengine.layers.linear import MergedLinear
 from nanoengine.layers.moe import Experts
 from nanoengine.layers.norms import ReorderedHeadNorm, make_norm
 from nanoengine.layers.routers import ScaledRouter
-from nanoengine.models.decoder import taken
+from nanoengine.models.decoder import select_rows
 from nanoengine.models.generic import (
     ACTIVATIONS,
     GenericAttention,
     GenericDecoder,
     GenericLayer,
     GenericLM,
-    Rotaries,
+    RotaryEmbeddings,
     ScaledEmbedding,
     make_mlp,
 )
@@ -139,13 +139,13 @@ class Gemma4Decoder(GenericDecoder):
         configs = [of_layer(config, index) for index in range(depth)]
         kinds = list(dict.fromkeys(config.sliding_windows))
         firsts = map(config.sliding_windows.index, kinds)
-        self.rotary = Rotaries([(config.ropes[n], configs[n]) for n in firsts], context)
+        self.rotary = RotaryEmbeddings([(config.ropes[n], configs[n]) for n in firsts], context)
         self.input_size, size = varied.input_size, depth * varied.input_size
         if size:
             self.embed_tokens_per_layer = ScaledEmbedding(
                 varied.input_size**0.5, config.vocab_size, size, context=context
             )
-            self.per_layer_model_projection = whole_linear(
+            self.per_layer_model_projection = replicated_linear(
                 "model.per_layer_model_projection", hidden, size, context
             )
             sizes = replace(config, hidden_size=varied.input_size)
@@ -257,10 +257,10 @@ class Gemma4Layer(GenericLayer):
             norms += "post_mlp_norm", "post_experts_norm", "pre_experts_norm"
         self.activation = ACTIVATIONS[plan.hidden_act]
         if varied.input_size:
-            self.per_layer_input_gate = whole_linear(
+            self.per_layer_input_gate = replicated_linear(
                 f"{path}.per_layer_input_gate", hidden, varied.input_size, context
             )
-            self.per_layer_projection = whole_linear(
+            self.per_layer_projection = replicated_linear(
                 f"{path}.per_layer_projection", varied.input_size, hidden, context
             )
             norms += ("post_per_layer_input_norm",)
@@ -293,10 +293,10 @@ class Gemma4Layer(GenericLayer):
         normed, x = self.input_layernorm(x, None)
         attended = self.mixer(normed, rotations[self.rotation], batch, rows)
         attended = self._added(self.attention_output_norm, attended)
-        normed, x = self.post_attention_layernorm(attended, taken(x, rows))
+        normed, x = self.post_attention_layernorm(attended, select_rows(x, rows))
         x = x + self._mlps(normed, x)
         if inputs is not None:
-            own = taken(inputs[:, self.index], rows)
+            own = select_rows(inputs[:, self.index], rows)
             gated = self.activation(self.per_layer_input_gate(x)) * own
             x = x + self._added(self.post_per_layer_input_norm, self.per_layer_projection(gated))
         return x * self.layer_scalar
@@ -378,7 +378,7 @@ class Gemma4Attention(GenericAttention):
             values = F.rms_norm(heads[:, -self.counts[1] :], (self.head_dim,), None, self.eps)
             kept = heads if self.keys_are_values else heads[:, : sum(self.counts)]
             attended = attention(torch.cat((kept, values), dim=1), rotation, norm, batch)
-        return self.o_proj(taken(attended, rows).flatten(1))
+        return self.o_proj(select_rows(attended, rows).flatten(1))
 
 
 class QueryNorm(ReorderedHeadNorm):

@@ -1,4 +1,4 @@
-"""Replacements for the parts of `decoder.py`, selected by `LayerPlan`, for other families.
+"""Replacements for the parts of `decoder.py`, selected by `LayerConfig`, for other families.
 
     GenericLM         a head that scales or caps logits
     GenericDecoder    scaled embeddings; several kinds of RoPE
@@ -8,7 +8,7 @@
     UnfusedAttention  output gates, and whatever no backend supports
 
 `loader.py` uses them if a config needs any of them. Experts (`moe.py`) and recurrent layers
-(`states.py`) are imported only for configs that have them.
+(`linear_attention.py`) are imported only for configs that have them.
 
 Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
 """
@@ -27,7 +27,7 @@ from torch import nn
 from nanoengine.attention.base import AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import LayerPlan
+from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import WeightSlot, whole_slots
 from nanoengine.errors import ConfigError
@@ -46,7 +46,7 @@ from nanoengine.models.decoder import (
     GatedMLP,
     Layers,
     SelfAttention,
-    taken,
+    select_rows,
 )
 
 Norm = RMSNorm | LayerNorm | None
@@ -69,12 +69,12 @@ class GenericLM(CausalLM):
         capped = (
             plan.logit_scale != 1 or plan.final_logit_softcapping is not None or plan.lm_head_bias
         )
-        head = partial(CappedHead, plan) if capped else OutputHead
+        head = partial(SoftcapLMHead, plan) if capped else OutputHead
         self.lm_head = head("lm_head", self.model.embed_tokens, tied=tied, context=context)
         if config.states is not None:
-            from nanoengine.models.states import StateLayer
+            from nanoengine.models.linear_attention import RecurrentLayer
 
-            self.state_layers = [m for m in self.modules() if isinstance(m, StateLayer)]
+            self.state_layers = [m for m in self.modules() if isinstance(m, RecurrentLayer)]
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
         """Makes everything between the token ids and the last norm."""
@@ -85,13 +85,15 @@ class GenericLM(CausalLM):
         return all(getattr(part, "graph_safe", True) for part in self.model.modules())
 
 
-class CappedHead(OutputHead):
+class SoftcapLMHead(OutputHead):
     """An output head with scaled logits, biases, or a soft cap.
 
     Why the hidden states are scaled, not the logits: they have fewer elements.
     """
 
-    def __init__(self, plan: LayerPlan, *arguments: Any, context: ModelContext, tied: bool) -> None:
+    def __init__(
+        self, plan: LayerConfig, *arguments: Any, context: ModelContext, tied: bool
+    ) -> None:
         super().__init__(*arguments, context=context, tied=tied)
         self.scale, self.cap = plan.logit_scale, plan.final_logit_softcapping
         self.bias = context.parameter(self.shape[0]) if plan.lm_head_bias else None
@@ -131,7 +133,7 @@ class GenericDecoder(Decoder):
         embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
         self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
-        self.rotary = Rotaries([(rope, config) for rope in kinds], context)
+        self.rotary = RotaryEmbeddings([(rope, config) for rope in kinds], context)
         self.layers = nn.ModuleList(
             layer(index, kinds.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
@@ -163,7 +165,7 @@ class ScaledEmbedding(Embedding):
         return super().forward(token_ids) * self.scale
 
 
-class Rotaries(Layer):
+class RotaryEmbeddings(Layer):
     """Several kinds of RoPE, each with the config of its layers: positions [T] -> one rotation per
     kind."""
 
@@ -222,15 +224,15 @@ class GenericLayer(DecoderLayer):
         batch: Batch,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = summed(self.input_layernorm, x, residual)
+        x, residual = add_and_norm(self.input_layernorm, x, residual)
         attended = self.mixer(x, rotations[self.rotation], batch, rows)
-        residual = taken(residual, rows)
+        residual = select_rows(residual, rows)
         if self.is_parallel:
-            x, each = taken(x, rows), self.post_attention_layernorm
+            x, each = select_rows(x, rows), self.post_attention_layernorm
             x = x if each is None else each(residual, None)[0]
             return self._added(None, attended + self.mlp(x)), residual
         attended = self._added(self.attention_output_norm, attended)
-        x, residual = summed(self.post_attention_layernorm, attended, residual)
+        x, residual = add_and_norm(self.post_attention_layernorm, attended, residual)
         return self.mlp_part(x), residual
 
     def mlp_part(self, x: torch.Tensor) -> torch.Tensor:
@@ -243,7 +245,7 @@ class GenericLayer(DecoderLayer):
         return x if self.scale == 1 else x * self.scale
 
 
-def summed(
+def add_and_norm(
     norm: Norm, x: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (norm(x + residual), x + residual).
@@ -264,14 +266,14 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
         if states.kind == "mamba":
             from nanoengine.models.mamba import MambaMixer as kind
         else:
-            from nanoengine.models.states import STATE_LAYERS
+            from nanoengine.models.linear_attention import STATE_LAYERS
 
             kind = STATE_LAYERS[states.kind]
         return kind(f"{path}.{kind.name}", config, context)
     if config.plan.latent is not None:
-        from nanoengine.models.latent import LatentAttention
+        from nanoengine.models.mla import MLAAttention
 
-        return LatentAttention(f"{path}.{LatentAttention.name}", index, config, context)
+        return MLAAttention(f"{path}.{MLAAttention.name}", index, config, context)
     needed = config.plan.output_gate or needs_torch(index, config, context)
     attention = UnfusedAttention if needed else GenericAttention
     return attention(f"{path}.{attention.name}", index, config, context)
@@ -280,7 +282,7 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
 def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
     """Makes the MLP of layer `index`, whose full name is `path`: [T, hidden_size] -> the same."""
     plan = config.plan
-    gated = OneTensorMLP if plan.fused_gate_up else FactorMLP if plan.falcon_h1 else GatedMLP
+    gated = PackedGatedMLP if plan.fused_gate_up else ScaledGatedMLP if plan.falcon_h1 else GatedMLP
     if config.moe is not None and index in config.moe.layers:
         from nanoengine.models.moe import SparseMLP
 
@@ -291,13 +293,13 @@ def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) 
     return (gated if plan.gated_mlp else PlainMLP)(path, config.intermediate_size, config, context)
 
 
-class OneTensorMLP(GatedMLP):
+class PackedGatedMLP(GatedMLP):
     """A gated MLP whose gate and up weights are one tensor in the checkpoint."""
 
-    linear = layouts.OneTensorLinear
+    linear = layouts.FusedTensorLinear
 
 
-class FactorMLP(GatedMLP):
+class ScaledGatedMLP(GatedMLP):
     """A gated MLP with factors on the gate and on the output."""
 
     def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
@@ -402,7 +404,7 @@ def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
         ConfigError: the attention backend does not compute sinks.
     """
     backend, wide = context.kernels.attention, torch.promote_types(context.dtype, torch.float32)
-    if not backend.takes_sinks:
+    if not backend.supports_sinks:
         raise ConfigError(
             f"attention backend {backend.name} does not compute this model's attention sinks:"
             " set attention_backend='auto'"
@@ -451,9 +453,9 @@ class UnfusedAttention(GenericAttention):
             attended = self._attend_normed_last(heads, rotation, batch)
         else:
             attended = self.attention(heads, rotation, self.norm_weights, batch)
-        attended = taken(attended, rows)
+        attended = select_rows(attended, rows)
         if self.num_gates:
-            gates = taken(gates, rows).sigmoid()
+            gates = select_rows(gates, rows).sigmoid()
             attended = attended * gates.unflatten(1, (self.num_heads, -1))
         return self.o_proj(attended.flatten(1))
 

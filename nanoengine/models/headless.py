@@ -23,7 +23,7 @@ class NoHead(Layer):
         """Returns None: there are no logits."""
 
 
-def take_head_off(model: CausalLM) -> CausalLM:
+def strip_lm_head(model: CausalLM) -> CausalLM:
     """Removes the model's head; its weights were tied, so the embedding alone uses them from now
     on.
 

@@ -23,9 +23,10 @@ def balance_keys(model: CausalLM, dtype: torch.dtype) -> None:
     channels of a row share one scale. Scores do not change: factors are powers of two, and are
     equal in the two channels that RoPE rotates together.
 
-    The rounding error of a row is spread evenly over its channels (`attention/stored.py`), so the
-    factors sqrt(|k| / |q|) minimize the error of a score. Channel sizes are measured on normally
-    distributed inputs, which works for weights in any format.
+    The rounding error of a row is spread evenly over its channels
+    (`attention/kv_quantization.py`), so the factors sqrt(|k| / |q|) minimize the error of a score.
+    Channel sizes are measured on normally distributed inputs, which works for weights in any
+    format.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROBES, model.config.hidden_size, generator=generator)

@@ -13,7 +13,7 @@ import torch
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import Stored, stored_tensors
-from nanoengine.checkpoint.plan import LayerPlan
+from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.slots import OwnsWeights, TensorNames, WeightSlot
 from nanoengine.checkpoint.weights import check_sizes, drop_copy, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
@@ -82,9 +82,9 @@ def load_model(
     check_ranks(config, context.shard.world_size)
     model = model_class(config)(config, context).eval()
     if config.headless:
-        from nanoengine.models.headless import take_head_off
+        from nanoengine.models.headless import strip_lm_head
 
-        model = take_head_off(model)
+        model = strip_lm_head(model)
     context.kernels.place(model)
     slots = weight_slots(model)
     if any(name.endswith((".k_scale", ".v_scale")) for name in stored):
@@ -129,7 +129,7 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
     """`CausalLM` for everything that Llama and Qwen3 compute, with or without biases, for any
     family; else the class of the variant."""
     named = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-    plans = LayerPlan(**named), LayerPlan(**named, qk_norm="per_head")
+    plans = LayerConfig(**named), LayerConfig(**named, qk_norm="per_head")
     (rope, *others) = set(config.ropes)
     alike = not others and rope is not None and not rope.llama_4_scaling_beta
     dense = config.moe is None and config.states is None
@@ -179,13 +179,13 @@ def tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, 
     """Returns the tensors that are run, without those for images or drafts."""
     if config.headless:
         stored = {name: tensor for name, tensor in stored.items() if name != CLASSES}
-    if not config.left_out:
+    if not config.ignored_tensors:
         return stored
-    left_out = {name: re.match(config.left_out, name) for name in stored}
-    parts = sorted({match[0] for match in left_out.values() if match})
+    ignored_tensors = {name: re.match(config.ignored_tensors, name) for name in stored}
+    parts = sorted({match[0] for match in ignored_tensors.values() if match})
     if not parts:
         return stored
-    kept = {name: tensor for name, tensor in stored.items() if not left_out[name]}
+    kept = {name: tensor for name, tensor in stored.items() if not ignored_tensors[name]}
     log.warning(
         "not all of this checkpoint is run: %d of its %d tensors are left out (%s)",
         len(stored) - len(kept), len(stored), ", ".join(parts),

@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import ANY_STEP
+from nanoengine.checkpoint.layer_config import ANY_STEP
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers import mamba2
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.mamba2 import MambaInputs
-from nanoengine.models.decoder import taken
-from nanoengine.models.states import Decay, MatrixLayer, PickedLinear, pick_rows
+from nanoengine.models.decoder import select_rows
+from nanoengine.models.linear_attention import Decay, GatheredLinear, MatrixStateLayer, pick_rows
 
 
-class MambaMixer(MatrixLayer):
+class MambaMixer(MatrixStateLayer):
     """A Mamba-2 layer; its groups are split over ranks."""
 
     name, names = "mamba", ("mamba_n_groups", "mamba_n_heads")
@@ -38,7 +38,7 @@ class MambaMixer(MatrixLayer):
         own = self.sizes[0]
         sizes = own, *self.sizes, self.each
         rows = pick_rows(sizes, groups, context.shard, merged=False)
-        self.in_proj = PickedLinear(
+        self.in_proj = GatheredLinear(
             f"{path}.in_proj", config.hidden_size, {"in_proj": rows}, bias=plan.bias,
             context=context,
         )  # fmt: skip
@@ -60,14 +60,14 @@ class MambaMixer(MatrixLayer):
         projected = self.in_proj(x)
         if self.factors is not None:
             projected = projected * self.factors
-        return self.out_proj(self.mix_of(projected, batch, rows))
+        return self.out_proj(self.mixer_fn(projected, batch, rows))
 
     def mix(self, projected: torch.Tensor, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
         """Computes everything between the projections: [T, H * V + channels + H] -> [L, H * V]."""
         sizes = self.inner, self.plan.channels, self.plan.num_value_heads
         z, xbc, dt = projected.split(sizes, dim=1)
         out = self.through(batch, xbc, *self.gates_of(dt))
-        return self.gated_of(taken(out, rows).flatten(1), taken(z, rows))
+        return self.gated_of(select_rows(out, rows).flatten(1), select_rows(z, rows))
 
     def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Applies the gate and the norm to the heads' outputs: [L, H * V] twice -> the same."""

@@ -13,10 +13,10 @@ import torch
 from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import FalconH1Multipliers
+from nanoengine.checkpoint.layer_config import FalconH1Multipliers
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.norms import make_norm
-from nanoengine.models.decoder import taken
+from nanoengine.models.decoder import select_rows
 from nanoengine.models.generic import (
     GenericAttention,
     GenericLayer,
@@ -88,8 +88,8 @@ class NemotronHLayer(GenericLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_layernorm(x, residual)
         if self.mixer is None:
-            return self.mlp(taken(x, rows)), taken(residual, rows)
-        return self.mixer(x, rotations[self.rotation], batch, rows), taken(residual, rows)
+            return self.mlp(select_rows(x, rows)), select_rows(residual, rows)
+        return self.mixer(x, rotations[self.rotation], batch, rows), select_rows(residual, rows)
 
 
 class FalconH1LM(GenericLM):

@@ -10,11 +10,11 @@ from torch import nn
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.moe import ExactLinear, Experts, Router
+from nanoengine.layers.moe import Experts, FullPrecisionLinear, Router
 from nanoengine.models.decoder import GatedMLP
 
 
-class SharedGate(ExactLinear):
+class SharedGate(FullPrecisionLinear):
     """Each token's weight for the shared expert: [T, hidden_size] -> [T, 1]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

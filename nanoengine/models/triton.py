@@ -8,8 +8,8 @@ form; tests/layers/test_triton_ops.py compares the two.
 The kernels have run in Triton's interpreter and been compiled ahead of time for sm_80, sm_89 and
 sm_90. They have not run on a GPU yet.
 
-`triton_experts.py`, `triton_states.py` and `triton_mamba.py` in `layers/` are imported only for
-models that have such layers.
+`triton_experts.py`, `triton_linear_attention.py` and `triton_mamba.py` in `layers/` are imported
+only for models that have such layers.
 """
 
 from __future__ import annotations
@@ -109,23 +109,25 @@ class TritonKernels(Kernels):
                 if TritonExperts.takes(mlp.experts):
                     mlp.routed = TritonExperts(mlp.gate, mlp.experts)
         if model.config.states is not None:
-            from nanoengine.layers import triton_states
-            from nanoengine.models.states import GatedDeltaNet
+            from nanoengine.layers import triton_linear_attention
+            from nanoengine.models.linear_attention import GatedDeltaNet
 
             for mixer in model.state_layers:
                 if isinstance(mixer, GatedDeltaNet):
-                    kernel = triton_states.TritonDelta(mixer)
+                    kernel = triton_linear_attention.TritonDelta(mixer)
                     decays = mixer.decay.a_log, mixer.decay.dt_bias
-                    mixer.gates_of = functools.partial(triton_states.delta_gates, *decays)
-                    mixer.norm_of = functools.partial(triton_states.gate_norm, mixer.norm.weight)
+                    mixer.gates_of = functools.partial(triton_linear_attention.delta_gates, *decays)
+                    mixer.norm_of = functools.partial(
+                        triton_linear_attention.gate_norm, mixer.norm.weight
+                    )
                 elif mixer.plan.kind == "mamba":
                     from nanoengine.layers.triton_mamba import TritonMamba
 
                     kernel = TritonMamba(mixer)
                     mixer.gates_of, mixer.gated_of = kernel.gates, kernel.gated
                 else:
-                    kernel = triton_states.TritonConv(mixer.conv)
-                mixer.one_token_each, mixer.several_tokens_each = kernel.step, kernel.scan
+                    kernel = triton_linear_attention.TritonConv(mixer.conv)
+                mixer.decode_fn, mixer.prefill_fn = kernel.step, kernel.scan
                 mixer.graph_safe = True
         methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
         kinds = Counter(method.product or "floats, by torch" for method in methods)

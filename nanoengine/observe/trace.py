@@ -8,7 +8,7 @@ the choices of choosers, stop strings and the answers of a disk. A trace contain
 a digest of each plan, with which a reader detects that its core plans differently.
 docs/trace.md describes the format; `trace_reader.read_trace` reads it.
 
-It taps the public methods of one Scheduler (`taps.py`), and changes nothing.
+It taps the public methods of one Scheduler (`hooks.py`), and changes nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import xxhash
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
-from nanoengine.core.speculation import enlist
+from nanoengine.core.speculation import enable_extras
 from nanoengine.core.tiers.disk import Finished, NoDisk
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
+from nanoengine.observe.hooks import Taps, after_call
 from nanoengine.observe.metrics import times_of
-from nanoengine.observe.taps import Taps, behind
 from nanoengine.observe.traced_disk import disk_answer, disk_contents
 from nanoengine.settings.config import EngineConfig
 from nanoengine.version import __version__
@@ -113,16 +113,24 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         has_disk = self._tiers is not None and not isinstance(self._tiers.storage, NoDisk)
         self._disk = self._tiers.storage if has_disk else None
         self._taps = Taps(
-            (scheduler, "add", behind(self._added)),
-            (scheduler, "schedule", behind(self._planned)),
-            (scheduler, "commit", behind(self._taken)),
-            (scheduler, "end", behind(self._ended)),
-            (scheduler, "abort", behind(lambda _, request: self._tell({"abort": request.arrival}))),
-            (enlist(scheduler), "fork", behind(self._forked)),
+            (scheduler, "add", after_call(self._added)),
+            (scheduler, "schedule", after_call(self._planned)),
+            (scheduler, "commit", after_call(self._taken)),
+            (scheduler, "end", after_call(self._ended)),
+            (
+                scheduler,
+                "abort",
+                after_call(lambda _, request: self._tell({"abort": request.arrival})),
+            ),
+            (enable_extras(scheduler), "fork", after_call(self._forked)),
             (scheduler, "recover", self._recover),
-            (cache, "evict", behind(lambda _, block_ids: self._tell({"evict": list(block_ids)}))),
-            (cache, "reset", behind(lambda _: self._tell({"reset": True}))),
-            *([(self._disk, "collect", behind(self._collected))] if self._disk else []),
+            (
+                cache,
+                "evict",
+                after_call(lambda _, block_ids: self._tell({"evict": list(block_ids)})),
+            ),
+            (cache, "reset", after_call(lambda _: self._tell({"reset": True}))),
+            *([(self._disk, "collect", after_call(self._collected))] if self._disk else []),
         )
         self._tell(_header(scheduler) | {"first": steps[0]} | self._held() | dict(about or {}))
 

@@ -33,13 +33,13 @@ from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprobs
 from nanoengine.core.policies import Hysteresis, Predictive
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
-from nanoengine.core.speculation import enlist, set_drafts
+from nanoengine.core.speculation import enable_extras, set_drafts
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import TraceError
 from nanoengine.observe.trace import FORMAT, LIMITS, digest
 from nanoengine.observe.traced_disk import ReplayedDisk
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import repr_short
 from nanoengine.settings.params import SamplingParams
 from nanoengine.version import __version__
 
@@ -210,8 +210,8 @@ class Replay:
         )
         self._has_choosers |= request.chooser is not None
         self._requests[request.arrival] = request
-        if request.is_special:
-            enlist(self.scheduler)
+        if request.needs_extras:
+            enable_extras(self.scheduler)
         self.scheduler.add(request)
         return (request,)
 
@@ -257,7 +257,7 @@ class Replay:
     def _fork(self, told: Told) -> None:
         arrival, index, next_token_id = told["fork"]
         parent = _sequence(self._requests[arrival], index)
-        enlist(self.scheduler).fork(parent, next_token_id)
+        enable_extras(self.scheduler).fork(parent, next_token_id)
 
     def _recover(self, told: Told) -> None:
         if self._disk is not None:
@@ -346,7 +346,7 @@ def _lines(raw: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 def _parsed(line: bytes) -> Told:
     told = json.loads(line, parse_constant=_number, parse_float=_number)
     if not isinstance(told, dict):
-        raise ValueError(f"it must be a JSON object, got {shown(told)}")
+        raise ValueError(f"it must be a JSON object, got {repr_short(told)}")
     return told
 
 
@@ -374,5 +374,5 @@ def _header(path: str, told: Told) -> Told:
 
 def _ints(value: Any) -> list[int]:
     if type(value) is not list or not set(map(type, value)) <= {int}:
-        raise ValueError(f"a list of integers is needed, got {shown(value)}")
+        raise ValueError(f"a list of integers is needed, got {repr_short(value)}")
     return value

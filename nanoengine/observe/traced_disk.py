@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from nanoengine.core.prefixes import Prefix, Prefixes
+from nanoengine.core.prefix_tree import Prefix, PrefixTree
 from nanoengine.core.tiers.disk import DiskCopy, DiskStorage, Finished
-from nanoengine.core.tiers.found import Content
+from nanoengine.core.tiers.lookup import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 
 
@@ -60,7 +60,7 @@ class ReplayedDisk:
         self.answers: list[Any] = []
         self._copies: dict[tuple[int, str], DiskCopy] = {}
 
-    def scan(self, prefixes: Prefixes) -> list[Content]:
+    def scan(self, prefixes: PrefixTree) -> list[Content]:
         known: list[Prefix] = []
         for parent, token_ids in self.held["prefixes"]:
             before = (

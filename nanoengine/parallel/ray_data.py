@@ -34,7 +34,7 @@ import xxhash
 
 from nanoengine.errors import RequestError
 from nanoengine.jobs.datasets import ROWS, join_arrow
-from nanoengine.jobs.feed import Feed
+from nanoengine.jobs.prefetch import Feed
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Line, RowError
 from nanoengine.jobs.work import Result, Work

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from nanoengine.errors import NanoEngineError
-from nanoengine.jobs.feed import Feed
+from nanoengine.jobs.prefetch import Feed
 from nanoengine.text.prompt_forms import Row
 
 if TYPE_CHECKING:

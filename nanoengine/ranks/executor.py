@@ -40,11 +40,11 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.errors import ConfigError, EngineDeadError, WeightLoadError
-from nanoengine.layers.collectives import LOOPBACK, Whereabouts
+from nanoengine.layers.collectives import LOOPBACK, RankPosition
 from nanoengine.models.loader import check_ranks
 from nanoengine.ranks.rank import LOOK_S, Answer, Failure, Order, RankStarted, Setup, pickled
 from nanoengine.ranks.worker import Worker
-from nanoengine.runner.numerics import RunnerOptions
+from nanoengine.runner.options import RunnerOptions
 
 RANK = "nanoengine.ranks.rank"
 
@@ -161,7 +161,7 @@ class RankedExecutor:
         except BaseException:
             self.shutdown()
             raise
-        self._ranks.places = {started.rank: Whereabouts() for started in found}
+        self._ranks.places = {started.rank: RankPosition() for started in found}
         first = min(found, key=lambda started: started.rank)
         assert {started.layout for started in found} == {first.layout}, found
         self.memory, self.kv_dtype, self.load_s = first.memory, first.kv_dtype, first.load_s
@@ -239,7 +239,7 @@ class RankProcesses:
     workers: list[Worker]
     orders: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     answers: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-    places: dict[int, Whereabouts] = field(default_factory=dict)
+    places: dict[int, RankPosition] = field(default_factory=dict)
     why_dead: Exception | None = None
     parent: int = field(default_factory=os.getpid)
 
@@ -335,7 +335,7 @@ class RankProcesses:
                     if message is None or isinstance(message, Failure):
                         until = until or time.monotonic() + LAST_WORDS_S
                         failures += [message] if message else []
-                    elif isinstance(message, Whereabouts):
+                    elif isinstance(message, RankPosition):
                         self.places[key.data] = message
                     else:
                         self.answers.put(message)

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     from nanoengine.core.layout import KVLayout
     from nanoengine.core.plan import StepPlan, StepResult
-    from nanoengine.layers.collectives import Whereabouts
+    from nanoengine.layers.collectives import RankPosition
     from nanoengine.runner.memory import MemoryPlan
     from nanoengine.runner.model_runner import ModelRunner
-    from nanoengine.runner.numerics import RunnerOptions
+    from nanoengine.runner.options import RunnerOptions
     from nanoengine.runner.step import LaunchedStep
 
 Order = tuple[int, "StepPlan | Path | None"]
@@ -109,7 +109,7 @@ class Parent:
     """
 
     def __init__(self, pipe: Connection) -> None:
-        self.place: Whereabouts | None = None
+        self.place: RankPosition | None = None
         self._pipe, self._lock = pipe, threading.Lock()
         self._numbers = itertools.count()
 

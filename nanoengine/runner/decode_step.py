@@ -2,7 +2,7 @@
 
     batch_rows ─► gather ─► forward ─► LM head ─► sample ─► advance
 
-`held` is the device's copy of each row (`device_rows.py`); the inputs of a step are gathered from
+`held` is the device's copy of each row (`device_batch.py`); the inputs of a step are gathered from
 it.
 
 `load` uploads what the device can't know: new rows, new blocks, and the set of running rows if it
@@ -24,8 +24,8 @@ from nanoengine.attention.base import AttentionBackend
 from nanoengine.attention.batch import Batch
 from nanoengine.core.plan import StepPlan
 from nanoengine.models.decoder import CausalLM
-from nanoengine.runner.device_rows import DeviceRows
-from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
+from nanoengine.runner.device_batch import DeviceBatch
+from nanoengine.runner.input_batch import InputBatch, Ints, SamplingIndices
 from nanoengine.runner.sampling.draw import DrawParams, SamplingKind, sample_on_device
 from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.runner.transfers import ship
@@ -45,7 +45,7 @@ class DecodeStep:
         self,
         model: CausalLM,
         backend: AttentionBackend,
-        rows: RowBuffers,
+        rows: InputBatch,
         sampler: Sampler,
         dtype: torch.dtype,
     ) -> None:
@@ -55,7 +55,7 @@ class DecodeStep:
         # Why the longest: launches are sized for it.
         self._max_model_len = rows.token_ids.shape[1] - 1
         with_padding = self.num_rows + 1
-        self.held = DeviceRows(
+        self.held = DeviceBatch(
             rows.pool, num_groups=num_groups, num_blocks=num_blocks, block_size=rows.block_size
         )
         self.batch_rows = torch.full((self.num_rows,), self.num_rows, device=device)
@@ -75,7 +75,7 @@ class DecodeStep:
             return False
         if rows.first_state is None:
             return True
-        from nanoengine.runner.states import decodes_are_apart
+        from nanoengine.runner.recurrent_states import decodes_are_apart
 
         numbers = np.array(plan.rows), np.array(plan.starts)
         return decodes_are_apart(rows.block_tables[-1], rows.first_state, rows.block_size, *numbers)
@@ -87,7 +87,7 @@ class DecodeStep:
             first, last = self._stale.get((group, row), (start, start))
             self._stale[group, row] = (min(first, start), max(last, start + len(block_ids)))
 
-    def load(self, plan: StepPlan, size: int) -> SamplingLines:
+    def load(self, plan: StepPlan, size: int) -> SamplingIndices:
         """Brings the device up to date for a plan of decodes, padded to `size` rows."""
         rows, starts = np.array(plan.rows, np.int64), np.array(plan.starts, np.int64)
         padded = np.full(size, self.num_rows)
@@ -113,7 +113,7 @@ class DecodeStep:
         self._rows.pool_positions[rows] = starts + 1
         self._sampler.changed.clear()
         self._stale.clear()
-        return SamplingLines(
+        return SamplingIndices(
             entries=np.arange(len(rows)),
             rows=rows,
             seq_ids=self._rows.seq_ids[rows],
@@ -155,7 +155,7 @@ class DecodeStep:
             max_seq_len=self._max_model_len,
         )
         if self._rows.first_state is not None:
-            from nanoengine.runner.states import decode_wave
+            from nanoengine.runner.recurrent_states import decode_wave
 
             states = batch.block_tables[-1], self._rows.first_state, self._rows.block_size
             batch.state_waves = (decode_wave(batch.positions, *states),)

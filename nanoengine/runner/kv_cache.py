@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nanoengine.attention.base import KVLayoutName
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.plan import StatePlan
+from nanoengine.checkpoint.layer_config import LinearAttentionConfig
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention
@@ -31,7 +31,7 @@ from nanoengine.runner.memory import GIB, kv_groups
 from nanoengine.runner.transfers import ship
 
 if TYPE_CHECKING:
-    from nanoengine.models.states import StateLayer
+    from nanoengine.models.linear_attention import RecurrentLayer
 
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANON} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -65,7 +65,7 @@ def state_dtype_for(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def state_bytes(layers: Iterable[StatePlan], dtype: torch.dtype) -> int:
+def state_bytes(layers: Iterable[LinearAttentionConfig], dtype: torch.dtype) -> int:
     """Bytes of one recurrent state over these layers, for a model of `dtype`."""
     return sum(plan.size for plan in layers) * state_dtype_for(dtype).itemsize
 
@@ -84,10 +84,10 @@ def make_groups(
     return other_groups(config, state_dtype=state_dtype_for(dtype), **sizes)
 
 
-def in_a_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:
+def layers_per_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:
     """Number of layers that share a slice, per group; [] if no layers share one."""
     varied = config.plan.gemma4
-    return [varied.in_a_slice(group.sliding_window) for group in groups] if varied else []
+    return [varied.layers_per_slice(group.sliding_window) for group in groups] if varied else []
 
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -127,7 +127,9 @@ class KVCache:
         self.state_dtype = state_dtype
         self.states: torch.Tensor | None = None
 
-    def bind(self, layers: Sequence[Attention], state_layers: Sequence[StateLayer] = ()) -> None:
+    def bind(
+        self, layers: Sequence[Attention], state_layers: Sequence[RecurrentLayer] = ()
+    ) -> None:
         """Gives each attention layer its k_cache and v_cache slice and its group, and each layer
         with a recurrent state its slice of the states."""
         numbers = sorted(number for group in self.groups for number in group.layers)
@@ -149,7 +151,7 @@ class KVCache:
         if self.states is not None:
             is_state = pairs[:, 0] >= self.num_blocks
             if is_state.any():
-                from nanoengine.runner.states import state_slots
+                from nanoengine.runner.recurrent_states import state_slots
 
                 _copy(self.states, 1, state_slots(pairs[is_state], self.num_blocks))
             pairs = pairs[~is_state]

@@ -1,7 +1,7 @@
 """Memory planning: how many KV blocks fit, and how much memory the largest steps need.
 
     GPU   a share of all memory, minus the memory in use, which includes the weights
-          minus the activations of the largest steps, measured by running them (`largest_steps.py`)
+          minus the activations of the largest steps, measured by running them (`profile_run.py`)
           minus CUDA graphs, measured by capturing two, and the staging buffers of a host tier
     CPU   a share of the free memory, or 4 GiB if that is less
 

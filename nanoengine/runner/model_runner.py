@@ -20,12 +20,12 @@ import torch
 
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.sampling.greedy import is_plain, most_likely_tokens
-from nanoengine.runner.start import RunnerParts
+from nanoengine.runner.start import RunnerSetup
 from nanoengine.runner.step import LaunchedStep
 
 
-class ModelRunner(RunnerParts):
-    """Runs one model on one device; `RunnerParts` documents its arguments.
+class ModelRunner(RunnerSetup):
+    """Runs one model on one device; `RunnerSetup` documents its arguments.
 
     Attributes:
         step_sampler: samples rows that are not plain; None until there is such a row.

@@ -27,8 +27,8 @@ from nanoengine.errors import EngineDeadError, WeightLoadError
 from nanoengine.layers.embedding import NAME
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.models.loader import DTYPES, FLOATS, tensors_to_run, weight_slots
-from nanoengine.runner.start import RunnerParts
-from nanoengine.settings.checks import listed
+from nanoengine.runner.start import RunnerSetup
+from nanoengine.settings.checks import join_names
 from nanoengine.settings.files import is_gguf
 
 Source = Mapping[str, torch.Tensor] | Path
@@ -36,11 +36,11 @@ Source = Mapping[str, torch.Tensor] | Path
 
 NAMES = {**DTYPES, torch.float32: "F32", torch.float64: "F64"}
 
-NOT_COMPARED = {"dtype", "ends", "generation_defaults", "left_out"}
+NOT_COMPARED = {"dtype", "ends", "generation_defaults", "ignored_tensors"}
 """Fields of a ModelConfig that don't affect what the layers compute."""
 
 
-def load_weights(runner: RunnerParts, source: Source) -> list[str]:
+def load_weights(runner: RunnerSetup, source: Source) -> list[str]:
     """Replaces the weights that `source` names; returns their names.
 
     Raises:
@@ -60,7 +60,7 @@ def load_weights(runner: RunnerParts, source: Source) -> list[str]:
     return sorted(slots)
 
 
-def _slots_for(runner: RunnerParts, source: Source) -> dict[str, WeightSlot]:
+def _slots_for(runner: RunnerSetup, source: Source) -> dict[str, WeightSlot]:
     """The slots of all given tensors, after checking that the tensors fit them."""
     config = runner.model_config
     why = "it gives vectors or classes, no text" if config.headless else ""
@@ -122,7 +122,8 @@ def _require_same_model(config: ModelConfig, folder: Path) -> None:
     differing = [name for name in names if getattr(config, name) != getattr(other, name)]
     if differing:
         raise WeightLoadError(
-            f"{folder} is of another model, with other {listed(differing)}: make a new LLM of it"
+            f"{folder} is of another model, with other {join_names(differing)}: make a new LLM of"
+            " it"
         )
 
 
@@ -164,7 +165,7 @@ def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) 
         "not floats": [f"{n} {stored[n].dtype}" for n in slots if stored[n].dtype not in FLOATS],
     }
     if not slots or any(problems.values()):
-        found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
+        found = [f"{what}: {join_names(names)}" for what, names in problems.items() if names]
         raise WeightLoadError(
             "new weights don't fit the model, which keeps its own: names and shapes are those of"
             f" its checkpoint; {'; '.join(found) or 'there are none'}"

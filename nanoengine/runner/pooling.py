@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nanoengine.core.plan import AdmittedSequence, StepPlan, StepResult
-from nanoengine.runner.row_buffers import Ints
+from nanoengine.runner.input_batch import Ints
 from nanoengine.settings.pooling import States
 
 NOT_FINITE = "the hidden states hold NaN or infinity, so the prompt has no vector"
@@ -101,7 +101,9 @@ class Pooler:
         return torch.cat(parts), ended
 
 
-def tell(shapes: Mapping[int, torch.Size], numbers: torch.Tensor, result: StepResult) -> None:
+def add_to_result(
+    shapes: Mapping[int, torch.Size], numbers: torch.Tensor, result: StepResult
+) -> None:
     """Puts vectors into a step's result.
 
     Args:

@@ -1,4 +1,4 @@
-"""RunnerParts: makes the parts of a ModelRunner: load, measure, allocate, bind.
+"""RunnerSetup: makes the parts of a ModelRunner: load, measure, allocate, bind.
 
     load weights ─► profile the largest steps (GPU) ─► plan the memory ─► allocate the KV cache
     ─► bind each layer's slice of it ─► rows ─► capture CUDA graphs (GPU)
@@ -26,10 +26,10 @@ from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.models.loader import load_model, model_size
 from nanoengine.runner import kv_cache
+from nanoengine.runner.input_batch import InputBatch
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.memory import free_gpu_bytes, kv_groups, plan_memory, require_memory
-from nanoengine.runner.numerics import RunnerOptions, make_context, use_isa
-from nanoengine.runner.row_buffers import RowBuffers
+from nanoengine.runner.options import RunnerOptions, make_context, use_isa
 from nanoengine.runner.sampling.greedy import check_vocabulary
 from nanoengine.runner.step import Mark
 from nanoengine.runner.transfers import Download
@@ -53,7 +53,7 @@ def current_device(device: torch.device) -> Callable[[], contextlib.AbstractCont
     return contextlib.nullcontext
 
 
-class RunnerParts:
+class RunnerSetup:
     """The parts of a ModelRunner: model, memory plan, KV cache, rows, backend.
 
     `ranks` are the ranks that share each layer; None: there is only this one.
@@ -197,7 +197,7 @@ class RunnerParts:
             self.step_sampler = StepSampler(self.rows, self.model, processors, all_rows=all_rows)
         return self.step_sampler
 
-    def _make_graphed(self, rows: RowBuffers, sampler: Sampler) -> GraphedDecode:
+    def _make_graphed(self, rows: InputBatch, sampler: Sampler) -> GraphedDecode:
         """The decode step on the device, with no graph captured yet."""
         from nanoengine.runner.decode_step import DecodeStep
         from nanoengine.runner.graphs import CudaGraphs, GraphedDecode
@@ -210,16 +210,16 @@ class RunnerParts:
         rows = self.config.max_num_seqs
         require_memory(f"max_num_seqs={rows}", rows * bytes_a_row, torch.device("cpu"))
 
-    def _make_rows(self, max_model_len: int, num_blocks: int) -> RowBuffers:
+    def _make_rows(self, max_model_len: int, num_blocks: int) -> InputBatch:
         self._require_rows(max_model_len * np.dtype(np.int32).itemsize)
-        return RowBuffers(
+        return InputBatch(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=max_model_len,
             block_size=self.block_size,
             num_groups=len(self.groups),
             device=self.device,
             first_state=num_blocks if self.model_config.states else None,
-            in_a_slice=kv_cache.in_a_slice(self.model_config, self.groups),
+            layers_per_slice=kv_cache.layers_per_slice(self.model_config, self.groups),
         )
 
     def _allocate(self, layout: KVLayout) -> KVCache:
@@ -235,7 +235,7 @@ class RunnerParts:
 
     def _measure(self, layout: KVLayout) -> tuple[int, int]:
         """Bytes of activations in a GPU's largest steps, and bytes of all CUDA graphs."""
-        from nanoengine.runner.largest_steps import peak_bytes
+        from nanoengine.runner.profile_run import peak_bytes
 
         # Every slot is in the null block, and all rows share one state.
         num_states = 1 if layout.state_bytes else 0
@@ -256,7 +256,7 @@ class RunnerParts:
         torch.cuda.empty_cache()  # or the budget would count the profile's memory as used
         return activation_bytes, taken
 
-    def _longest_rows(self) -> RowBuffers:
+    def _longest_rows(self) -> InputBatch:
         """Fresh rows for the longest sequences that the memory plan may allow."""
         longest = self.config.max_model_len or self.model_config.max_position_embeddings
         return self._make_rows(longest, 2)

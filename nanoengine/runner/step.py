@@ -4,7 +4,7 @@
     result (here)          download has arrived ─ plain numbers ─ stored in the rows
 
 The next step may be launched between the two: it takes the sampled tokens from the pool on the
-device (`RowBuffers.pool`). By then a row may belong to another sequence. A token is therefore
+device (`InputBatch.pool`). By then a row may belong to another sequence. A token is therefore
 written only to rows that still belong to the sequence that sampled it.
 
 Other outputs (drafts, log-probabilities, processors that follow the tokens) are in
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
+from nanoengine.runner.input_batch import InputBatch, SamplingIndices
 from nanoengine.runner.sampling.greedy import NO_TOKEN
 from nanoengine.runner.transfers import Download
 
@@ -45,11 +45,11 @@ class LaunchedStep:
     """
 
     plan: StepPlan
-    rows: RowBuffers
+    rows: InputBatch
     now: Callable[[], Mark]
     started: float
     times: StepTimes = field(default_factory=StepTimes)
-    lines: SamplingLines = field(init=False, repr=False)
+    lines: SamplingIndices = field(init=False, repr=False)
     tensors: list[torch.Tensor] = field(default_factory=list)
     download: Download | None = None
     marks: list[Mark] = field(default_factory=list)

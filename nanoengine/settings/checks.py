@@ -70,7 +70,7 @@ def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) 
         if _is_kind(value, kind):
             break
     else:
-        raise error(f"{name} must be {allowed(annotation)}, got {shown(value)}")
+        raise error(f"{name} must be {allowed(annotation)}, got {repr_short(value)}")
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (tuple, list):
         if set(map(type, value)) <= _as_is(inner[0]):  # Perf: 50,000 strings take 1 ms, not 100.
@@ -80,7 +80,7 @@ def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) 
     if origin in (dict, Mapping):
         return {
             check_value(key, inner[0], f"a key of {name}", error): check_value(
-                one, inner[1], f"{name}[{shown(key)}]", error
+                one, inner[1], f"{name}[{repr_short(key)}]", error
             )
             for key, one in value.items()
         }
@@ -116,16 +116,16 @@ def allowed(annotation: Any) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def shown(value: Any) -> str:
+def repr_short(value: Any) -> str:
     """`repr` of any value for a message, with limited length."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # too deep, or an integer of too many digits
         return f"a value of type {type(value).__name__}"
-    return brief(text)
+    return truncate(text)
 
 
-def brief(text: object, most: int = MOST_SHOWN) -> str:
+def truncate(text: object, most: int = MOST_SHOWN) -> str:
     """Cuts a text from a file, a user or another library after `most` characters."""
     text = str(text)
     return text if len(text) <= most else f"{text[:most]}..."
@@ -133,10 +133,10 @@ def brief(text: object, most: int = MOST_SHOWN) -> str:
 
 def described(error: BaseException) -> str:
     """The type and text of an exception for a message, with limited length."""
-    return brief(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
+    return truncate(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
 
 
-def listed(names: Collection[str], like: str | None = None, most: int = MOST_NAMES) -> str:
+def join_names(names: Collection[str], like: str | None = None, most: int = MOST_NAMES) -> str:
     """The first names, each with limited length, and the number of further ones.
 
     Args:
@@ -145,14 +145,14 @@ def listed(names: Collection[str], like: str | None = None, most: int = MOST_NAM
     if like is not None:
         names = difflib.get_close_matches(like[:MOST_SHOWN], names, n=len(names) or 1, cutoff=0)
     rest = len(names) - most
-    cut = map(brief, list(names)[:most])
+    cut = map(truncate, list(names)[:most])
     return ", ".join(cut) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: object, known: Collection[str]) -> str:
     """A hint for an unknown name: the most similar known name, else all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {listed(known, most=50)}"
+    return f"did you mean {near[0]!r}?" if near else f"known: {join_names(known, most=50)}"
 
 
 def require_positive(options: object, error: type[Exception], *names: str) -> None:
@@ -160,7 +160,7 @@ def require_positive(options: object, error: type[Exception], *names: str) -> No
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise error(f"{name} must be at least 1, got {shown(value)}")
+            raise error(f"{name} must be at least 1, got {repr_short(value)}")
 
 
 def checked(

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import checked, require_positive, shown
+from nanoengine.settings.checks import checked, repr_short, require_positive
 from nanoengine.settings.tiers import Tier, check_tiers
 
 
 @runtime_checkable
-class LogitsStage(Protocol):
+class BatchLogitsProcessor(Protocol):
     """Edits the logits of all requests; see `runner/sampling/logits_processors.py`."""
 
     def admit(self, sequence: Any) -> Any:
@@ -170,7 +170,7 @@ class EngineConfig:
     kv_tiers: tuple[Tier, ...] = ()
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
     speculative: str | None = None
-    logits_processors: tuple[Callable[..., Any] | LogitsStage, ...] = ()
+    logits_processors: tuple[Callable[..., Any] | BatchLogitsProcessor, ...] = ()
     debug_checks: bool = False
     trace: str | None = None
     trace_steps: str | None = None
@@ -195,7 +195,7 @@ class EngineConfig:
         if self.trace is None and self.trace_steps is not None:
             raise ConfigError("trace_steps chooses steps of a trace: give trace, a file, too")
         if not colon or given[0] is None or (end and given[1] is None):
-            raise ConfigError(f"trace_steps must be A:B, got {shown(self.trace_steps)}")
+            raise ConfigError(f"trace_steps must be A:B, got {repr_short(self.trace_steps)}")
         if given[1] is not None and given[1] <= given[0]:
             raise ConfigError(f"trace_steps must end behind its beginning, got {self.trace_steps}")
         return given[0], given[1]
@@ -213,14 +213,14 @@ class EngineConfig:
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     "chat_template must be the text of a Jinja template or a file that holds it,"
-                    f" got {shown(self.chat_template)}: {error}"
+                    f" got {repr_short(self.chat_template)}: {error}"
                 ) from error
             object.__setattr__(self, "chat_template", text)
         check_tiers(self.kv_tiers)
         if self.trace_steps is not None:
             self.steps_traced()
         if self.speculative is not None:
-            from nanoengine.settings.drafts import ModelDrafts, parse_speculative
+            from nanoengine.settings.speculative import ModelDrafts, parse_speculative
 
             drafts = parse_speculative(self.speculative)
             if isinstance(drafts, ModelDrafts) and (self.kv_tiers or self.tensor_parallel_size > 1):
@@ -253,7 +253,9 @@ class EngineConfig:
         )  # fmt: skip
         for name, holds, allowed in rules:
             if not holds:
-                raise ConfigError(f"{name} must be {allowed}, got {shown(getattr(self, name))}")
+                raise ConfigError(
+                    f"{name} must be {allowed}, got {repr_short(getattr(self, name))}"
+                )
         if sum(value is not None for value in sizings) > 1:
             raise ConfigError(
                 "num_kv_blocks, kv_cache_gib, memory_fraction and gpu_memory_utilization all size"

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from nanoengine.settings.checks import brief
+from nanoengine.settings.checks import truncate
 
 GGUF = ".gguf"
 """The usual extension of GGUF files."""
@@ -69,4 +69,4 @@ def wrong_content(path: Path) -> str:
 def unreadable(path: Path, reason: Exception, error: type[Exception]) -> Exception:
     """The error to raise for a file that the system can't read or another library can't parse."""
     why = "" if isinstance(reason, OSError) else wrong_content(path)
-    return error(f"can't read {path}: {why or brief(reason)}")
+    return error(f"can't read {path}: {why or truncate(reason)}")

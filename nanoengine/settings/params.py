@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.checks import checked, repr_short
 from nanoengine.settings.structured import StructuredOutputs
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -186,7 +186,9 @@ class SamplingParams:
         )
         for name, holds, allowed in rules:
             if not holds:
-                raise RequestError(f"{name} must be {allowed}, got {shown(getattr(self, name))}")
+                raise RequestError(
+                    f"{name} must be {allowed}, got {repr_short(getattr(self, name))}"
+                )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
@@ -207,7 +209,7 @@ class SamplingParams:
                 if not text or SURROGATE.search(text):
                     raise RequestError(
                         f"{name} must hold non-empty strings without lone surrogates, which no"
-                        f" output has, got {shown(text)}"
+                        f" output has, got {repr_short(text)}"
                     )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoengine.settings.checks import plain, shown
+from nanoengine.settings.checks import plain, repr_short
 
 Table = Mapping[str, Mapping[str, Any]]
 
@@ -57,27 +57,27 @@ def translate(options: dict[str, Any], table: Table, error: type[Exception]) -> 
                     raise error(f"{name} is another name of {field}: give one of them")
                 found[field] = value
             case {"values": pairs}:
-                same = (to for one, *to in pairs if _equal(one, value) or one == shown(value))
+                same = (to for one, *to in pairs if _equal(one, value) or one == repr_short(value))
                 ours = next(same, [value])
                 if ours:
                     found[name] = ours[0]
                 if "reported" in meaning and ours != [value]:
-                    idle.append(f"{name}={shown(value)}")
+                    idle.append(f"{name}={repr_short(value)}")
             case {"no effect": why}:
                 if "only" in meaning and _asked(value) not in meaning["only"]:
-                    raise error(f"{name}={shown(value)} can't be obeyed: {why}")
+                    raise error(f"{name}={repr_short(value)} can't be obeyed: {why}")
                 idle.append(f"{name} ({why})")
             case {"refused": why}:
                 if not any(_equal(one, value) for one in meaning.get("unless", (None, False))):
-                    raise error(f"{name}={shown(value)} can't be obeyed: {why}")
+                    raise error(f"{name}={repr_short(value)} can't be obeyed: {why}")
             case _:
                 found[name] = value
     if idle:
-        warn_idle(", ".join(idle))
+        warn_no_effect(", ".join(idle))
     return found
 
 
-def warn_idle(what: str) -> None:
+def warn_no_effect(what: str) -> None:
     """Warns of options without effect, at the first caller outside this package."""
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("nanoengine."):

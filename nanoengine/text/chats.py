@@ -23,8 +23,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import brief, shown
-from nanoengine.text.ends import turn_ends
+from nanoengine.settings.checks import repr_short, truncate
+from nanoengine.text.end_tokens import turn_ends
 from nanoengine.text.tokenizer import Tokenizer
 
 MAX_FORMS = 256
@@ -100,10 +100,10 @@ class Chats:
         form = self._forms[key]
         text = render(messages, form)
         for index in filter(is_lost, form.lost):
-            keys = brief(" and ".join(text_keys(messages[index])))
+            keys = truncate(" and ".join(text_keys(messages[index])))
             raise RequestError(
                 f"the chat template leaves out the {keys} of messages[{index}] with role"
-                f" {shown(roles[index])}: change its role, place or keys, or give another chat"
+                f" {repr_short(roles[index])}: change its role, place or keys, or give another chat"
                 " template"
             )
         return text
@@ -116,11 +116,11 @@ def parse_messages(messages: object) -> list[dict[str, Any]]:
         RequestError: they are not a list of messages, or one contains neither text nor JSON.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"a conversation must be a list of messages, got {shown(messages)}")
+        raise RequestError(f"a conversation must be a list of messages, got {repr_short(messages)}")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(
-                f"a message must be a dict with 'role' and 'content', got {shown(message)}"
+                f"a message must be a dict with 'role' and 'content', got {repr_short(message)}"
             )
     return [
         with_arguments(_with_text_parts(i, message), functools.partial(_decoded, i))
@@ -139,7 +139,7 @@ def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
                 f"messages[{index}]: a content part must be {{'type': 'text', 'text': ...}}, as"
-                f" this engine takes text alone; got one of type {shown(kind)}"
+                f" this engine takes text alone; got one of type {repr_short(kind)}"
             )
     return {**message, "content": [dict(part) for part in parts]}
 
@@ -153,7 +153,7 @@ def _decoded(index: int, arguments: Any) -> Any:
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"messages[{index}]: the arguments of a tool call must be an object or its JSON, got"
-            f" {shown(arguments)}"
+            f" {repr_short(arguments)}"
         ) from error
 
 

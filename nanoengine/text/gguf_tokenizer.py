@@ -30,7 +30,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import brief, check_value, listed, shown
+from nanoengine.settings.checks import check_value, join_names, repr_short, truncate
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     said = _Said(metadata, path)
     model = said.value("model", str)
     if model not in MODELS:
-        said.refuse("model", f"is {shown(model)}; supported: {', '.join(MODELS)}")
+        said.refuse("model", f"is {repr_short(model)}; supported: {', '.join(MODELS)}")
     raw, bos = MODELS[model](said)
     # Source: Phi-3's tokenizer.json, where most of these tokens strip the spaces after them.
     strip = model == "llama" and str(metadata.get("general.architecture")) == "phi3"
@@ -224,7 +224,7 @@ class _Said:
         self.vocab = {self.tokens[i]: i for i in used}
         if len(self.vocab) < len(used):
             twice = [self.tokens[i] for i in used if self.vocab[self.tokens[i]] != i]
-            self.refuse("tokens", f"has tokens of the same text: {shown(twice[:MOST_NAMED])}")
+            self.refuse("tokens", f"has tokens of the same text: {repr_short(twice[:MOST_NAMED])}")
 
     def refuse(self, name: str, problem: str) -> NoReturn:
         raise ConfigError(
@@ -287,7 +287,7 @@ def _merges(said: _Said) -> list[tuple[str, str]]:
     # Why the first of equal merges: llama.cpp uses it, but the library would use the last.
     merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(said.value("merges", list[str]))]
     if wrong := [merge for merge in merges if len(merge) != 2]:
-        said.refuse("merges", f"has {shown(wrong[0][0])}, which is no two tokens")
+        said.refuse("merges", f"has {repr_short(wrong[0][0])}, which is no two tokens")
     return merges
 
 
@@ -295,14 +295,14 @@ def _bpe(said: _Said, merges: list[tuple[str, str]], **options: Any) -> RawToken
     try:
         return RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, **options))
     except Exception as error:  # Why all: the library has no specific exceptions.
-        said.refuse("merges", f"do not fit the vocabulary: {brief(error)}")
+        said.refuse("merges", f"do not fit the vocabulary: {truncate(error)}")
 
 
 def _byte_level(said: _Said) -> tuple[RawTokenizer, bool]:
     """BPE over bytes, and whether texts begin with BOS by default."""
     name = said.value("pre", str)
     if name not in WORDS:
-        said.refuse("pre", f"is {shown(name)}; supported: {listed(sorted(WORDS), name)}")
+        said.refuse("pre", f"is {repr_short(name)}; supported: {join_names(sorted(WORDS), name)}")
     words = WORDS[name]
     raw = _bpe(said, _merges(said), ignore_merges=words.whole)
     if words.nfc:

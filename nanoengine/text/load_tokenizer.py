@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import brief
+from nanoengine.settings.checks import truncate
 from nanoengine.settings.files import is_gguf, read_object, wrong_content
 from nanoengine.text.tokenizer_file import TokenizerFile
 
@@ -119,7 +119,7 @@ def with_ends(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> Mod
         return model
     ends = (*model.ends, ("the tokenizer", tokenizer.token_id(tokenizer.eos_token)))
     if chats or not (model := replace(model, ends=ends)).eos_token_ids:
-        from nanoengine.text.ends import turn_ends
+        from nanoengine.text.end_tokens import turn_ends
 
         ends += tuple(("the chat template", token_id) for token_id in turn_ends(tokenizer, None))
     return replace(model, ends=ends)
@@ -184,7 +184,7 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     except Exception as error:
         why = "it is no directory that exists, no GGUF file, and no hub id"
         if os.path.isdir(name) or HUB_ID.fullmatch(name):
-            why = _damaged(Path(name)) or brief(error)
+            why = _damaged(Path(name)) or truncate(error)
         raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}; {WAY_OUT}") from error
     # Why: without its files transformers makes a tokenizer that has only special tokens.
     if len(found) <= len(found.added_tokens_decoder):

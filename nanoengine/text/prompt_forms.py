@@ -24,7 +24,7 @@ from typing import Any, NotRequired, TypedDict
 
 from nanoengine.core.requests import check_text, is_int
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked, nearest, shown
+from nanoengine.settings.checks import checked, nearest, repr_short
 from nanoengine.settings.params import SamplingParams
 
 CONTENT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -177,10 +177,13 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in prompt.items():
         if key in NO_MEDIA and value:
             raise RequestError(
-                f"{shown(key)} must be None: this engine takes text alone, got {shown(value)}"
+                f"{repr_short(key)} must be None: this engine takes text alone, got"
+                f" {repr_short(value)}"
             )
         if key not in known and key not in NO_MEDIA:
-            raise RequestError(f"unknown key {shown(key)} in the prompt; {nearest(key, known)}")
+            raise RequestError(
+                f"unknown key {repr_short(key)} in the prompt; {nearest(key, known)}"
+            )
     if not given or ("messages" in given and len(given) > 1):
         raise RequestError(
             "a prompt dict needs one of 'prompt', 'prompt_token_ids' and 'messages', got"
@@ -203,21 +206,23 @@ def _check_template(given: Mapping[str, Any]) -> None:
     check_text("chat_template", given.get("chat_template"))
     for key in ("add_generation_prompt", "continue_final_message"):
         if not isinstance(given.get(key, True), bool):
-            raise RequestError(f"{shown(key)} must be True or False, got {shown(given[key])}")
+            raise RequestError(
+                f"{repr_short(key)} must be True or False, got {repr_short(given[key])}"
+            )
     tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
         raise RequestError(
-            f"'tools' must be a list of descriptions, each a dict, got {shown(tools)}"
+            f"'tools' must be a list of descriptions, each a dict, got {repr_short(tools)}"
         )
     variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise RequestError(
-            f"'chat_template_kwargs' must be a dict by names, got {shown(variables)}"
+            f"'chat_template_kwargs' must be a dict by names, got {repr_short(variables)}"
         )
     for name in variables:
         if name in RESERVED_VARIABLES:
             raise RequestError(
-                f"'chat_template_kwargs' can't set {shown(name)}: no template's variable"
+                f"'chat_template_kwargs' can't set {repr_short(name)}: no template's variable"
             )
 
 
@@ -249,7 +254,7 @@ def _one_each(
     if is_one(given):
         return [given] * count
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise RequestError(f"{name} must be {kind} or a list of them, got {shown(given)}")
+        raise RequestError(f"{name} must be {kind} or a list of them, got {repr_short(given)}")
     if len(given) != count:
         raise RequestError(
             f"{name} must be one for all prompts, or a list as long as the prompts: got"
@@ -257,7 +262,7 @@ def _one_each(
         )
     for i, one in enumerate(given):
         if not is_one(one):
-            raise RequestError(f"{name}[{i}] must be {kind}, got {shown(one)}")
+            raise RequestError(f"{name}[{i}] must be {kind}, got {repr_short(one)}")
     return list(given)
 
 

@@ -152,7 +152,7 @@ class PromptReader:
                     token_ids = self._encode(text, add_special_tokens=False)
                     turns = self._chats.ends(given.get("chat_template"))
             if params.stop or params.bad_words or turns:
-                from nanoengine.text.ends import special_ids
+                from nanoengine.text.end_tokens import special_ids
 
                 params, special = special_ids(self.tokenizer, params, turns)
             request = self.checker.check(

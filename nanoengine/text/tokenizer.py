@@ -113,7 +113,7 @@ class Tokenizer:
                 raise
             raise RequestError(f"the tokenizer gave up on the text: {error!s:.200}") from error
         if add_special_tokens and token_ids[:1] == token_ids[1:2]:
-            from nanoengine.text.ends import warn_of_two_bos
+            from nanoengine.text.end_tokens import warn_of_two_bos
 
             warn_of_two_bos(self, token_ids)
         return token_ids

@@ -15,7 +15,7 @@ import pytest
 
 import nanoengine
 from nanoengine import LLM, ConfigError, NanoEngineError, RequestError, Row, SamplingParams
-from nanoengine.text.ends import bad_word_ids
+from nanoengine.text.end_tokens import bad_word_ids
 from nanoengine.text.prompt_forms import PAUSE
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.fake_llm import ANSWERS, LONG, Bar, MakeLLM, assert_idle, executor, ids, texts

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanoengine.core.plan import TokenLogprob
-from nanoengine.llm_calls import refused_output
+from nanoengine.llm_mixins import refused_output
 from nanoengine.outputs import (
     CompletionOutput,
     Logprob,

@@ -24,7 +24,7 @@ from nanoengine.errors import ConfigError, ModelError, RequestError
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text import rendering
-from nanoengine.text.ends import bad_word_ids
+from nanoengine.text.end_tokens import bad_word_ids
 from nanoengine.text.stream import MAX_OPEN_TOKENS, TextStream
 from nanoengine.text.tokenizer import REPLACEMENT, Tokenizer
 from tests.support.text_fixtures import CHAT_TEMPLATE, KINDS, byte_fallback, byte_level

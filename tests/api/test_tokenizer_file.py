@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from nanoengine import SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.text.ends import bad_word_ids
+from nanoengine.text.end_tokens import bad_word_ids
 from nanoengine.text.load_tokenizer import MODEL_TYPES, find_file
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.text_fixtures import CHAT_TEMPLATE, KINDS, byte_level

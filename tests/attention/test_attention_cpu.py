@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nanoengine.attention import cpu, make_backend
-from nanoengine.attention.cpu import wanted
-from nanoengine.attention.stored import hadamard
+from nanoengine.attention.cpu import query_ranges
+from nanoengine.attention.kv_quantization import hadamard
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.attention_tasks import (
     COUNT,
@@ -176,7 +176,7 @@ def test_tasks_cover_every_query_and_key_once_and_balance(threads):
     paged = Paged(lengths=lengths)
     starts = paged.batch.query_start_loc.numpy()
     tasks, bounds, merges, parts, num_partials = plan_tasks(
-        starts, paged.batch.seq_lens.numpy(), wanted(starts, None),
+        starts, paged.batch.seq_lens.numpy(), query_ranges(starts, None),
         paged.batch.block_tables[1].numpy(), group_size, heads, paged.block_size, window, threads,
     )  # fmt: skip
     assert bounds[0] == 0
@@ -207,11 +207,11 @@ def test_queries_that_nobody_wants_are_left_out_of_chunks():
     paged = Paged(lengths=LENGTHS)
     starts, lengths = (x.numpy() for x in (paged.batch.query_start_loc, paged.batch.seq_lens))
     rows = torch.tensor([0, starts[8] + 20, starts[8] + 9, starts[8] + 20]).numpy()
-    kept = wanted(starts, rows)
+    kept = query_ranges(starts, rows)
     assert kept[[0, 8]].tolist() == [[0, 1], [9, 21]] and (kept[9, 0] >= kept[9, 1])
     tables = paged.batch.block_tables[1].numpy()
     found = []
-    for of_chunks in (wanted(starts, None), kept):
+    for of_chunks in (query_ranges(starts, None), kept):
         tasks, *_ = plan_tasks(starts, lengths, of_chunks, tables, 2, 1, 16, 1 << 62, 2)
         found.append(tasks)
     everything, fewer = found
@@ -243,7 +243,7 @@ def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(
     starts, lengths = paged.batch.query_start_loc.numpy(), paged.batch.seq_lens.numpy()
     tables = paged.batch.block_tables[1].numpy()
     tasks, _, _, parts, _ = plan_tasks(
-        starts, lengths, wanted(starts, None), tables, group_size, 2, block_size, 1 << 62, 2,
+        starts, lengths, query_ranges(starts, None), tables, group_size, 2, block_size, 1 << 62, 2,
     )  # fmt: skip
     together = max(tasks[tasks[:, SEQ] < 7][:, NUM_QUERIES])
     assert together == min(5, max(1, ROW_TILE // group_size))
@@ -367,7 +367,7 @@ def test_no_worker_has_much_more_to_do_than_the_others(lengths, at_64):
     tables = torch.arange(len(lengths) * 64).int().view(len(lengths), 64).numpy()
     for workers, most in ((2, 1.05), (4, 1.1), (16, 1.1), (64, at_64)):
         tasks, bounds, *_ = plan_tasks(
-            starts, seq_lens, wanted(starts, None), tables, 2, 5, 64, 1 << 62, workers
+            starts, seq_lens, query_ranges(starts, None), tables, 2, 5, 64, 1 << 62, workers
         )
         rows = 2 * tasks[:, NUM_QUERIES]
         costs = (tasks[:, KV_STOP] - tasks[:, KV_START] + 16) * (rows + 8)

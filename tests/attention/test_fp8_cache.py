@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.attention import make_backend
-from nanoengine.attention.stored import (
+from nanoengine.attention.kv_quantization import (
     FP8,
     LARGEST,
     from_fp8,

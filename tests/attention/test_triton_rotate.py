@@ -7,7 +7,7 @@ import torch
 
 from nanoengine.attention import triton as module
 from nanoengine.attention.base import AttentionBackend, LayerCache
-from nanoengine.attention.stored import FP8
+from nanoengine.attention.kv_quantization import FP8
 from nanoengine.attention.triton import rotate_rows
 from tests.support.attention_cases import (
     DEVICE,

@@ -111,7 +111,7 @@ def test_lost_tokens_stop_the_benchmark(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["nanoengine.observe.metrics", "nanoengine.observe.taps", "nanoengine.observe.trace",
+    ["nanoengine.observe.metrics", "nanoengine.observe.hooks", "nanoengine.observe.trace",
      "nanoengine.bench.simulator", "nanoengine.bench.workload", "loc"],
 )  # fmt: skip
 def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nanoengine.assets import demo_model_path
-from nanoengine.checkpoint import keys
+from nanoengine.checkpoint import config_reader
 from nanoengine.checkpoint.config import load_model_config, parse_model_config
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "class_defaults.py"
@@ -29,7 +29,7 @@ def written() -> dict[str, dict[str, Any]]:
 
 
 def test_the_file_is_what_transformers_classes_say() -> None:
-    now, kept = written(), keys.class_defaults()
+    now, kept = written(), config_reader.class_defaults()
     assert len(now) > 60
     assert {name: kept.get(name) for name in now} == now, "run python tools/class_defaults.py"
 
@@ -38,7 +38,7 @@ def test_a_complete_config_is_read_without_the_file(monkeypatch: pytest.MonkeyPa
     def refuse() -> None:
         raise AssertionError("defaults.json was read")
 
-    monkeypatch.setattr(keys, "class_defaults", refuse)
+    monkeypatch.setattr(config_reader, "class_defaults", refuse)
     load_model_config(demo_model_path())
     raw = json.loads((Path(demo_model_path()) / "config.json").read_text(encoding="utf-8"))
     raw.pop("num_key_value_heads")

@@ -21,9 +21,9 @@ from nanoengine.checkpoint.config import (
     load_model_config,
     parse_model_config,
 )
+from nanoengine.checkpoint.config_reader import KEYS
 from nanoengine.checkpoint.families import TEXT_PARTS, every_family
-from nanoengine.checkpoint.keys import KEYS
-from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
+from nanoengine.checkpoint.layer_config import LayerConfig, MoEConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
 from nanoengine.runner.sampling.greedy import MAX_VOCAB_SIZE
@@ -76,13 +76,13 @@ def test_values_of_a_llama_3_config() -> None:
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
     assert (config.max_position_embeddings, config.rms_norm_eps) == (512, 1e-5)
     assert config.sliding_windows == (None,) * 4
-    assert config.plan == LayerPlan()
+    assert config.plan == LayerConfig()
     assert config.moe is None
 
 
 def test_a_plan_of_an_unknown_word_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="norms must be one of pre, post, sandwich"):
-        LayerPlan(norms="both")  # type: ignore[arg-type]
+        LayerConfig(norms="both")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="score must be one of softmax, sigmoid"):
         MoEConfig(  # type: ignore[arg-type]
             num_experts=8, num_experts_per_tok=2, intermediate_size=32, layers=(0,), score="relu"

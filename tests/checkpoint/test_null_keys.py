@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanoengine.checkpoint.config import ModelConfig, parse_model_config
+from nanoengine.checkpoint.config_reader import KEYS, ConfigReader
 from nanoengine.checkpoint.families import OUTSIDE
-from nanoengine.checkpoint.keys import KEYS, Keys
 from nanoengine.checkpoint.rope import EVERYWHERE, ROPE_KEYS
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.layers.rotary import inverse_frequencies
@@ -116,27 +116,32 @@ class Spy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: Raw = {}
         self.reading = True
-        get, allow, refuse_others, spy = Keys.get, Keys.allow, Keys.refuse_others, self
+        get, allow, reject_unread, spy = (
+            ConfigReader.get,
+            ConfigReader.allow,
+            ConfigReader.reject_unread,
+            self,
+        )
 
-        def seen(keys: Keys, key: str) -> Any:
+        def seen(keys: ConfigReader, key: str) -> Any:
             if keys.where != "config.json":
                 return get(keys, key)
             spy.found[key] = "refused"
             spy.found[key] = get(keys, key)
             return spy.found[key]
 
-        def allowed(keys: Keys, key: str, *values: Any) -> None:
+        def allowed(keys: ConfigReader, key: str, *values: Any) -> None:
             if keys.where == "config.json" and spy.reading:
                 spy.found[key] = keys.given.get(key, values[0])
             allow(keys, key, *values)
 
-        def others(keys: Keys) -> None:
+        def others(keys: ConfigReader) -> None:
             spy.reading = False
-            refuse_others(keys)
+            reject_unread(keys)
 
-        monkeypatch.setattr(Keys, "get", seen)
-        monkeypatch.setattr(Keys, "allow", allowed)
-        monkeypatch.setattr(Keys, "refuse_others", others)
+        monkeypatch.setattr(ConfigReader, "get", seen)
+        monkeypatch.setattr(ConfigReader, "allow", allowed)
+        monkeypatch.setattr(ConfigReader, "reject_unread", others)
 
     def parse(self, family: str, raw: Raw) -> ModelConfig | str:
         self.found, self.reading = {}, True

@@ -10,7 +10,7 @@ import pytest
 from nanoengine.cli import groups
 from nanoengine.cli import main as cli
 from nanoengine.cli.batch import BatchArgs
-from nanoengine.cli.docs import field_docs
+from nanoengine.cli.field_docs import field_docs
 from nanoengine.errors import ConfigError
 from nanoengine.settings.config import EngineConfig
 

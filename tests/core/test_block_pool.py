@@ -10,7 +10,7 @@ import pytest
 
 from nanoengine.core.block_pool import BlockPool
 from nanoengine.core.checks import check_pool
-from nanoengine.core.prefixes import Prefix, Prefixes, pack
+from nanoengine.core.prefix_tree import Prefix, PrefixTree, pack
 
 X = Prefix(b"x", None, pack([1]))
 
@@ -18,7 +18,7 @@ X = Prefix(b"x", None, pack([1]))
 def filled(pool: BlockPool, count: int) -> list[int]:
     """Allocates blocks and registers one chain of contents in them."""
     table = pool.allocate(count)
-    prefixes = Prefixes()
+    prefixes = PrefixTree()
     pool.register(table, 0, prefixes.follow(prefixes.root(None), range(count), 1))
     return table
 

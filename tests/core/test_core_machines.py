@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from nanoengine.core.block_pool import BlockPool
 from nanoengine.core.checks import check_pool
-from nanoengine.core.prefixes import Prefix, pack
+from nanoengine.core.prefix_tree import Prefix, pack
 
 Content = tuple[int, Prefix]
 CONTENTS = st.tuples(

@@ -96,9 +96,9 @@ def test_an_interrupt_inside_of_a_kernel_is_a_keyboard_interrupt(overlap, where,
     engine.step()
     name = "launch" if where == "launch" else "result"
     setattr(fake(engine), name, fail)
-    steps = engine.settle if where == "settle" else engine.step
+    steps = engine.finish_in_flight if where == "settle" else engine.step
     if where == "settle" and not overlap:
-        engine.settle()  # nothing is in flight
+        engine.finish_in_flight()  # nothing is in flight
         steps = engine.step
     with pytest.raises(KeyboardInterrupt) as caught:
         steps()
@@ -123,7 +123,7 @@ def test_a_system_error_of_another_kind_stays_one():
             engine.step()
 
 
-LOOP = ("_overlapped_step", "_take_in", "_launch", "_commit")
+LOOP = ("_overlapped_step", "_commit_in_flight", "_launch", "_commit")
 
 
 class Interrupter:

@@ -225,7 +225,7 @@ class EngineRun:
 
     def reset(self, random: Random) -> None:
         if random.random() < 0.1:
-            self.engine.settle()
+            self.engine.finish_in_flight()
             assert self.engine.reset_prefix_cache() is not bool(self.scheduler.num_running)
 
     def fork_one(self, random: Random) -> None:
@@ -234,7 +234,7 @@ class EngineRun:
     def fork(self, seed: int, count: int) -> None:
         """Forks any unfinished sequence between steps, with the same next token or another one."""
         random = Random(seed)
-        self.engine.settle()
+        self.engine.finish_in_flight()
         for _ in range(count):
             live = [
                 seq

@@ -88,7 +88,7 @@ def test_what_is_put_off_happens_though_the_step_fails(monkeypatch: pytest.Monke
         lambda engine: engine.add_request("b", [1, 2], PARAMS),
         lambda engine: engine.evict([1, 2]),
         lambda engine: engine.reset_prefix_cache(),
-        lambda engine: engine.settle(),
+        lambda engine: engine.finish_in_flight(),
     ],
 )
 def test_what_would_change_blocks_is_refused(

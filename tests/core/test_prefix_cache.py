@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoengine.core import prefixes
+from nanoengine.core import prefix_tree
 from nanoengine.core.checks import check_manager
 from tests.support.block_managers import (
     admit,
@@ -80,8 +80,8 @@ def test_without_caching_nothing_is_registered():
 def test_peer_bug_15_a_waiting_sequence_is_hashed_once(monkeypatch):
     manager = make_manager()
     hashed = []
-    real = prefixes.hash_block
-    monkeypatch.setattr(prefixes, "hash_block", lambda data: hashed.append(1) or real(data))
+    real = prefix_tree.hash_block
+    monkeypatch.setattr(prefix_tree, "hash_block", lambda data: hashed.append(1) or real(data))
     seq = make_sequence(list(range(100)))
     for _ in range(50):
         manager.can_allocate(seq)

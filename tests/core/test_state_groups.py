@@ -6,7 +6,7 @@ import pytest
 
 from nanoengine.core.checks import check_pool
 from nanoengine.core.groups.pool import StatePool
-from nanoengine.core.prefixes import Prefix, pack
+from nanoengine.core.prefix_tree import Prefix, pack
 from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import assert_outputs, make_engine, run, run_late
 

@@ -8,7 +8,7 @@ import pytest
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.plan import StepPlan, StepResult
-from nanoengine.core.tiers.found import Content, Level
+from nanoengine.core.tiers.lookup import Content, Level
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.settings.params import SamplingParams

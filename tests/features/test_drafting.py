@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.core.sequence import Extras, Request, Sequence
+from nanoengine.core.sequence import Request, Sequence, SequenceOptions
 from nanoengine.core.speculation import set_drafts
 from nanoengine.features.drafting import (
-    MOST_ASLEEP,
+    BACKOFF_STEPS,
     Acceptance,
     Drafting,
-    Guess,
+    DraftProposal,
     StepCost,
     best_counts,
 )
@@ -58,7 +58,7 @@ class Machine:
     def look(self, sequences):
         self.looks += len(sequences)
         self.now += self.look_s * len(sequences)
-        return [Guess(self.k, 1) for _ in sequences]
+        return [DraftProposal(self.k, 1) for _ in sequences]
 
     def draft(self, sequences, counts):
         self.now += self.draft_s * max(counts)
@@ -147,7 +147,7 @@ def test_bad_drafts_are_given_up_and_tried_again_now_and_then():
 
 def test_a_sequence_that_is_given_no_drafts_stays_a_plain_decode():
     scheduler = SimpleNamespace(special=None)
-    for extras in (None, Extras()):
+    for extras in (None, SequenceOptions()):
         seq = Machine(0.0, flat).sequences[0]
         seq.extras, seq.slots_ready_until = extras, 16
         set_drafts(scheduler, seq, ())
@@ -233,9 +233,9 @@ def test_no_draft_passes_the_end_of_a_sequence():
 def test_who_has_nothing_to_propose_lets_the_overlapped_loop_go_on():
     machine = Machine(1.0, flat, k=0, overlapped=True)
     assert machine.drafting.needs_tokens()
-    machine.run(MOST_ASLEEP)
+    machine.run(BACKOFF_STEPS)
     asked = []
-    for _ in range(4 * MOST_ASLEEP):
+    for _ in range(4 * BACKOFF_STEPS):
         asked.append(machine.drafting.needs_tokens())
         machine.step()
     assert sum(asked) == 8

@@ -8,7 +8,7 @@ import pytest
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
-from nanoengine.features.drafting import Guess
+from nanoengine.features.drafting import DraftProposal
 from nanoengine.features.grammar_drafts import GrammarDrafter
 from tests.support.drafts import draft_always
 from tests.support.engines import (
@@ -102,7 +102,7 @@ def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
         priors, always, only_for = (0.3, 0.4), False, None
 
         def look(self, sequences):
-            return [Guess(5, 1) for _ in sequences]
+            return [DraftProposal(5, 1) for _ in sequences]
 
         def forget_ended(self):
             pass
@@ -111,7 +111,11 @@ def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
     sampler = SimpleNamespace(forcing=forced.keys(), forced_tokens=forced.__getitem__)
     drafter = GrammarDrafter(sampler, Other())
     sequences = [SimpleNamespace(row=row) for row in range(3)]
-    assert drafter.look(sequences) == [Guess(5, 1), Guess(3, 2, (7, 8, 9)), Guess(5, 1)]
+    assert drafter.look(sequences) == [
+        DraftProposal(5, 1),
+        DraftProposal(3, 2, (7, 8, 9)),
+        DraftProposal(5, 1),
+    ]
     assert len(drafter.priors) == 3
 
 

@@ -10,8 +10,8 @@ from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import ConfigError
 from nanoengine.features.ngram import NgramDrafter, NgramIndex, continuation, match_length
 from nanoengine.settings.config import EngineConfig
-from nanoengine.settings.drafts import ModelDrafts, NgramDrafts, parse_speculative
 from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_speculative
 
 FEW_IDS = st.lists(st.integers(0, 3), max_size=40)
 

@@ -80,7 +80,7 @@ def test_what_raises_behind_a_right_draft_ends_the_row_where_it_would_without(
     text = forced_text(PROMPTS[1], NUM_TOKENS)
     while engine.has_unfinished():
         engine.step()
-        engine.settle()
+        engine.finish_in_flight()
         for seq in engine.scheduler.running:
             set_drafts(engine.scheduler, seq, tuple(text[seq.num_output_tokens :][:4]))
     assert "gives_up raised KeyError" in str(request.error)

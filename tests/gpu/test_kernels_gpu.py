@@ -12,7 +12,7 @@ import torch
 from nanoengine.attention import flash
 from nanoengine.errors import MissingDependencyError
 from nanoengine.runner.graphs import CudaGraphs
-from tests.attention import test_triton_latent as latents
+from tests.attention import test_triton_mla as latents
 from tests.support.attention_cases import DEVICE, TOLERANCE, backend_of, make_case
 
 BACKENDS = [("triton", 64)]

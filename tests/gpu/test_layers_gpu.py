@@ -7,7 +7,7 @@ cover float16 and float32.
 import pytest
 import torch
 
-from nanoengine.attention.stored import FP8
+from nanoengine.attention.kv_quantization import FP8
 from nanoengine.layers.kernels import GATES
 from tests.attention import test_triton_rotate
 from tests.gpu.scores import engine_scores, mean_error, reference_scores

@@ -24,10 +24,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from nanoengine.cli import main as cli
-from nanoengine.jobs import feed
-from nanoengine.jobs.feed import Ahead
+from nanoengine.jobs import prefetch
 from nanoengine.jobs.job import Job
-from nanoengine.jobs.log import PipeLog
+from nanoengine.jobs.prefetch import Ahead
+from nanoengine.jobs.record_log import PipeRecordLog
 from nanoengine.jobs.records import json_line
 from nanoengine.jobs.source import Input, Line
 from nanoengine.text import rendering
@@ -642,7 +642,7 @@ def test_an_error_of_stdin_is_that_of_the_job(batch: Batch, monkeypatch: Any) ->
 
 
 def test_what_is_read_of_stdin_ahead_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(feed, "WAITING_BYTES", 100)
+    monkeypatch.setattr(prefetch, "WAITING_BYTES", 100)
     one, read = Input(name="-", form="txt"), []
 
     def lines() -> Iterator[Line]:
@@ -709,13 +709,13 @@ def test_a_name_that_is_no_utf8(batch: Batch) -> None:
 
 def test_columns_count_for_how_many_rows_are_in_memory(batch: Batch, monkeypatch: Any) -> None:
     """Regression: the window was bounded only by prompts: 4,096 rows of 16 MiB are 64 GiB."""
-    from nanoengine.jobs import order
+    from nanoengine.jobs import reorder
 
-    monkeypatch.setattr(order, "WINDOW_BYTES", 50_000)
+    monkeypatch.setattr(reorder, "WINDOW_BYTES", 50_000)
     sizes = []
-    windows = order.windows
+    windows = reorder.windows
     monkeypatch.setattr(
-        order, "windows", lambda tasks: (sizes.append(len(w[0])) or w for w in windows(tasks))
+        reorder, "windows", lambda tasks: (sizes.append(len(w[0])) or w for w in windows(tasks))
     )
     assert batch.run(batch.write([{"prompt": "one", "x": "y" * 10_000}] * 20)) == 0
     assert sizes == [5, 5, 5, 5]
@@ -813,7 +813,7 @@ def test_a_pipe_that_does_not_block_is_waited_for() -> None:
     """Regression: the run ended at the first record for which the pipe was full."""
     read, write = os.pipe()
     os.set_blocking(write, False)
-    log, lines = PipeLog(write), [b"%05d" % i + b"x" * 5000 + b"\n" for i in range(60)]
+    log, lines = PipeRecordLog(write), [b"%05d" % i + b"x" * 5000 + b"\n" for i in range(60)]
     found: list[bytes] = []
     with open(read, "rb") as file:
         thread = threading.Thread(target=lambda: found.extend(file))

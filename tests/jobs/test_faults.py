@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanoengine.jobs.log import Log, OutputLostError
+from nanoengine.jobs.record_log import OutputLostError, RecordLog
 from tests.support.batch_jobs import Batch, completion
 
 CHANGES = ("write", "fdatasync", "fsync", "replace", "ftruncate", "unlink")
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_at_any_call_is_told_by_file_and_the_next_run_comple
 def test_a_log_that_could_not_be_written_anew_goes_on_in_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = Log(tmp_path / "out.jsonl")
+    log = RecordLog(tmp_path / "out.jsonl")
     log.append(b'{"_row": 0}\n')
 
     def refuse(source: object, target: object) -> None:
@@ -188,7 +188,7 @@ def test_a_log_that_could_not_be_written_anew_goes_on_in_the_old_file(
 def test_a_signal_between_a_write_and_what_is_behind_it_leaves_whole_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
 ) -> None:
-    log, line, write = Log(tmp_path / "out.jsonl"), b'{"_row": 1}\n', os.write
+    log, line, write = RecordLog(tmp_path / "out.jsonl"), b'{"_row": 1}\n', os.write
     log.append(b'{"_row": 0}\n')
 
     def interrupted(fd: int, data: bytes) -> int:

@@ -11,7 +11,7 @@ import pytest
 from nanoengine.core.request_options import check_options as check
 from nanoengine.errors import MissingDependencyError
 from nanoengine.jobs import rows as rows_module
-from nanoengine.jobs.feed import size_of
+from nanoengine.jobs.prefetch import size_of
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line
 from nanoengine.settings.params import SamplingParams

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from nanoengine.jobs import job as jobs
-from nanoengine.jobs import log as logs
+from nanoengine.jobs import record_log as logs
 from nanoengine.jobs.job import Job
-from nanoengine.jobs.log import Log
+from nanoengine.jobs.record_log import RecordLog
 from tests.support.batch_jobs import Batch, batch_fixture, completion
 from tests.support.fake_llm import make_llm_fixture
 
@@ -219,17 +219,17 @@ def test_an_output_that_is_touched_while_the_job_runs_is_told(
     batch: Batch, monkeypatch: Any, how: str, option: str
 ) -> None:
     """Regression: the job reported that all rows are answered, and there was no file."""
-    append, count = Log.append, 0
+    append, count = RecordLog.append, 0
     errors = batch.directory / "e.jsonl"
 
-    def touched(self: Log, line: bytes) -> None:
+    def touched(self: RecordLog, line: bytes) -> None:
         nonlocal count
         append(self, line)
         count += self.path == batch.output
         if count == 2:
             TOUCHES[how](batch.output)
 
-    monkeypatch.setattr(Log, "append", touched)
+    monkeypatch.setattr(RecordLog, "append", touched)
     if option == "soon":
         monkeypatch.setattr(logs, "SYNC_S", 0.0)
     source = batch.write([completion(str(i)) for i in range(150)])
@@ -344,7 +344,7 @@ def test_a_file_of_runs_that_is_damaged_stops_nothing(batch: Batch, content: byt
     whole = batch.by_row()
     batch.output.write_bytes(b"".join(batch.output.read_bytes().splitlines(keepends=True)[:3]))
     batch.write(content, "out.jsonl.job.runs")
-    with contextlib.closing(Log(batch.output)):
+    with contextlib.closing(RecordLog(batch.output)):
         assert batch.run(source) == 2
         assert "is being written by another process" in batch.told
     assert batch.run(source) == 1, batch.told

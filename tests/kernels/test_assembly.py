@@ -11,8 +11,8 @@ import pytest
 from llvmlite import ir
 
 from benchmarks.suite import cpu_peak
-from nanoengine.kernels.byte_tiles import shapes8, shapes16, tile8, tile16
-from nanoengine.kernels.grouped_tiles import (
+from nanoengine.kernels.gemm import PANEL, float_tile, tile_shapes
+from nanoengine.kernels.groupwise_gemm import (
     MINS,
     NONE,
     ZEROS,
@@ -22,16 +22,16 @@ from nanoengine.kernels.grouped_tiles import (
     most_grouped,
     rows_of_spread,
 )
+from nanoengine.kernels.int8_gemm import shapes8, shapes16, tile8, tile16
 from nanoengine.kernels.isa import ISA, ISAS
-from nanoengine.kernels.tiles import PANEL, float_tile, tile_shapes
 from tests.support import assembly
 from tests.support.assembly import ARM, CPUS, TILES, assembly_of, inner_loops, intrinsics_on, spills
 
 pytestmark = pytest.mark.guards(
-    "nanoengine/kernels/*tiles.py",
+    "nanoengine/kernels/*gemm.py",
     "nanoengine/kernels/emit.py",
     "nanoengine/kernels/isa.py",
-    "nanoengine/kernels/widen.py",
+    "nanoengine/kernels/dequant.py",
     "benchmarks/suite/cpu_peak.py",
     "tests/support/assembly.py",
 )

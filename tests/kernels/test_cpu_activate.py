@@ -9,9 +9,9 @@ import torch
 from nanoengine.kernels.cpu_decoder import GATED, activate, multiply
 from nanoengine.kernels.cpu_layers import GATES, gate
 from nanoengine.kernels.cpu_linear import DOTS, ROW_BLOCK, rounded_rows, row_parts
+from nanoengine.kernels.gemm import PANEL
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import PIECES
-from nanoengine.kernels.tiles import PANEL
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.packed import PackedLinear
 

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.kernels.byte_tiles import UNIT
 from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.cpu_quantized import quantize_groups
+from nanoengine.kernels.int8_gemm import UNIT
 from nanoengine.kernels.isa import CURRENT, available, cpu_features
 from tests.support.attention_cases import Paged
 from tests.support.engines import checkpoint, random_prompts
 
 pytestmark = [
     pytest.mark.guards(
-        "nanoengine/kernels/*tiles.py",
+        "nanoengine/kernels/*gemm.py",
         "nanoengine/kernels/emit.py",
         "nanoengine/kernels/isa.py",
         "nanoengine/kernels/cpu_*.py",

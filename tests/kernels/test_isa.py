@@ -23,14 +23,14 @@ from nanoengine.kernels.isa import (
     target_features,
 )
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.numerics import RunnerOptions
+from nanoengine.runner.options import RunnerOptions
 from nanoengine.settings.config import EngineConfig
 
 # Each is a process that loads torch.
 OF_ITS_OWN = pytest.mark.guards(
     "nanoengine/kernels/isa.py",
     "nanoengine/kernels/jit.py",
-    "nanoengine/runner/numerics.py",
+    "nanoengine/runner/options.py",
     "nanoengine/ranks/*.py",
 )
 

@@ -22,9 +22,9 @@ from nanoengine.kernels.isa import CURRENT
 
 pytestmark = pytest.mark.guards(
     "nanoengine/kernels/*.py",
-    "nanoengine/kernels/ahead.txt",
+    "nanoengine/kernels/aot.txt",
     "setup.py",
-    "tools/ahead.py",
+    "tools/aot.py",
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,9 +40,9 @@ def triple(x):
     return double(x) + x
 """
 CHOOSING = """
-from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.jit import specialize, compiled
 
-@by_types()
+@specialize()
 def twice(x):
     from beside import double
 
@@ -230,7 +230,7 @@ def test_what_was_compiled_at_install_is_used_and_left_as_it_is(
 
 def test_the_table_of_what_is_compiled_at_install_has_what_the_usual_forms_need() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tools.ahead", "--check"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tools.aot", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 

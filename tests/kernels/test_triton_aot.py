@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.guards(
         "nanoengine/*/triton*.py",
         "nanoengine/runner/sampling/triton*.py",
-        "nanoengine/attention/stored.py",
+        "nanoengine/attention/kv_quantization.py",
         "tests/support/aot_*.py",
     ),
     # Why so long: the first test runs all compilations.

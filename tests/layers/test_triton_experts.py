@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.checkpoint.plan import MoEConfig
+from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.kernels import cpu_experts
 from nanoengine.layers import triton_experts
 from nanoengine.layers.moe import Router

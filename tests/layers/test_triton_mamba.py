@@ -10,7 +10,7 @@ import torch
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.models.mamba import MambaMixer
-from tests.layers.test_triton_states import SPANS, wave_of
+from tests.layers.test_triton_linear_attention import SPANS, wave_of
 from tests.support.attention_cases import DEVICE
 from tests.support.engines import checkpoint
 from tests.support.model_helpers import make_context

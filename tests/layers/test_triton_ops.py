@@ -6,7 +6,7 @@ import torch
 from nanoengine.errors import ConfigError
 from nanoengine.layers.kernels import GATES, Kernels
 from nanoengine.models.triton import TritonKernels, norm_warps
-from nanoengine.runner.numerics import make_kernels
+from nanoengine.runner.options import make_kernels
 from tests.support.attention_cases import DEVICE
 from tests.support.model_helpers import DenseAttention
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine.checkpoint.config import OWN_NAMES, load_model_config, parse_model_config
 from nanoengine.checkpoint.families import TEXT_PARTS, every_family
-from nanoengine.checkpoint.plan import LayerPlan
+from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.layouts import head_order
 from tests.support.checkpoints import FAMILIES, MODELS, make_checkpoint, make_model
@@ -135,7 +135,7 @@ def test_every_row_of_the_table_is_tried() -> None:
 def test_the_order_of_a_heads_dimensions(
     size: int | None, interleaved: bool, expected: Sequence[int] | None
 ) -> None:
-    plan = LayerPlan(rotary_dim=size, rope_interleaved=interleaved)
+    plan = LayerConfig(rotary_dim=size, rope_interleaved=interleaved)
     config = load_model_config(checkpoint("llama", head_dim=8))
     order = head_order(replace(config, plan=plan))
     assert (None if order is None else order.tolist()) == expected

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.checkpoint.config import parse_model_config
-from nanoengine.checkpoint.plan import Gemma4Plan
+from nanoengine.checkpoint.layer_config import Gemma4Plan
 from nanoengine.errors import ConfigError
-from nanoengine.runner.kv_cache import in_a_slice, make_groups
+from nanoengine.runner.kv_cache import layers_per_slice, make_groups
 from nanoengine.settings.params import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -37,7 +37,7 @@ def test_layers_of_the_narrower_kind_share_a_slice() -> None:
     assert narrow.slices(windows) == [(0, 1), (2,), (3,)]
     wide = plan(window=(256, 8), full=(512, 2))
     assert wide.slices(windows) == [(0,), (1,), (2,), (3, 6), (4,), (5,)]
-    assert [wide.in_a_slice(window) for window in (WINDOW, None)] == [1, 2]
+    assert [wide.layers_per_slice(window) for window in (WINDOW, None)] == [1, 2]
     alike = plan(window=(64, 2), full=(128, 1))
     assert alike.slices(windows) == [(n,) for n in range(7)]
 
@@ -55,7 +55,7 @@ def test_a_pool_of_the_published_shapes_wastes_nothing() -> None:
     assert (config.head_dim, config.num_key_value_heads) == (256, 16)
     groups = make_groups(config, block_size=16, dtype=torch.float32, kv_dtype=torch.float32)
     assert {len(group.layers) for group in groups} == {5}
-    assert in_a_slice(config, groups) == [1] * 10 + [2]
+    assert layers_per_slice(config, groups) == [1] * 10 + [2]
 
 
 def test_tensors_that_nobody_reads_of_layers_without_keys_are_left_out(

@@ -315,7 +315,7 @@ def test_ends_and_sampling_of_a_generation_config(tmp_path: Path) -> None:
 
 def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
     config = config_with(tmp_path, family="qwen3", nextn_predict_layers=1)
-    assert (config.num_hidden_layers, config.left_out) == (1, r"model\.layers\.(1)\.")
+    assert (config.num_hidden_layers, config.ignored_tensors) == (1, r"model\.layers\.(1)\.")
     assert len(build(tmp_path / "m.gguf").model.layers) == 1
 
 

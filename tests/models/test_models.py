@@ -19,7 +19,7 @@ from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from nanoengine.models.decoder import CausalLM
-from nanoengine.runner.numerics import make_kernels
+from nanoengine.runner.options import make_kernels
 from tests.support.checkpoints import MODELS, make_checkpoint
 from tests.support.model_helpers import (
     DenseAttention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanoengine.core.block_pool import Block, BlockPool
-from nanoengine.core.prefixes import Prefix, pack
+from nanoengine.core.prefix_tree import Prefix, pack
 from nanoengine.core.stats import CacheStats
 from nanoengine.errors import RequestError
 from nanoengine.observe.residency import Residency

@@ -20,9 +20,9 @@ from nanoengine.assets import demo_model_path
 from nanoengine.bench.simulator import make_scheduler
 from nanoengine.build import build_engine
 from nanoengine.core.checks import check
-from nanoengine.core.prefixes import Prefix, Prefixes
+from nanoengine.core.prefix_tree import Prefix, PrefixTree
 from nanoengine.core.sequence import Request, SequenceMoves
-from nanoengine.core.tiers.found import Content
+from nanoengine.core.tiers.lookup import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, TraceError
@@ -202,7 +202,7 @@ def test_what_callers_do_between_steps_is_replayed() -> None:
 class KeptDisk(FakeDisk):
     """A disk with files that another engine has written."""
 
-    def scan(self, prefixes: Prefixes) -> list[Content]:
+    def scan(self, prefixes: PrefixTree) -> list[Content]:
         def known(prefix: Prefix) -> Prefix:
             if prefix.parent is None:
                 return prefixes.root_of_name(prefix.digest)

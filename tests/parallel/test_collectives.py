@@ -13,7 +13,7 @@ import torch
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.layers.collectives import LOOPBACK, Collectives, Shard
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.numerics import RunnerOptions
+from nanoengine.runner.options import RunnerOptions
 from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoengine.runner.numerics import NUMBERS, use_allowed_cores
+from nanoengine.runner.options import NUMBERS, use_allowed_cores
 from nanoengine.settings import cores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ def test_physical_cores_are_counted_once(tmp_path):
 
 
 @pytest.mark.guards(
-    "nanoengine/settings/cores.py", "nanoengine/runner/numerics.py", "nanoengine/kernels/threads.py"
+    "nanoengine/settings/cores.py", "nanoengine/runner/options.py", "nanoengine/kernels/threads.py"
 )
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux has affinities")
 @pytest.mark.parametrize("order", ["allow; import torch", "import torch; allow"])

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from nanoengine import SamplingParams
-from nanoengine.attention import triton_latent
+from nanoengine.attention import triton_mla
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.decode_step import DecodeStep
-from tests.models.test_latent import STORED_SIZES
+from tests.models.test_mla import STORED_SIZES
 from tests.support.attention_cases import DEVICE
 from tests.support.checkpoints import FAMILIES
 from tests.support.emulated_gpu import EmulatedGPU
@@ -22,8 +22,9 @@ from tests.support.quantized_checkpoints import write_case
 pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one"),
     pytest.mark.guards(  # Why: the interpreter takes a minute.
-        "nanoengine/*/triton*.py", "nanoengine/models/*.py", "nanoengine/runner/states.py",
-        "nanoengine/runner/decode_step.py", "nanoengine/runner/graphs.py",
+        "nanoengine/*/triton*.py", "nanoengine/models/*.py",
+        "nanoengine/runner/recurrent_states.py", "nanoengine/runner/decode_step.py",
+        "nanoengine/runner/graphs.py",
         "tests/support/emulated_gpu.py",
     ),
 ]  # fmt: skip
@@ -69,9 +70,9 @@ CASES = [
 @pytest.fixture
 def short_splits(monkeypatch):
     """Makes the short contexts of these tests long enough for splits."""
-    whole = triton_latent.latent_config
+    whole = triton_mla.latent_config
     monkeypatch.setattr(
-        triton_latent, "latent_config", lambda *of: replace(whole(*of), split_tokens=16)
+        triton_mla, "latent_config", lambda *of: replace(whole(*of), split_tokens=16)
     )
 
 

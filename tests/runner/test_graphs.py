@@ -13,8 +13,8 @@ import nanoengine.runner.start as runner_start
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, capture_sizes
+from nanoengine.runner.input_batch import InputBatch
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.runner.sampling.draw import SamplingKind
 from nanoengine.runner.sampling.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
@@ -117,7 +117,7 @@ class Model:
 
 def make_step(max_num_seqs=8, num_groups=1, device="cpu"):
     device = torch.device(device)
-    rows = RowBuffers(
+    rows = InputBatch(
         max_num_seqs=max_num_seqs,
         max_model_len=64,
         block_size=BLOCK,

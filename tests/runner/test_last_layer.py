@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoengine.core.plan import Fork, StepPlan
-from nanoengine.runner.row_buffers import RowBuffers
+from nanoengine.runner.input_batch import InputBatch
 from nanoengine.settings.params import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -95,7 +95,7 @@ def plan_of(*entries: tuple[int, int, int, int], **fields) -> StepPlan:
 
 
 def wanted(plan: StepPlan, scored: list[int]) -> list[int] | None:
-    rows = RowBuffers(
+    rows = InputBatch(
         max_num_seqs=8, max_model_len=64, block_size=8, num_groups=1, device=torch.device("cpu")
     )
     batch, _ = rows.make_batch(plan, (np.zeros(len(scored), np.int64), np.array(scored)))

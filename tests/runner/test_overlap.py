@@ -20,7 +20,7 @@ from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchParams
-from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
+from nanoengine.runner.input_batch import InputBatch, SamplingIndices
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from tests.support import engines
@@ -103,7 +103,7 @@ def test_drafts_are_verified_before_the_next_step_is_planned():
     log = Log(engine)
     request = engine.add_request("a", range(1, 9), params(9, ignore_eos=True))
     engine.step()
-    engine.settle()
+    engine.finish_in_flight()
     set_drafts(engine.scheduler, request.sequences[0], (1, 2))
     run(engine)
     at = log.events.index("launch 1")
@@ -200,7 +200,7 @@ def test_a_fork_needs_to_see_all_tokens():
     engine.step()
     with pytest.raises(RequestError, match=r"settle\(\)"):
         engine.fork("a")
-    engine.settle()
+    engine.finish_in_flight()
     assert request.sequences[0].num_output_tokens == 2
     engine.fork("a", next_token_id=7)
     run(engine)
@@ -215,7 +215,7 @@ def test_requests_that_settle_ends_are_told_by_the_next_step():
     engine = make_engine(overlap=True)
     engine.add_request("a", range(1, 9), params(1, ignore_eos=True))
     engine.step()
-    engine.settle()
+    engine.finish_in_flight()
     assert engine.has_unfinished() and engine.num_unfinished == 0
     assert [request.request_id for request in engine.step()] == ["a"]
     assert not engine.has_unfinished()
@@ -339,13 +339,13 @@ def test_aborts_beside_others_and_rows_that_pass_on():
 
 
 def test_the_host_is_told_only_of_rows_that_still_belong_to_who_sampled():
-    rows = RowBuffers(
+    rows = InputBatch(
         max_num_seqs=2, max_model_len=8, block_size=4, num_groups=1, device=torch.device("cpu")
     )
     old = AdmittedSequence(0, 10, [1, 2, 3], 3, 0, params(), 0)
     rows.update(StepPlan(step=0, admitted=[old, old._replace(row=1, seq_id=11)]))
     at = np.array([0, 1])
-    lines = SamplingLines(
+    lines = SamplingIndices(
         entries=at, rows=at, seq_ids=rows.seq_ids[at], positions=np.array([3, 3]),
         rows_on_device=torch.from_numpy(at),
     )  # fmt: skip

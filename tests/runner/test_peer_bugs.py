@@ -12,11 +12,11 @@ from nanoengine.build import build_engine
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.runner import largest_steps
+from nanoengine.runner import profile_run
 from nanoengine.runner.graphs import capture_sizes
-from nanoengine.runner.largest_steps import largest_batches
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.numerics import RunnerOptions
+from nanoengine.runner.options import RunnerOptions
+from nanoengine.runner.profile_run import largest_batches
 from nanoengine.runner.sampling.draw import SamplingKind
 from nanoengine.runner.transfers import ship
 from nanoengine.settings.config import EngineConfig
@@ -51,7 +51,7 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     with torch.inference_mode():
         for batch in largest_batches(runner._longest_rows(), 700):
             batch.attention = runner.backend.prepare(batch)
-            largest_steps.run(runner.model, batch, 24)
+            profile_run.run(runner.model, batch, 24)
     sampled = (24, 256, SamplingKind.FILTERED)
     assert seen == [700, sampled, 24, sampled]
 

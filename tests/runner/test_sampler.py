@@ -51,8 +51,8 @@ def sampler_of(vocab_size, *sequences, eos=EOS, processors=()):
 
 def accept(sampler, rows, token_ids):
     """Passes the sampled tokens of the rows to the processors."""
-    for i, edits in sampler.edits_of(rows).items():
-        edits.accept(token_ids[i])
+    for i, processor_states in sampler.states_of(rows).items():
+        processor_states.accept(token_ids[i])
 
 
 def sample_one(params, logits, position=3, **known):

@@ -31,33 +31,33 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from nanoengine.attention import triton_latent as latent_kernels
+from nanoengine.attention import triton_mla as latent_kernels
 from nanoengine.attention.base import HeadNormWeights, LayerCache
-from nanoengine.attention.batch import Pieces, StateWave
+from nanoengine.attention.batch import ScanStep, SegmentChunks
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels
-from nanoengine.checkpoint.plan import MoEConfig
+from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import (
     triton_gemm,
+    triton_linear_attention,
     triton_mamba,
     triton_routing,
     triton_sampling,
-    triton_states,
 )
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.kernels import triton_quantized as quantized_kernels
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
+from nanoengine.layers.triton_linear_attention import TritonDelta, delta_gates, gate_norm
 from nanoengine.layers.triton_mamba import TritonMamba
-from nanoengine.layers.triton_states import TritonDelta, delta_gates, gate_norm
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.sampling.triton_sampling import sample_lines
 from tests.support.aot_loops import tile_loop
 from tests.support.aot_targets import NO_PRODUCTS, is_compiled
 from tests.support.attention_cases import Case, make_case
 from tests.support.model_helpers import DenseAttention, make_context
-from tests.support.states import delta_plan
+from tests.support.recurrent_states import delta_plan
 
 
 class Catch:
@@ -76,7 +76,7 @@ def caught_launches():
     caught, originals = [], []
     for module in (
         store_kernels, kernels, layer_kernels, triton_gemm, expert_kernels,
-        triton_routing, triton_sampling, triton_states,
+        triton_routing, triton_sampling, triton_linear_attention,
         triton_mamba, quantized_kernels, latent_kernels,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
@@ -141,7 +141,7 @@ def run_latents(dtype, arch, rank=512, rope=64):
         )
         backend.arch, backend.dtype = arch, dtype
         rotation = torch.zeros(len(case.q), 1, rope, dtype=dtype).chunk(2, -1)
-        q = backend.turn_and_store(
+        q = backend.rotate_and_store_latents(
             case.q[..., : 128 + rope].contiguous(), case.k.flatten(1).contiguous(), rotation,
             torch.zeros(rank, dtype=dtype), 1e-6, cache, case.batch,
         )  # fmt: skip
@@ -275,8 +275,8 @@ def run_states(dtype):
     delta_gates(gates[0], gates[0], torch.zeros(100, 64, dtype=dtype))
     heads = torch.zeros(100, 32, 128)
     gate_norm(torch.zeros(128, dtype=dtype), heads, heads.to(dtype), 1e-6)
-    pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-    wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
+    pieces = SegmentChunks(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    wave = ScanStep(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
     delta.scan(qkv, gates, gates, wave, torch.zeros(100, 32, 128))
 
 
@@ -306,8 +306,10 @@ def run_mamba(dtype):
         mamba.gates(gates.to(dtype))
         mamba.gated(torch.zeros(100, inner), torch.zeros(100, inner, dtype=dtype))
         mamba.step(xbc[:1], gates[:1], gates[:1], slots, slots)
-        pieces = Pieces(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-        wave = StateWave(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
+        pieces = SegmentChunks(
+            torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        )
+        wave = ScanStep(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
         mamba.scan(xbc, gates, gates, wave, torch.zeros(100, heads, value))
 
 

@@ -11,7 +11,7 @@ import torch
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, HeadNormWeights, LayerCache
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.stored import FP8, SCALE_BYTES, from_fp8, to_fp8, to_int8
+from nanoengine.attention.kv_quantization import FP8, SCALE_BYTES, from_fp8, to_fp8, to_int8
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nanoengine.core.prefixes import Prefixes
+from nanoengine.core.prefix_tree import PrefixTree
 from nanoengine.core.tiers.disk import DiskCopy
-from nanoengine.core.tiers.found import Content
+from nanoengine.core.tiers.lookup import Content
 from nanoengine.features.kv_tiers import DiskFiles
 
-PREFIXES = Prefixes()
+PREFIXES = PrefixTree()
 
 
 def content(number: int, group: int = 0) -> Content:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nanoengine.core.sequence import Sequence as CoreSequence
 from nanoengine.engine import LLMEngine
-from nanoengine.features.drafting import Drafting, Guess
+from nanoengine.features.drafting import Drafting, DraftProposal
 
 
 class EagerDrafting(Drafting):
@@ -17,7 +17,9 @@ class EagerDrafting(Drafting):
     def needs_tokens(self) -> bool:
         return True
 
-    def _counts(self, sequences: Sequence[CoreSequence], guesses: Sequence[Guess]) -> list[int]:
+    def _counts(
+        self, sequences: Sequence[CoreSequence], guesses: Sequence[DraftProposal]
+    ) -> list[int]:
         for seq, guess in zip(sequences, guesses, strict=True):
             self._asked[seq.row] = self._track(seq)
             self._asked[seq.row].kind = guess.kind

@@ -12,10 +12,10 @@ from random import Random
 from typing import Any
 
 from nanoengine.core.layout import KVLayout
-from nanoengine.core.prefixes import Prefixes
+from nanoengine.core.prefix_tree import PrefixTree
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.disk import DiskCopy, Finished
-from nanoengine.core.tiers.found import Content
+from nanoengine.core.tiers.lookup import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 
 
@@ -31,7 +31,7 @@ class FakeDisk:
         self.ended: list[Finished] = []
         self.closed = False
 
-    def scan(self, prefixes: Prefixes) -> list[Content]:
+    def scan(self, prefixes: PrefixTree) -> list[Content]:
         return list(self.files)
 
     def submit(self, copy: DiskCopy) -> None:

@@ -138,8 +138,8 @@ class Rows:
                 self.errors[row] = found.errors[line]
             else:
                 self.outputs[row].append(found.token_ids[line])
-        for i, edits in self.sampler.edits_of(rows).items():
-            edits.accept(found.token_ids[i : i + 1])
+        for i, processor_states in self.sampler.states_of(rows).items():
+            processor_states.accept(found.token_ids[i : i + 1])
 
     def text(self, row: int) -> str | None:
         """The text of a completed row, else None."""

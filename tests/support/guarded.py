@@ -103,15 +103,15 @@ class Guarded:
         totals = Counter(
             key for key, item in zip(keys, items, strict=True) if key and not _is_long(item)
         )
-        chosen, left_out = [], []
+        chosen, ignored_tensors = [], []
         for item, key in zip(items, keys, strict=True):
             if key is not None:
                 item.user_properties.append(("guards", [key, totals[key]]))
-            (chosen if self._runs(item, key) else left_out).append(item)
-        if left_out:
+            (chosen if self._runs(item, key) else ignored_tensors).append(item)
+        if ignored_tensors:
             if self.mode == "changed":
-                self.num_left_out = sum(not _is_long(item) for item in left_out)
-            config.hook.pytest_deselected(items=left_out)
+                self.num_left_out = sum(not _is_long(item) for item in ignored_tensors)
+            config.hook.pytest_deselected(items=ignored_tensors)
             items[:] = chosen
 
     def _runs(self, item: pytest.Item, key: str | None) -> bool:
@@ -136,7 +136,7 @@ class Guarded:
         """A worker reports how many tests it deselected; the controller writes the digests."""
         if self.is_worker:
             output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
-            output["left_out"] = self.num_left_out
+            output["ignored_tensors"] = self.num_left_out
         elif self.mode == "only" and not self.is_part and exitstatus in (0, 1):
             whole = [key for key, total in self.totals.items() if self.done[key] == total]
             passed = sorted(set(whole) - self.failed)
@@ -147,7 +147,7 @@ class Guarded:
     def pytest_testnodedown(self, node: Any) -> None:
         """The number that a pytest-xdist worker deselected; it is the same for all workers."""
         output = getattr(node, "workeroutput", {})
-        self.num_left_out = max(self.num_left_out, output.get("left_out", 0))
+        self.num_left_out = max(self.num_left_out, output.get("ignored_tensors", 0))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """One line about the tests that did not run."""

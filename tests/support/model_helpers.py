@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from nanoengine.attention.base import AttentionBackend, LayerCache
-from nanoengine.attention.batch import Batch, Span, StateWave
+from nanoengine.attention.batch import Batch, ScanStep, SequenceSegment
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.layers.kernels import Kernels
 from nanoengine.layers.layer import ModelContext
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.loader import load_model
-from nanoengine.runner.numerics import make_kernels
+from nanoengine.runner.options import make_kernels
 
 
 class DenseAttention(AttentionBackend):
@@ -74,14 +74,14 @@ def prefill_batch(prompts: Sequence[Sequence[int]]) -> Batch:
     )
 
 
-def prefill_wave(lengths: Sequence[int]) -> StateWave:
+def prefill_wave(lengths: Sequence[int]) -> ScanStep:
     """Prompts of these lengths, whose states are written to slots 1, 2, ..."""
     none, ends = torch.empty(0, dtype=torch.int64), itertools.accumulate(lengths)
     spans = [
-        Span(end - n, end, 0, 0, ((n, slot),))
+        SequenceSegment(end - n, end, 0, 0, ((n, slot),))
         for slot, (n, end) in enumerate(zip(lengths, ends, strict=True), start=1)
     ]
-    return StateWave(tokens=none, reads=none, writes=none, spans=tuple(spans))
+    return ScanStep(tokens=none, reads=none, writes=none, spans=tuple(spans))
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:

@@ -29,7 +29,7 @@ from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.quantization import Quantization, resolve_quantization
 from nanoengine.kernels.code_tables import E2M1
 from nanoengine.layers.kernels import Kernels
-from nanoengine.layers.quantized import no_kind, quantized_linears
+from nanoengine.layers.quantized import dequantize_all, quantized_linears
 from nanoengine.models.decoder import CausalLM
 from tests.support.checkpoints import make_checkpoint
 from tests.support.model_helpers import DenseAttention, build, cpu_kernels
@@ -381,7 +381,7 @@ def load_expanded(
     directory: Path, *, dtype: torch.dtype = torch.float64, **fields: Any
 ) -> CausalLM:
     """The model as an engine loads it on a device without kernels for the stored format."""
-    kernels = stored_kernels(directory, Kernels(DenseAttention()), no_kind)
+    kernels = stored_kernels(directory, Kernels(DenseAttention()), dequantize_all)
     return build(directory, dtype, kernels=kernels, **fields)
 
 

@@ -11,7 +11,7 @@ from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
-from nanoengine.observe.taps import Taps
+from nanoengine.observe.hooks import Taps
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_reader import read_trace
 

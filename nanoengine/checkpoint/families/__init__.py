@@ -1,8 +1,8 @@
 """The families: one description per family, in one module per kind of model.
 
 `dense` has Llama, and is the only one that a plain prompt loads. A family of known mechanisms is
-one entry in a module's `FAMILIES`. A new mechanism is also a field of `LayerPlan`, `StatePlan` or
-`MoEConfig`.
+one entry in a module's `FAMILIES`. A new mechanism is also a field of `LayerConfig`,
+`LinearAttentionConfig` or `MoEConfig`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Family: the meaning of one family's config.json, and functions that read its fields.
 
-A field of `LayerPlan`, `StatePlan` or `MoEConfig` is a value, or a function of the config's keys,
-such as `key("mlp_bias")`. The function reads only keys that the family supports; `Keys` rejects the
-others. Further functions determine which layers have a sliding window, and which apply RoPE.
+A field of `LayerConfig`, `LinearAttentionConfig` or `MoEConfig` is a value, or a function of the
+config's keys, such as `key("mlp_bias")`. The function reads only keys that the family supports;
+`ConfigReader` rejects the others. Further functions determine which layers have a sliding window,
+and which apply RoPE.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoengine.checkpoint.keys import KEYS, Json, Keys
-from nanoengine.checkpoint.plan import SLIDING, LayerPlan, MoEConfig, StatePlan
+from nanoengine.checkpoint.config_reader import KEYS, ConfigReader, Json
+from nanoengine.checkpoint.layer_config import (
+    SLIDING,
+    LayerConfig,
+    LinearAttentionConfig,
+    MoEConfig,
+)
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import repr_short
 
 if TYPE_CHECKING:
     from nanoengine.checkpoint.gguf_keys import Metadata
 
 T = TypeVar("T")
-Reader = Callable[[Keys], T]
+Reader = Callable[[ConfigReader], T]
 
 
 def key(name: str, make: Callable[[Any], Any] | None = None) -> Reader[Any]:
@@ -41,7 +47,7 @@ def biases(name: str) -> dict[str, Reader[Any]]:
 def size(*names: str) -> Reader[int]:
     """Reads the first of these keys that is present; the model needs one."""
 
-    def read(keys: Keys) -> int:
+    def read(keys: ConfigReader) -> int:
         for name in names:
             if name in keys:
                 return keys.require(name)
@@ -53,18 +59,18 @@ def size(*names: str) -> Reader[int]:
     return read
 
 
-def made(kind: Callable[..., T], fields: Mapping[str, Any], keys: Keys) -> T:
+def made(kind: Callable[..., T], fields: Mapping[str, Any], keys: ConfigReader) -> T:
     """Makes a plan from fields that are values or readers."""
     return kind(**{n: value(keys) if callable(value) else value for n, value in fields.items()})
 
 
-def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Reader[LayerPlan]:
+def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Reader[LayerConfig]:
     """A reader of a plan with these fields; `only`: keys -> the implemented values."""
 
-    def read(keys: Keys) -> LayerPlan:
+    def read(keys: ConfigReader) -> LayerConfig:
         for name, values in (only or {}).items():
             keys.allow(name, *values)
-        return made(LayerPlan, fields, keys)
+        return made(LayerConfig, fields, keys)
 
     return read
 
@@ -116,16 +122,16 @@ def layers_of(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
 Kinds = Sequence[str] | None
 """`layer_types`; None: absent."""
 
-WindowsReader = Callable[[Keys, Kinds, int], list[bool]]
+WindowsReader = Callable[[ConfigReader, Kinds, int], list[bool]]
 """The third argument is the number of layers."""
 
 
-def never(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+def never(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
     return [False] * layers
 
 
 def windows(
-    pattern: Callable[[Keys, int], bool] = lambda keys, layer: True,
+    pattern: Callable[[ConfigReader, int], bool] = lambda keys, layer: True,
     *,
     asked: bool = False,
     named: bool = True,
@@ -139,7 +145,7 @@ def windows(
         named: the family has `layer_types`.
     """
 
-    def slides(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+    def slides(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
         wanted = not asked or keys.get("use_sliding_window")
         if keys.get("sliding_window") is None or not wanted:
             return [False] * layers
@@ -148,11 +154,11 @@ def windows(
     return slides
 
 
-def from_max_window_layers(keys: Keys, layer: int) -> bool:
+def from_max_window_layers(keys: ConfigReader, layer: int) -> bool:
     return layer >= keys.get("max_window_layers")
 
 
-def smollm_window(keys: Keys, layer: int) -> bool:
+def smollm_window(keys: ConfigReader, layer: int) -> bool:
     """The layers that do not apply RoPE."""
     return not smollm_rope(keys, [False] * keys.require("num_hidden_layers"))[layer]
 
@@ -161,7 +167,7 @@ def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader
     """Returns a reader: the layers in `layer_types`, else every layer but each n-th, where n is
     this number or the value of this key. A model that has such layers needs a window."""
 
-    def slides(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+    def slides(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
         if kinds is not None:
             return _named(kinds)
         every = keys.get(number) if isinstance(number, str) else number
@@ -176,7 +182,7 @@ def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader
     return slides
 
 
-def all_but_first_of_four(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+def all_but_first_of_four(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
     keys.get("sliding_window")  # read even if no layer has a window
     return [n % 4 > 0 for n in range(layers)] if kinds is None else _named(kinds)
 
@@ -187,45 +193,45 @@ def _named(kinds: Sequence[str]) -> list[bool]:
 
 # --- which layers apply RoPE ----------------------------------------------------------------------
 
-RopeReader = Callable[[Keys, Sequence[bool]], Sequence[float]]
+RopeReader = Callable[[ConfigReader, Sequence[bool]], Sequence[float]]
 """The second argument says which layers have a window. The result has one number per layer: 0: no
 RoPE; above 1: the base of RoPE."""
 
 
-def always(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+def always(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     return [True] * len(slides)
 
 
-def only_with_window(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+def only_with_window(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     return slides
 
 
-def exaone_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+def exaone_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     """In a model with windows, layers with full attention do not apply RoPE."""
     return slides if keys.get("sliding_window") is not None else always(keys, slides)
 
 
-def nowhere(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+def nowhere(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     return [False] * len(slides)
 
 
-def if_named_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+def if_named_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     """Granite 4: RoPE only if `position_embedding_type` is "rope"."""
     return [keys.get("position_embedding_type") == "rope"] * len(slides)
 
 
-def layer_bases(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+def layer_bases(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     """Granite SWA: `layer_rope_theta` has one base per layer, or 0 for a layer without RoPE."""
     bases: Sequence[float] = keys.get("layer_rope_theta") or always(keys, slides)
     if len(bases) != len(slides) or not all(base in (0, 1) or base > 1.001 for base in bases):
         raise UnsupportedModelError(
-            f"layer_rope_theta={shown(bases)} must have 0, or a number above 1.001, for each of"
-            f" num_hidden_layers={len(slides)}"
+            f"layer_rope_theta={repr_short(bases)} must have 0, or a number above 1.001, for each"
+            f" of num_hidden_layers={len(slides)}"
         )
     return bases
 
 
-def smollm_rope(keys: Keys, slides: Sequence[bool]) -> Sequence[float]:
+def smollm_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     """`no_rope_layers` has a 0 for each layer that does not apply RoPE."""
     every, given = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
     layers = len(slides)
@@ -264,7 +270,7 @@ class Family:
             text.
         names: parts of our tensors' names -> their names in its checkpoints; or a reader that finds
             these in a config.
-        left_out: regular expression that matches the start of names of tensors for drafts.
+        ignored_tensors: regular expression that matches the start of names of tensors for drafts.
         intermediate_size: of the MLP.
         norm_eps: the key of the norms' epsilon.
         gguf: the architectures of its GGUF files, and their differences.
@@ -272,8 +278,8 @@ class Family:
 
     model_type: str
     normalize: Callable[[Json], Json] | None = None
-    plan: Reader[LayerPlan] = PLAIN
-    states: Reader[StatePlan] | None = None
+    plan: Reader[LayerConfig] = PLAIN
+    states: Reader[LinearAttentionConfig] | None = None
     windows: WindowsReader = never
     rope_layers: RopeReader = always
     bases: tuple[str, str] | None = None
@@ -282,7 +288,7 @@ class Family:
     defaults: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
     names: Mapping[str, str] | Reader[Mapping[str, str]] = field(default_factory=dict)
-    left_out: str = ""
+    ignored_tensors: str = ""
     intermediate_size: Reader[int] = INTERMEDIATE_SIZE
     norm_eps: str = "rms_norm_eps"
     gguf: Mapping[str, GGUFFiles] = field(default_factory=dict)

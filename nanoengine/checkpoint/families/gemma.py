@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from nanoengine.checkpoint.config_reader import ConfigReader, Json
 from nanoengine.checkpoint.families import dense, family, moe
 from nanoengine.checkpoint.families.family import Family, files, key, plan, same
 from nanoengine.checkpoint.gguf_keys import Metadata
-from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.plan import FULL, SLIDING, Gemma4Plan
+from nanoengine.checkpoint.layer_config import FULL, SLIDING, Gemma4Plan
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import repr_short
 
 
-def gemma_4_plan(keys: Keys) -> Gemma4Plan:
+def gemma_4_plan(keys: ConfigReader) -> Gemma4Plan:
     """Gemma 4: layers without a window have other heads, and the last layers have no keys of their
     own."""
     layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
     kinds = kinds or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
     if kinds[-1] != FULL:
-        raise UnsupportedModelError(f"layer_types ends with {shown(kinds[-1])}, not with {FULL!r}")
+        raise UnsupportedModelError(
+            f"layer_types ends with {repr_short(kinds[-1])}, not with {FULL!r}"
+        )
     window = keys.require("head_dim"), keys.require("num_key_value_heads")
     keys_are_values, shared = keys.get("attention_k_eq_v"), keys.get("num_kv_shared_layers")
     kv_heads = keys.get("num_global_key_value_heads") if keys_are_values else None
@@ -35,8 +37,8 @@ def gemma_4_plan(keys: Keys) -> Gemma4Plan:
         alike = isinstance(first, dict) and first.keys() <= {"head_dim", "num_key_value_heads"}
         if named != wanted or others != [first] * len(others) or not alike:
             raise UnsupportedModelError(
-                f"per_layer_config={shown(by_layer)} is not implemented; supported: head_dim and"
-                f" num_key_value_heads, the same for each layer of {FULL!r}"
+                f"per_layer_config={repr_short(by_layer)} is not implemented; supported: head_dim"
+                f" and num_key_value_heads, the same for each layer of {FULL!r}"
             )
         full = first.get("head_dim", window[0]), first.get("num_key_value_heads", window[1])
     found = Gemma4Plan(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from nanoengine.checkpoint.config_reader import ConfigReader, Json
 from nanoengine.checkpoint.families import dense, family
 from nanoengine.checkpoint.families.family import Family, biases, key, plan
-from nanoengine.checkpoint.keys import Json, Keys
 
 BEFORE = {"gelu_fast": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
 BEFORE |= {name: name for name in ("gelu", "gelu_pytorch_tanh", "relu", "relu2", "silu")}
-"""`hidden_act` of a config -> `LayerPlan.hidden_act`."""
+"""`hidden_act` of a config -> `LayerConfig.hidden_act`."""
 
 
-def activation(keys: Keys) -> str:
+def activation(keys: ConfigReader) -> str:
     """The activation of an MLP without a gate."""
     keys.allow("hidden_act", *BEFORE)
     return BEFORE[keys.get("hidden_act")]
@@ -49,7 +49,7 @@ def falcon(raw: Json) -> Json:
     return {**older(raw), "num_key_value_heads": heads if newer else 1}
 
 
-def falcon_norms(keys: Keys) -> str:
+def falcon_norms(keys: ConfigReader) -> str:
     """Attention and MLP are parallel, after one norm, or in the newer form after two."""
     newer, count = keys.get("new_decoder_architecture"), "num_ln_in_parallel_attn"
     keys.allow("parallel_attn", True)
@@ -57,7 +57,7 @@ def falcon_norms(keys: Keys) -> str:
     return "parallel each" if newer and keys.get(count) != 1 else "parallel"
 
 
-def falcon_names(keys: Keys) -> dict[str, str]:
+def falcon_names(keys: ConfigReader) -> dict[str, str]:
     """The names of the norms depend on their number."""
     two = falcon_norms(keys) == "parallel each"
     norms = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"} if two else {}
@@ -67,7 +67,7 @@ def falcon_names(keys: Keys) -> dict[str, str]:
     }  # fmt: skip
 
 
-def opt_positions(keys: Keys) -> int:
+def opt_positions(keys: ConfigReader) -> int:
     """OPT: two rows of the table precede the first position."""
     keys.allow("word_embed_proj_dim", keys.require("hidden_size"), None)
     return 2

@@ -7,13 +7,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from nanoengine.checkpoint.config_reader import ConfigReader, Json
 from nanoengine.checkpoint.families import dense, family, moe
 from nanoengine.checkpoint.families.family import Family, files, has, key, plan, size
 from nanoengine.checkpoint.gguf_keys import Metadata
-from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.plan import ATTENTION, FULL, SLIDING, FalconH1Multipliers, StatePlan
+from nanoengine.checkpoint.layer_config import (
+    ATTENTION,
+    FULL,
+    SLIDING,
+    FalconH1Multipliers,
+    LinearAttentionConfig,
+)
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import repr_short
 
 LINEAR, CONV = "linear_attention", "conv"
 MAMBA = "mamba"
@@ -22,7 +28,7 @@ MAMBA = "mamba"
 # --- the gated delta rule, and short convolutions -------------------------------------------------
 
 
-def delta_states(keys: Keys) -> StatePlan:
+def delta_states(keys: ConfigReader) -> LinearAttentionConfig:
     """Qwen3.5: every layer but each `full_attention_interval`-th."""
     key_heads, key_dim = keys.get("linear_num_key_heads"), keys.get("linear_key_head_dim")
     heads, value_dim = keys.get("linear_num_value_heads"), keys.get("linear_value_head_dim")
@@ -32,7 +38,7 @@ def delta_states(keys: Keys) -> StatePlan:
         )
     every, layers = keys.get("full_attention_interval"), keys.require("num_hidden_layers")
     kinds = [LINEAR if (n + 1) % every else FULL for n in range(layers)]
-    return StatePlan(
+    return LinearAttentionConfig(
         kind="delta",
         layers=family.layers_of(keys.get("layer_types") or kinds, LINEAR),
         kernel=keys.get("linear_conv_kernel_dim"),
@@ -44,16 +50,16 @@ def delta_states(keys: Keys) -> StatePlan:
     )
 
 
-def merged_delta_states(keys: Keys) -> StatePlan:
+def merged_delta_states(keys: ConfigReader) -> LinearAttentionConfig:
     """Qwen3-Next: the same, stored as one tensor."""
     return replace(delta_states(keys), merged=True)
 
 
-def conv_states(keys: Keys) -> StatePlan:
+def conv_states(keys: ConfigReader) -> LinearAttentionConfig:
     """LFM2: the layers in `layer_types`, else all but `full_attn_idxs`."""
     every, full = range(keys.require("num_hidden_layers")), keys.get("full_attn_idxs")
     kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
-    return StatePlan(
+    return LinearAttentionConfig(
         kind="conv",
         layers=family.layers_of(kinds, CONV),
         kernel=keys.get("conv_L_cache"),
@@ -71,7 +77,7 @@ def lfm3_layers(raw: Json) -> Json:
     return {**raw, "layer_types": kinds[:layers]}
 
 
-def lfm2_inner_size(keys: Keys) -> int:
+def lfm2_inner_size(keys: ConfigReader) -> int:
     """Two thirds of the configured size, rounded up, unless the config says that the size is
     final."""
     found = size("block_ff_dim", "intermediate_size")(keys)
@@ -85,7 +91,7 @@ def lfm2_inner_size(keys: Keys) -> int:
 # --- Mamba-2 --------------------------------------------------------------------------------------
 
 
-def mamba_states(keys: Keys) -> StatePlan:
+def mamba_states(keys: ConfigReader) -> LinearAttentionConfig:
     """Granite 4: the layers in `layer_types`, which may call them "mamba"; Bamba: all but
     `attn_layer_indices`; other families have functions of their own."""
     every, attending = range(keys.require("num_hidden_layers")), keys.get("attn_layer_indices")
@@ -96,20 +102,20 @@ def mamba_states(keys: Keys) -> StatePlan:
     size = inner // heads if size == "auto" else size
     if heads * size != inner:
         raise UnsupportedModelError(
-            f"mamba_n_heads={heads} times mamba_d_head={shown(size)} must be mamba_d_ssm, or"
+            f"mamba_n_heads={heads} times mamba_d_head={repr_short(size)} must be mamba_d_ssm, or"
             f" mamba_expand * hidden_size where that is null: {inner}"
         )
     return _states(keys, [n for n in every if kinds[n : n + 1] in ([LINEAR], [MAMBA])], size)
 
 
-def _states(keys: Keys, layers: Iterable[int], size: int) -> StatePlan:
+def _states(keys: ConfigReader, layers: Iterable[int], size: int) -> LinearAttentionConfig:
     """Mamba-2 in these layers, with heads of this size."""
     heads, groups = keys.get("mamba_n_heads"), keys.get("mamba_n_groups")
     if heads % groups:
         raise UnsupportedModelError(
             f"mamba_n_heads={heads} must be a multiple of mamba_n_groups={groups}"
         )
-    return StatePlan(
+    return LinearAttentionConfig(
         kind="mamba",
         layers=tuple(layers),
         kernel=keys.get("mamba_d_conv"),
@@ -126,7 +132,7 @@ def _states(keys: Keys, layers: Iterable[int], size: int) -> StatePlan:
     )
 
 
-def falcon_states(keys: Keys) -> StatePlan:
+def falcon_states(keys: ConfigReader) -> LinearAttentionConfig:
     """Falcon-H1: in every layer, in parallel with attention."""
     norm = "before" if keys.get("mamba_norm_before_gate") else "behind"
     return replace(
@@ -137,14 +143,14 @@ def falcon_states(keys: Keys) -> StatePlan:
     )
 
 
-def multipliers(keys: Keys) -> FalconH1Multipliers:
+def multipliers(keys: ConfigReader) -> FalconH1Multipliers:
     """Falcon-H1's multipliers."""
     names = "ssm_in_multiplier", "ssm_out_multiplier", "attention_in_multiplier"
     found = {name: keys.get(name) for name in (*names, "attention_out_multiplier")}
     for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
         found[name] = tuple(keys.get(name) or [1.0] * count)
         if len(found[name]) != count:
-            raise UnsupportedModelError(f"{name}={shown(found[name])} must be {count} numbers")
+            raise UnsupportedModelError(f"{name}={repr_short(found[name])} must be {count} numbers")
     return FalconH1Multipliers(**found)
 
 
@@ -174,32 +180,33 @@ def nemotron_layers(raw: Json) -> Json:
     kinds = [old.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else kinds
     if not kinds or not isinstance(kinds, list) or {*map(str, kinds)} - {*PATTERN.values()}:
         raise UnsupportedModelError(
-            f"layers_block_type={shown(named)} or hybrid_override_pattern={shown(pattern)} must say"
-            f" of each layer what it is: {', '.join(PATTERN.values())}, or {' '.join(PATTERN)}"
+            f"layers_block_type={repr_short(named)} or"
+            f" hybrid_override_pattern={repr_short(pattern)} must say of each layer what it is:"
+            f" {', '.join(PATTERN.values())}, or {' '.join(PATTERN)}"
         )
     given.pop("num_nextn_predict_layers", None)  # drafts have names of their own, and are left out
     return {**given, "layers_block_type": kinds, "num_hidden_layers": len(kinds)}
 
 
-def nemotron_blocks(keys: Keys) -> tuple[str, ...]:
+def nemotron_blocks(keys: ConfigReader) -> tuple[str, ...]:
     return tuple(keys.get("layers_block_type"))
 
 
-def nemotron_states(keys: Keys) -> StatePlan:
+def nemotron_states(keys: ConfigReader) -> LinearAttentionConfig:
     size = keys.get("mamba_d_head")
     if not isinstance(size, int) or size < 1:
-        raise UnsupportedModelError(f"mamba_head_dim must be a size, got {shown(size)}")
+        raise UnsupportedModelError(f"mamba_head_dim must be a size, got {repr_short(size)}")
     return _states(keys, family.layers_of(nemotron_blocks(keys), LINEAR), size)
 
 
-def nemotron_experts(keys: Keys) -> tuple[int, ...]:
+def nemotron_experts(keys: ConfigReader) -> tuple[int, ...]:
     """The layers with experts; a model without any may still have keys for them."""
     for name in ("n_routed_experts", "norm_topk_prob", "routed_scaling_factor"):
         keys.get(name)
     return family.layers_of(nemotron_blocks(keys), "moe")
 
 
-def _limits(keys: Keys) -> tuple[float, float]:
+def _limits(keys: ConfigReader) -> tuple[float, float]:
     """The range of Mamba's dt. transformers writes infinity as {"__float__": "Infinity"}."""
     given = keys.get("time_step_limit")
     try:
@@ -210,7 +217,7 @@ def _limits(keys: Keys) -> tuple[float, float]:
     if not 0 <= low < high:
         raise UnsupportedModelError(
             f"config.json: time_step_limit must be two numbers, from 0 and the second larger, got"
-            f" {shown(given)}"
+            f" {repr_short(given)}"
         )
     return low, high
 
@@ -400,7 +407,7 @@ FAMILIES: dict[str, Family] = {
             **moe.DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
             "layers": nemotron_experts, "gated": False,
         })),
-        names=NEMOTRON_NAMES, left_out=moe.DRAFTS, norm_eps="layer_norm_epsilon",
+        names=NEMOTRON_NAMES, ignored_tensors=moe.DRAFTS, norm_eps="layer_norm_epsilon",
         # Why unread: files without experts may have keys for them.
         gguf=files(
             "nemotron_h", "nemotron_h_moe", read=nemotron, names=GGUF_MAMBA, unread=moe.GGUF_KEYS,
@@ -408,7 +415,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text", plan=QWEN_NEXT, states=delta_states,
-        partial=True, rope_extra=dense.M_ROPE, left_out=moe.DRAFTS,
+        partial=True, rope_extra=dense.M_ROPE, ignored_tensors=moe.DRAFTS,
         gguf=files(
             "qwen35", read=delta, names=GGUF_DELTA, unread=dense.IMAGES, tiled=True,
         ),
@@ -417,7 +424,7 @@ FAMILIES: dict[str, Family] = {
         "qwen3_5_moe_text", plan=QWEN_NEXT, states=delta_states,
         # Why: the class has no such key; its model code always divides.
         moe=moe.QWEN_SHARED, partial=True, defaults={"norm_topk_prob": True},
-        rope_extra=dense.M_ROPE, names=moe.SHARED_NAMES, left_out=moe.DRAFTS,
+        rope_extra=dense.M_ROPE, names=moe.SHARED_NAMES, ignored_tensors=moe.DRAFTS,
         intermediate_size=moe.EXPERT_SIZE,
         gguf=files(
             "qwen35moe", read=delta, names=GGUF_DELTA, unread=dense.IMAGES, tiled=True,
@@ -425,7 +432,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next", plan=QWEN_NEXT, states=merged_delta_states,
-        moe=moe.QWEN_SHARED, partial=True, names=moe.SHARED_NAMES, left_out=moe.DRAFTS,
+        moe=moe.QWEN_SHARED, partial=True, names=moe.SHARED_NAMES, ignored_tensors=moe.DRAFTS,
         gguf=files("qwen3next", read=delta, names=GGUF_DELTA),
     ),
 }

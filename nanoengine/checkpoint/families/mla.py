@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanoengine.checkpoint.config_reader import KEYS, ConfigReader, Json
 from nanoengine.checkpoint.families import dense, moe
 from nanoengine.checkpoint.families.family import Family, Reader, files, key, plan
 from nanoengine.checkpoint.gguf_keys import Metadata
-from nanoengine.checkpoint.keys import KEYS, Json, Keys
-from nanoengine.checkpoint.plan import LatentPlan
+from nanoengine.checkpoint.layer_config import MLAConfig
 from nanoengine.errors import UnsupportedModelError
 
 
-def latent(keys: Keys, value_dim: int | None = None) -> LatentPlan:
+def latent(keys: ConfigReader, value_dim: int | None = None) -> MLAConfig:
     """DeepSeek-V2's sizes of attention."""
     names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
     sizes = {name: keys.require(name) for name in names}
     if sizes["qk_rope_head_dim"] % 2:
         raise UnsupportedModelError(f"qk_rope_head_dim={sizes['qk_rope_head_dim']} must be even")
     value_dim = value_dim or keys.require("v_head_dim")
-    return LatentPlan(q_lora_rank=keys.get("q_lora_rank"), v_head_dim=value_dim, **sizes)
+    return MLAConfig(q_lora_rank=keys.get("q_lora_rank"), v_head_dim=value_dim, **sizes)
 
 
-def minicpm_latent(keys: Keys) -> LatentPlan:
+def minicpm_latent(keys: ConfigReader) -> MLAConfig:
     """The same, with a default for the size of values: the head dim of ordinary attention."""
     plain = keys.require("hidden_size") // keys.require("num_attention_heads")
     return latent(keys, keys.get("v_head_dim") or plain)
 
 
-def depth_scale(keys: Keys) -> float:
+def depth_scale(keys: ConfigReader) -> float:
     """MiniCPM's factor on what a layer adds."""
     layers: int = keys.require("num_hidden_layers")
     depth: float | None = keys.get("scale_depth")

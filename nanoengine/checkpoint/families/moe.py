@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanoengine.checkpoint.config_reader import KEYS, ConfigReader, Json
 from nanoengine.checkpoint.families import dense, family
 from nanoengine.checkpoint.families.family import (
     Family,
@@ -16,10 +17,9 @@ from nanoengine.checkpoint.families.family import (
     size,
 )
 from nanoengine.checkpoint.gguf_keys import Metadata
-from nanoengine.checkpoint.keys import KEYS, Json, Keys
-from nanoengine.checkpoint.plan import MoEConfig
+from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import shown
+from nanoengine.settings.checks import repr_short
 
 
 def experts(
@@ -33,7 +33,7 @@ def experts(
     """Returns a reader of a mixture of experts. `count`, `taken` and `inner` are the keys for the
     number of experts, the experts per token, and their inner size."""
 
-    def read(keys: Keys) -> MoEConfig:
+    def read(keys: ConfigReader) -> MoEConfig:
         if score == "sigmoid":
             keys.allow("scoring_func", score)
         usual = {
@@ -74,14 +74,14 @@ def layers_from(name: str) -> Reader[tuple[int, ...]]:
     return lambda keys: tuple(range(keys.get(name), keys.require("num_hidden_layers")))
 
 
-def sparse_layers(keys: Keys) -> tuple[int, ...]:
+def sparse_layers(keys: ConfigReader) -> tuple[int, ...]:
     """Qwen: every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`."""
     step, dense = keys.get("decoder_sparse_step"), keys.get("mlp_only_layers") or ()
     layers = range(keys.require("num_hidden_layers"))
     return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
 
 
-def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
+def named_sparse_layers(keys: ConfigReader) -> tuple[int, ...]:
     """The layers in `mlp_layer_types`, else as `layers_from`."""
     layers, kinds = keys.require("num_hidden_layers"), keys.get("mlp_layer_types")
     if not kinds:
@@ -89,13 +89,13 @@ def named_sparse_layers(keys: Keys) -> tuple[int, ...]:
     keys.get("first_k_dense_replace")  # the older name of the same
     if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
         raise UnsupportedModelError(
-            f"mlp_layer_types={shown(kinds)} must be 'dense' or 'sparse' for each of"
+            f"mlp_layer_types={repr_short(kinds)} must be 'dense' or 'sparse' for each of"
             f" num_hidden_layers={layers}"
         )
     return family.layers_of(kinds, "sparse")
 
 
-def ernie_layers(keys: Keys) -> tuple[int, ...]:
+def ernie_layers(keys: ConfigReader) -> tuple[int, ...]:
     """Every `moe_layer_interval`-th layer in a range has experts; -1 means the last layer."""
     layers, every = keys.require("num_hidden_layers"), keys.get("moe_layer_interval")
     first, last = keys.get("moe_layer_start_index"), keys.get("moe_layer_end_index")
@@ -106,7 +106,7 @@ def ernie_layers(keys: Keys) -> tuple[int, ...]:
 def shared_size(name: str = "n_shared_experts") -> Reader[int]:
     """DeepSeek-V3: this key has the number of shared experts, each of an expert's size."""
 
-    def read(keys: Keys) -> int:
+    def read(keys: ConfigReader) -> int:
         count = keys.get(name)
         count = keys.require(name) if count is None else count
         return count * keys.require("moe_intermediate_size")
@@ -114,7 +114,7 @@ def shared_size(name: str = "n_shared_experts") -> Reader[int]:
     return read
 
 
-def mup_scale(keys: Keys) -> float:
+def mup_scale(keys: ConfigReader) -> float:
     """AFMoE: embeddings are scaled by the root of the hidden size if `mup_enabled` is set."""
     return keys.require("hidden_size") ** 0.5 if keys.get("mup_enabled") else 1.0
 
@@ -225,7 +225,7 @@ FAMILIES: dict[str, Family] = {
             layers=ernie_layers,
         ),
         names={"mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
-        left_out=r"model\.mtp_",
+        ignored_tensors=r"model\.mtp_",
         gguf=files("ernie4_5-moe", unread=("expert_shared_feed_forward_length",)),
     ),
     "ExaoneMoeForCausalLM": Family(
@@ -233,8 +233,8 @@ FAMILIES: dict[str, Family] = {
         rope_layers=family.exaone_rope,
         moe=experts(**{**DEEPSEEK_KEYS, "count": "num_experts", **SHARED,
                        "layers": named_sparse_layers}),
-        names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}, left_out=DRAFTS,
-        gguf=files(
+        names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
+        ignored_tensors=DRAFTS, gguf=files(
             "exaone-moe", slides=4, unread=("expert_shared_feed_forward_length",),
         ),
     ),
@@ -333,7 +333,7 @@ FAMILIES: dict[str, Family] = {
     "MellumForCausalLM": Family(
         "mellum", plan=dense.QWEN3, windows=family.windows(lambda keys, layer: False),
         bases=("rope_theta", "rope_local_base_freq"),
-        moe=experts(layers=named_sparse_layers, **NORM_TOPK), left_out=DRAFTS,
+        moe=experts(layers=named_sparse_layers, **NORM_TOPK), ignored_tensors=DRAFTS,
         gguf=files("mellum", fixed={"norm_topk_prob": True}, slides=4),
     ),
     "MiniMaxM2ForCausalLM": Family(

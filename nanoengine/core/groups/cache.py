@@ -15,7 +15,7 @@ from nanoengine.core.groups.pool import StatePool
 from nanoengine.core.groups.rules import longest_common_hit, num_dropped_blocks
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefix_cache import CachedPrefix, PrefixCache
-from nanoengine.core.prefixes import Prefix
+from nanoengine.core.prefix_tree import Prefix
 from nanoengine.core.sequence import Sequence
 
 

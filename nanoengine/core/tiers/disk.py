@@ -19,10 +19,10 @@ from typing import NamedTuple, Protocol
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
 from nanoengine.core.groups.cache import Load
-from nanoengine.core.prefixes import Prefixes
+from nanoengine.core.prefix_tree import PrefixTree
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers.cost import Rate
-from nanoengine.core.tiers.found import Content, Level, content_of
+from nanoengine.core.tiers.lookup import Content, Level, content_of
 from nanoengine.core.tiers.stats import TierStats
 
 MAX_WRITES = 8
@@ -56,7 +56,7 @@ class DiskStorage(Protocol):
 
     can_write: bool = False
 
-    def scan(self, prefixes: Prefixes) -> list[Content]:
+    def scan(self, prefixes: PrefixTree) -> list[Content]:
         """The content of the directory, least recently used first.
 
         Only blocks whose whole prefix is on disk: the ancestors of others can't be compared.
@@ -106,7 +106,7 @@ class DiskBlocks:
         host: BlockPool,
         stats: TierStats,
         rate: Rate,
-        prefixes: Prefixes,
+        prefixes: PrefixTree,
     ) -> None:
         self.pool = BlockPool(num_blocks, host.num_groups)
         self.storage = storage

@@ -36,11 +36,11 @@ from nanoengine.core.groups.pool import StatePool
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, Transfer
 from nanoengine.core.prefix_cache import CachedPrefix
-from nanoengine.core.prefixes import Prefix
+from nanoengine.core.prefix_tree import Prefix
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers.cost import CostModel
 from nanoengine.core.tiers.disk import DiskBlocks, DiskStorage, NoDisk
-from nanoengine.core.tiers.found import Content, Found, Level, content_of
+from nanoengine.core.tiers.lookup import Content, Level, TieredLookup, content_of
 from nanoengine.core.tiers.stats import TierStats
 
 LAZY_BLOCKS = 64
@@ -137,11 +137,11 @@ class TieredPrefixCache(GroupedPrefixCache):
         length = found.reach(level)
         return self._prefix(found.device, length, found.loads(length), reason)
 
-    def _find_in_all_tiers(self, seq: Sequence) -> Found:
+    def _find_in_all_tiers(self, seq: Sequence) -> TieredLookup:
         """Where a sequence's full blocks are; full attention ends at the first that is missing."""
         at_most = self._num_usable_blocks(seq)
         prefixes = self._prefixes_of(seq, at_most)[:at_most]
-        found = Found(self.layout)
+        found = TieredLookup(self.layout)
         for index, group in enumerate(self.layout.groups):
             device, below = self.pool.lookup_all(index, prefixes), {}
             for i, block_id in enumerate(device):
@@ -164,7 +164,7 @@ class TieredPrefixCache(GroupedPrefixCache):
                 return level, block_id
         return None
 
-    def _cheapest(self, found: Found, last: Level) -> tuple[Level, str]:
+    def _cheapest(self, found: TieredLookup, last: Level) -> tuple[Level, str]:
         """The lowest tier whose hits are worth loading, and the reason."""
         best, reasons = Level.DEVICE, []
         before = found.reach(best)
@@ -186,7 +186,7 @@ class TieredPrefixCache(GroupedPrefixCache):
                 best, before = level, length
         return best, "; ".join(reasons)
 
-    def _read(self, seq: Sequence, found: Found) -> None:
+    def _read(self, seq: Sequence, found: TieredLookup) -> None:
         """Starts reading the blocks of the longest prefix that are on disk."""
         loads = found.loads(found.reach(Level.DISK))
         held = [load.block_id for load in loads if load.level is Level.HOST]

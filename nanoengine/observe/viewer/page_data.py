@@ -25,7 +25,7 @@ from typing import Any
 from nanoengine.core.block_pool import NULL_BLOCK, Block
 from nanoengine.core.engine_stats import num_waste_slots
 from nanoengine.core.plan import StepPlan
-from nanoengine.core.prefixes import Prefix
+from nanoengine.core.prefix_tree import Prefix
 from nanoengine.core.sequence import Request
 from nanoengine.core.sequence import Sequence as CoreSequence
 from nanoengine.core.tiers.stats import TierStats

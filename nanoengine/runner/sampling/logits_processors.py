@@ -71,7 +71,7 @@ class LogitsProcessor(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class RowEdits:
+class ProcessorStates:
     """The states of all processors for one row.
 
     Attributes:
@@ -88,7 +88,7 @@ class RowEdits:
     @classmethod
     def admit(
         cls, processors: Sequence[LogitsProcessor], sequence: AdmittedSequence
-    ) -> RowEdits | None:
+    ) -> ProcessorStates | None:
         """The states of a sequence with all its known tokens accepted; None if nothing edits its
         logits."""
         row = cls(processors=processors, sequence=sequence)
@@ -113,9 +113,9 @@ class RowEdits:
             for place, state in self.states.items():
                 self._guard(place, state.accept, token_id)
 
-    def fork(self) -> RowEdits:
+    def fork(self) -> ProcessorStates:
         """A copy that is independent of this one."""
-        copy = RowEdits(processors=self.processors, sequence=self.sequence, error=self.error)
+        copy = ProcessorStates(processors=self.processors, sequence=self.sequence, error=self.error)
         for place, state in self.states.items():
             copy._guard(place, state.fork)
         return copy
@@ -154,7 +154,7 @@ class RowEdits:
 
 def run_processors(
     processors: Sequence[LogitsProcessor],
-    rows: Mapping[int, RowEdits],
+    rows: Mapping[int, ProcessorStates],
     edit: Callable[[Any, list[int], list[Any]], object],
 ) -> None:
     """Calls `edit` with each processor in order, the lines that it edits, and their states.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TokenLogprob
-from nanoengine.runner.row_buffers import Ints, RowBuffers
+from nanoengine.runner.input_batch import InputBatch, Ints
 from nanoengine.runner.sampling.draw import line_chunks, top_candidates, widen
 from nanoengine.runner.transfers import ship
 
@@ -72,7 +72,7 @@ class PromptScorer:
         logits: hidden states -> logits [L, V].
     """
 
-    def __init__(self, rows: RowBuffers, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, rows: InputBatch, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._rows, self._logits = rows, logits
         # row -> number of top ones, first scored position, number of prompt tokens
         self._asked: dict[int, tuple[int, int, int]] = {}
@@ -90,7 +90,7 @@ class PromptScorer:
 
     def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
         """The positions of each entry that are followed by a prompt token to score, in the form of
-        `RowBuffers.make_batch`.
+        `InputBatch.make_batch`.
 
         Returns:
             [E], number of positions before the first scored one; [E], number of scored ones. None

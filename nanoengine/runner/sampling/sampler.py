@@ -8,7 +8,8 @@ Steps of `only_masked` rows skip the Sampler if the model finds their `most_like
 computing all logits.
 
 It knows rows and sampling parameters, but no scheduler, no model and no text. Rows persist across
-steps: `admit`, `fork` and `release` follow the plan, and `RowEdits.accept` passes the tokens that
+steps: `admit`, `fork` and `release` follow the plan, and `ProcessorStates.accept` passes the
+    tokens that
 became part of the sequence to the processors.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities.
@@ -40,7 +41,7 @@ from nanoengine.runner.sampling.draw import (
 from nanoengine.runner.sampling.greedy import NO_TOKEN, check_vocabulary, pack_tokens
 from nanoengine.runner.sampling.logits_processors import (
     LogitsProcessor,
-    RowEdits,
+    ProcessorStates,
     run_processors,
     standard_processors,
 )
@@ -119,7 +120,7 @@ class Sampler:
         seeds: in the form of `uniforms`.
         drawers: how each row's tokens are drawn on a CPU, as an index into DRAWERS.
         params: temperature (0: greedy), top_k (V if off), top_p and min_p of each row.
-        edited: which rows have an entry in `edits`.
+        edited: which rows have an entry in `processor_states`.
         num_logprobs: -1 for rows without log-probabilities.
         forcing: rows with a processor that may know what must come next.
         changed: rows with new parameters; the decode step empties it.
@@ -141,9 +142,9 @@ class Sampler:
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
         self.drawers = np.zeros(max_num_seqs, dtype=np.int64)
         self.params = np.tile([[0.0], [vocab_size], [1.0], [0.0]], max_num_seqs)
-        self.edited = np.zeros(max_num_seqs, dtype=bool)
+        self.has_processors = np.zeros(max_num_seqs, dtype=bool)
         self.num_logprobs = np.full(max_num_seqs, -1)
-        self.edits: dict[int, RowEdits] = {}
+        self.processor_states: dict[int, ProcessorStates] = {}
         self.forcing: set[int] = set()
         self.changed: set[int] = set()
 
@@ -164,26 +165,26 @@ class Sampler:
         self.params[:, row] = temperature, top_k, params.top_p, params.min_p
         self._seed(row, sequence.seed)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._set_edits(row, RowEdits.admit(self.processors, sequence))
+        self._set_edits(row, ProcessorStates.admit(self.processors, sequence))
 
     def _seed(self, row: int, seed: int) -> None:
         self.seeds[row : row + 1] = mix(np.array([seed], dtype=np.int64))
         self.changed.add(row)
 
-    def _set_edits(self, row: int, edits: RowEdits | None) -> None:
-        self.edited[row] = edits is not None
-        self.edits.pop(row, None)
+    def _set_edits(self, row: int, processor_states: ProcessorStates | None) -> None:
+        self.has_processors[row] = processor_states is not None
+        self.processor_states.pop(row, None)
         self.forcing.discard(row)
-        if edits is not None:
-            self.edits[row] = edits
-            if edits.may_force:
+        if processor_states is not None:
+            self.processor_states[row] = processor_states
+            if processor_states.may_force:
                 self.forcing.add(row)
 
     def rewrite(self, row: int, token_ids: np.ndarray) -> None:
         """Replaces the row's tokens after another token was chosen instead of the sampled one."""
-        if self.edited[row]:
-            sequence = self.edits[row].sequence._replace(token_ids=token_ids.tolist())
-            self._set_edits(row, RowEdits.admit(self.processors, sequence))
+        if self.has_processors[row]:
+            sequence = self.processor_states[row].sequence._replace(token_ids=token_ids.tolist())
+            self._set_edits(row, ProcessorStates.admit(self.processors, sequence))
 
     def fork(self, fork: Fork) -> None:
         """Makes a row a copy of its parent, with its own seed."""
@@ -191,37 +192,42 @@ class Sampler:
         self.params[:, row] = self.params[:, parent]
         self.drawers[row], self.num_logprobs[row] = self.drawers[parent], self.num_logprobs[parent]
         self._seed(row, fork.seed)
-        self._set_edits(row, self.edits[parent].fork() if self.edited[parent] else None)
+        self._set_edits(
+            row, self.processor_states[parent].fork() if self.has_processors[parent] else None
+        )
 
     def release(self, row: int) -> None:
         """Drops the processor states of a row; the next `admit` overwrites its parameters."""
         self._set_edits(row, None)
 
-    def edits_of(self, rows: Sequence[int]) -> dict[int, RowEdits]:
+    def states_of(self, rows: Sequence[int]) -> dict[int, ProcessorStates]:
         """Processor states that must accept the tokens that these rows are about to sample, by
-        index in `rows`. See `RowEdits.accept`.
+        index in `rows`. See `ProcessorStates.accept`.
 
         Why not the rows: when the tokens are known, a row may belong to another sequence.
         """
-        edited = np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)])
-        return {int(i): self.edits[rows[i]] for i in edited}
+        has_processors = np.flatnonzero(self.has_processors[np.asarray(rows, dtype=np.int64)])
+        return {int(i): self.processor_states[rows[i]] for i in has_processors}
 
     def forced_tokens(self, row: int) -> list[int]:
         """The tokens that a processor forces next on a row, whatever the logits; empty if none is
         known. They follow the tokens of steps whose result has been requested."""
-        return self.edits[row].forced_tokens() if row in self.forcing else []
+        return self.processor_states[row].forced_tokens() if row in self.forcing else []
 
     def looks_at_logits(self, rows: np.ndarray) -> bool:
         """Whether the logits of these rows are used for more than sampling: processors edit them,
         or log-probabilities are reported."""
-        return bool(self.edited[rows].any() or (self.num_logprobs[rows] >= 0).any())
+        return bool(self.has_processors[rows].any() or (self.num_logprobs[rows] >= 0).any())
 
     def only_masked(self, rows: np.ndarray) -> bool:
         """Whether these rows need only the largest of the model's logits, after bans at most."""
         return (
             not self.drawers[rows].any()
             and not (self.num_logprobs[rows] >= 0).any()
-            and all(self.edits[row].only_bans for row in rows[self.edited[rows]].tolist())
+            and all(
+                self.processor_states[row].only_bans
+                for row in rows[self.has_processors[rows]].tolist()
+            )
         )
 
     def masks(
@@ -232,14 +238,14 @@ class Sampler:
 
         Args: as for `sample`; the rows are `only_masked`.
         """
-        edits = self._edits(rows, drafts)
+        processor_states = self._edits(rows, drafts)
         masks = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
 
         def ban(processor: Any, lines: list[int], states: list[Any]) -> None:
             masks[lines] &= processor.masks(states)
 
-        run_processors(self.processors, edits, ban)
-        errors = _errors(edits)
+        run_processors(self.processors, processor_states, ban)
+        errors = _errors(processor_states)
         masks[list(errors)] = 0
         return masks, errors
 
@@ -260,9 +266,9 @@ class Sampler:
             drafts: row -> its draft tokens.
         """
         rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
-        edits = self._edits(rows, drafts or {})
-        edited = self._edit(logits, edits) if edits else logits[:0]
-        token_ids, valid = self._sample_lines(logits, edited, rows, positions)
+        processor_states = self._edits(rows, drafts or {})
+        has_processors = self._edit(logits, processor_states) if processor_states else logits[:0]
+        token_ids, valid = self._sample_lines(logits, has_processors, rows, positions)
         asked = self.num_logprobs[rows]
         reported, logprobs = np.flatnonzero(asked >= 0), None
         if len(reported):
@@ -272,14 +278,16 @@ class Sampler:
             packed=pack_tokens(token_ids, valid),
             logprob_lines=[(int(line), int(asked[line])) for line in reported],
             logprobs=logprobs,
-            errors=_errors(edits),
+            errors=_errors(processor_states),
         )
 
-    def _edit(self, logits: torch.Tensor, edits: Mapping[int, RowEdits]) -> torch.Tensor:
+    def _edit(
+        self, logits: torch.Tensor, processor_states: Mapping[int, ProcessorStates]
+    ) -> torch.Tensor:
         """The edited lines only, [E, V], after the processors; all -inf for lines whose processor
         failed. Why only these: copying the others would be wasted."""
-        (index,) = ship(logits.device, np.fromiter(edits, dtype=np.int64))
-        work, states = widen(logits[index]), dict(enumerate(edits.values()))
+        (index,) = ship(logits.device, np.fromiter(processor_states, dtype=np.int64))
+        work, states = widen(logits[index]), dict(enumerate(processor_states.values()))
         run_processors(
             self.processors, states, lambda one, lines, states: one.apply(work, lines, states)
         )
@@ -288,23 +296,27 @@ class Sampler:
         return work
 
     def _sample_lines(
-        self, logits: torch.Tensor, edited: torch.Tensor, rows: np.ndarray, positions: np.ndarray
+        self,
+        logits: torch.Tensor,
+        has_processors: torch.Tensor,
+        rows: np.ndarray,
+        positions: np.ndarray,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples one token per line: ids [L] int64, and whether each is valid, [L] bool.
 
         Args:
             edited: [E, V], replaces the logits of the edited rows.
         """
-        device, is_edited = logits.device, self.edited[rows]
+        device, is_edited = logits.device, self.has_processors[rows]
         if device.type != "cpu":
-            logits = edited if is_edited.all() else logits
+            logits = has_processors if is_edited.all() else logits
             params = self._draw_params(rows, positions, device)
             token_ids, valid = sample_on_device(logits, params, self.kind(rows))
-            if is_edited.any() and logits is not edited:
+            if is_edited.any() and logits is not has_processors:
                 lines = np.flatnonzero(is_edited)
                 params = self._draw_params(rows[lines], positions[lines], device)
                 (at,) = ship(device, lines)
-                found = sample_on_device(edited, params, self.kind(rows[lines]))
+                found = sample_on_device(has_processors, params, self.kind(rows[lines]))
                 token_ids[at], valid[at] = found
             return token_ids, valid
         token_ids = torch.empty(len(rows), dtype=torch.int64)
@@ -312,7 +324,7 @@ class Sampler:
         place, drawers = np.cumsum(is_edited) - 1, self.drawers[rows]
         for number, from_edited in set(zip(drawers.tolist(), is_edited.tolist(), strict=True)):
             lines = np.flatnonzero((drawers == number) & (is_edited == from_edited))
-            source, taken = (edited, place[lines]) if from_edited else (logits, lines)
+            source, taken = (has_processors, place[lines]) if from_edited else (logits, lines)
             index = None if len(lines) == len(source) else torch.from_numpy(taken)
             params = self._draw_params(rows[lines], positions[lines], device) if number else None
             found = sample_lines(source, params, DRAWERS[number], index)
@@ -330,20 +342,22 @@ class Sampler:
         most = int(self.drawers[rows].max(initial=0))
         return (SamplingKind.GREEDY, SamplingKind.DRAWN, SamplingKind.FILTERED)[min(most, 2)]
 
-    def _edits(self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]) -> dict[int, RowEdits]:
+    def _edits(
+        self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]
+    ) -> dict[int, ProcessorStates]:
         """Processor states per line: the row's own, or a fork of it that has accepted the drafts
         before."""
-        found: dict[int, RowEdits] = {}
-        latest: dict[int, tuple[int, RowEdits]] = {}  # row -> drafts accepted so far
-        for line in np.flatnonzero(self.edited[rows]).tolist():
+        found: dict[int, ProcessorStates] = {}
+        latest: dict[int, tuple[int, ProcessorStates]] = {}  # row -> drafts accepted so far
+        for line in np.flatnonzero(self.has_processors[rows]).tolist():
             row = int(rows[line])
             if row not in latest:
-                latest[row] = 0, self.edits[row]
+                latest[row] = 0, self.processor_states[row]
             else:
-                num_before, edits = latest[row]
-                edits = edits.fork()
-                edits.accept(drafts[row][num_before : num_before + 1])
-                latest[row] = num_before + 1, edits
+                num_before, processor_states = latest[row]
+                processor_states = processor_states.fork()
+                processor_states.accept(drafts[row][num_before : num_before + 1])
+                latest[row] = num_before + 1, processor_states
             found[line] = latest[row][1]
         return found
 
@@ -354,5 +368,5 @@ else by the first of the filters top_k, min_p and top_p that is set, since each 
 differently."""
 
 
-def _errors(edits: Mapping[int, RowEdits]) -> dict[int, str]:
-    return {line: row.error for line, row in edits.items() if row.error is not None}
+def _errors(processor_states: Mapping[int, ProcessorStates]) -> dict[int, str]:
+    return {line: row.error for line, row in processor_states.items() if row.error is not None}

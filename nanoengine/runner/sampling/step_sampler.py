@@ -18,9 +18,9 @@ import torch
 
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.models.decoder import CausalLM
-from nanoengine.runner.row_buffers import Ints, RowBuffers
+from nanoengine.runner.input_batch import InputBatch, Ints
 from nanoengine.runner.sampling.greedy import is_plain, pack_found
-from nanoengine.runner.sampling.logits_processors import LogitsProcessor, RowEdits
+from nanoengine.runner.sampling.logits_processors import LogitsProcessor, ProcessorStates
 from nanoengine.runner.sampling.logprobs import PromptScorer, to_records
 from nanoengine.runner.sampling.sampler import FetchedTokens, SampledTokens, Sampler
 from nanoengine.runner.step import LaunchedStep
@@ -44,7 +44,7 @@ class StepSampler:
 
     def __init__(
         self,
-        rows: RowBuffers,
+        rows: InputBatch,
         model: CausalLM,
         processors: Sequence[LogitsProcessor],
         *,
@@ -84,7 +84,7 @@ class StepSampler:
 
     def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
         """Positions, other than the sampling ones, whose hidden states are needed, in the form of
-        `RowBuffers.make_batch`."""
+        `InputBatch.make_batch`."""
         scored = self.scorer.scored(plan)
         return scored if self.pooler is None else self.pooler.join(plan, scored)
 
@@ -139,14 +139,14 @@ class StepSampler:
             errors.update(failed)
             return found
 
-        is_masked = self.sampler.edited[rows].any()
+        is_masked = self.sampler.has_processors[rows].any()
         found = self.model.most_likely(hidden, masks if is_masked else None)
         return None if found is None else SampledTokens(packed=pack_found(*found), errors=errors)
 
     def sample(self, step: LaunchedStep, logits: torch.Tensor) -> SampledTokens:
         """Samples one token per line."""
         rows, positions = step.lines.rows, step.lines.positions
-        if self.sampler.edited[rows].any():
+        if self.sampler.has_processors[rows].any():
             self._learn_tokens()
         return self.sampler.sample(logits, rows, positions, step.plan.draft_token_ids)
 
@@ -160,7 +160,9 @@ class StepSampler:
 
     def await_tokens(self, step: LaunchedStep, sampled: SampledTokens) -> list[torch.Tensor]:
         """Records what to do with the tokens when they arrive; returns the tensors for the host."""
-        step.pending = PendingOutputs(sampled=sampled, edits=self.sampler.edits_of(step.plan.rows))
+        step.pending = PendingOutputs(
+            sampled=sampled, processor_states=self.sampler.states_of(step.plan.rows)
+        )
         return sampled.tensors
 
 
@@ -177,7 +179,7 @@ class PendingOutputs:
     """
 
     sampled: SampledTokens | None = None
-    edits: dict[int, RowEdits] = field(default_factory=dict)
+    processor_states: dict[int, ProcessorStates] = field(default_factory=dict)
     pooled_entries: dict[int, torch.Size] = field(default_factory=dict)
     scored_entries: list[int] = field(default_factory=list)
 
@@ -185,9 +187,9 @@ class PendingOutputs:
         """Fills the result. The tensors are those in `sampled`, then one with all vectors if there
         are any, then the prompt scores."""
         if self.pooled_entries:
-            from nanoengine.runner.pooling import tell
+            from nanoengine.runner.pooling import add_to_result
 
-            tell(self.pooled_entries, tensors[-1 - len(self.scored_entries)], result)
+            add_to_result(self.pooled_entries, tensors[-1 - len(self.scored_entries)], result)
         scores = tensors[len(tensors) - len(self.scored_entries) :]
         for entry, tensor in zip(self.scored_entries, scores, strict=True):
             found = result.prompt_logprobs.setdefault(entry, [])
@@ -213,5 +215,5 @@ class PendingOutputs:
                 result.errors[entry] = fetched.errors[line]
             if line in fetched.logprobs:
                 result.logprobs.setdefault(entry, []).append(fetched.logprobs[line])
-        for entry, edits in self.edits.items():
-            edits.accept(result.token_ids[entry])
+        for entry, processor_states in self.processor_states.items():
+            processor_states.accept(result.token_ids[entry])

@@ -1,0 +1,313 @@
+"""GroupedPanels: packs rows of group-wise quantized weights into the array that `cpu_groupwise.py`
+reads.
+
+Rows are packed as they are loaded, so no whole matrix is kept unpacked. Rows with the same format
+are a part; a matrix whose rows differ, as a checkpoint's q, k and v may, has several parts. Used by
+`CPUQuantizedLinear`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from nanoengine.errors import WeightLoadError
+from nanoengine.kernels import cpu_groupwise as kernels
+from nanoengine.kernels.cpu_groupwise import HEAD, RECORD
+from nanoengine.kernels.gemm import LINE, PANEL
+from nanoengine.kernels.groupwise_gemm import (
+    MINS,
+    NONE,
+    TABLES,
+    UNITS,
+    ZEROS,
+    Form,
+    has_spread,
+    most_grouped,
+    unit_bytes,
+)
+from nanoengine.kernels.int8_gemm import UNIT
+from nanoengine.kernels.isa import CURRENT
+from nanoengine.kernels.pack_groupwise import pack_codes, pack_lines
+from nanoengine.kernels.threads import num_workers
+from nanoengine.layers.gguf_blocks import StoredCodes, packed_groups
+from nanoengine.layers.placement import empty_bytes
+from nanoengine.layers.quantized_weight import BLOCK, QuantizedWeight, codes_of, row_factors
+
+assert BLOCK == UNIT * UNITS
+BYTES = np.array([[four, 0, 0, 0] for four in range(0, UNIT, 4)], np.uint64)
+"""Positions of codes with one byte each; see `StoredCodes`."""
+
+
+class PanelLayout(NamedTuple):
+    """How a part is packed: its form, and the units that share a scale, as a power of two."""
+
+    form: Form
+    shift: int
+
+
+def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
+    """Returns how this weight is packed; None: the kernels do not support its form."""
+    bits, size, inputs = weight.bits, weight.group_size, weight.values.shape[1]
+    lowest = -(1 << bits - 1) if weight.lowest is None else weight.lowest
+    two_levels, centered = weight.factors is not None, int(lowest < 0)
+    if two_levels:
+        assert weight.factors is not None
+        fits = size in (16, 32) and -(-inputs // BLOCK) == weight.factors.shape[1]
+        fits &= weight.zeros is None
+        shift = 0
+    else:
+        fits = size == inputs or size % UNIT == 0
+        shift = 3 if size == inputs else (math.gcd(size // UNIT, UNITS) or 1).bit_length() - 1
+    fits &= weight.table in TABLES and bits in (2, 3, 4, 5, 6, 8)
+    fits &= bool(weight.table) or lowest == -centered << bits - 1
+    fits &= (bits, centered) != (8, 0) and (weight.zeros is None or weight.mins is None)
+    if not fits:
+        return None
+    offset = ZEROS if weight.zeros is not None else NONE if weight.mins is None else MINS
+    table, halves = TABLES.index(weight.table), 2 if two_levels and size == 16 else 1
+    centered = 0 if table else centered
+    return PanelLayout(Form(bits, centered, table, halves, 1 + two_levels, offset), shift)
+
+
+Allocator = Callable[[int], torch.Tensor]
+"""Allocates a number of bytes, uint8, aligned to a cache line."""
+
+
+class PackedRows(NamedTuple):
+    """Packed rows: `count` rows from `first` on; their panels begin at `panel` of `data`."""
+
+    first: int
+    count: int
+    layout: PanelLayout
+    panel: int
+    data: torch.Tensor
+
+
+class GroupedPanels:
+    """Packs the rows of a matrix part by part, and returns the packed whole.
+
+    Args:
+        allocate: allocates the memory of the whole.
+        one_form: all rows are expected to have the same form; otherwise they are packed into
+            another buffer first.
+    """
+
+    def __init__(
+        self, outputs: int, inputs: int, allocate: Allocator = empty_bytes, *, one_form: bool = True
+    ) -> None:
+        self.outputs, self.inputs = outputs, inputs
+        self._allocate, self._allocate_first = allocate, allocate if one_form else empty_bytes
+        self.rows_left = outputs
+        self._runs: list[PackedRows] = []
+        self._loose: list[tuple[int, QuantizedWeight]] = []
+        self._whole: dict[PanelLayout, torch.Tensor] = {}
+
+    def add(self, weight: QuantizedWeight, first: int, codes: StoredCodes | None = None) -> None:
+        """Adds rows from `first` on; with `codes` they must fill whole panels; see `pack`.
+
+        Raises:
+            WeightLoadError: earlier rows have a kernel, and these have none.
+        """
+        count = len(weight.values)
+        self.rows_left -= count
+        layout = layout_of(weight)
+        if layout is None:
+            raise WeightLoadError(
+                f"rows {first} to {first + count} of a matrix are quantized in groups of"
+                f" {weight.group_size}, unlike those before them: give all rows groups of a"
+                f" multiple of {UNIT}"
+            )
+        if not self.fills_panels(first, count):
+            assert codes is None
+            self._loose.append((first, weight))
+            return
+        # Why a buffer for all rows: most matrices have one form, and then need no copy. Pages that
+        # are never written take no memory.
+        step = self._step(layout)
+        if layout not in self._whole:
+            size = self._start(1) + -(-self.outputs // PANEL) * step
+            self._whole[layout] = self._allocate_first(size)
+        data = self._whole[layout]
+        pack(weight, layout, data, self._start(1) + first // PANEL * step, codes)
+        self._runs.append(PackedRows(first, count, layout, first // PANEL, data))
+
+    def fills_panels(self, first: int, count: int) -> bool:
+        """Whether these rows share no panel with others."""
+        return not (first % PANEL or (count % PANEL and first + count < self.outputs))
+
+    def _step(self, layout: PanelLayout) -> int:
+        """Bytes per panel."""
+        return kernels.panel_bytes(*layout, self.inputs)
+
+    @staticmethod
+    def _start(parts: int) -> int:
+        return 8 * (HEAD + parts * RECORD)
+
+    def _pack_loose(self) -> None:
+        """Packs rows that fill no whole panels, together with adjacent rows."""
+        in_order = sorted(self._loose, key=lambda it: it[0])
+        for layout, group in groupby(in_order, lambda it: layout_of(it[1])):
+            assert layout is not None
+            for following in _neighbours(list(group)):
+                whole = QuantizedWeight.stacked([weight for _, weight in following], "one matrix")
+                count = len(whole.values)
+                data = empty_bytes(self._start(1) + -(-count // PANEL) * self._step(layout))
+                pack(whole, layout, data, self._start(1))
+                self._runs.append(PackedRows(following[0][0], count, layout, 0, data))
+
+    def finish(self) -> torch.Tensor:
+        """Returns all rows, [bytes] uint8."""
+        self._pack_loose()
+        parts: list[list[PackedRows]] = []
+        for run in sorted(self._runs):
+            last = parts[-1][-1] if parts else None
+            beside = last is not None and last.data is run.data and last.layout == run.layout
+            if beside and last.panel + last.count // PANEL == run.panel:
+                parts[-1].append(run)
+            else:
+                parts.append([run])
+        sizes = [-(-sum(run.count for run in runs) // PANEL) for runs in parts]
+        if len(parts) == 1:
+            data = parts[0][0].data
+        else:
+            steps = [self._step(runs[0].layout) for runs in parts]
+            data = self._allocate(self._start(len(parts)) + sum(map(int.__mul__, sizes, steps)))
+        words, start, panel = data.view(torch.int64), self._start(len(parts)), 0
+        words[: HEAD + len(parts) * RECORD] = 0
+        for i, (runs, panels) in enumerate(zip(parts, sizes, strict=True)):
+            (first, _, layout, place, source), step = runs[0], self._step(runs[0].layout)
+            if len(parts) > 1:
+                at = self._start(1) + place * step
+                data[start : start + panels * step] = source[at : at + panels * step]
+            count = sum(run.count for run in runs)
+            numbers = [
+                panel, panels, start, step, layout.shift, kernels.header_bytes(*layout),
+                most_grouped(CURRENT), first, count,
+                unit_bytes(layout.form) if has_spread(CURRENT) else 0, layout.form.is_signed,
+                *kernels.functions(layout.form),
+            ]  # fmt: skip
+            at = HEAD + i * RECORD
+            words[at : at + RECORD] = torch.tensor(numbers, dtype=torch.int64)
+            panel, start = panel + panels, start + panels * step
+        whole = int(panel * PANEL == self.outputs)
+        words[:5] = torch.tensor([len(parts), panel, self.outputs, whole, self.inputs])
+        return data
+
+
+Rows = list[tuple[int, QuantizedWeight]]
+"""Pairs of a first row and the rows from there on."""
+
+
+def _neighbours(rows: Rows) -> list[Rows]:
+    """Groups rows that follow each other without a gap."""
+    found: list[Rows] = []
+    stop = -1
+    for first, weight in rows:
+        if first != stop:
+            found.append([])
+        found[-1].append((first, weight))
+        stop = first + len(weight.values)
+    return found
+
+
+def pack(
+    weight: QuantizedWeight,
+    layout: PanelLayout,
+    data: torch.Tensor,
+    start: int,
+    codes: StoredCodes | None = None,
+    lane: int | None = None,
+) -> None:
+    """Writes a weight's panels into `data` from byte `start` on.
+
+    Args:
+        codes: the codes to pack; None: made from the weight's values.
+        lane: the first output within the panel; other outputs keep their content. None: whole
+            panels, padded with zeros.
+    """
+    form, shift = layout
+    lanes, lane = PANEL if lane is None else min(len(weight.values), PANEL), lane or 0
+    inputs, whole = weight.values.shape[1], data.numpy()
+    step, header = kernels.panel_bytes(form, shift, inputs), kernels.header_bytes(form, shift)
+    block, flip = header + UNITS * form.bits * LINE, 0
+    if codes is None:
+        values = codes_of(weight) if form.table else weight.values.view(torch.uint8)
+        values = F.pad(values, (0, -inputs % UNIT)) if inputs % UNIT else values
+        codes = StoredCodes(values.contiguous().numpy(), UNIT, BYTES, (8, 0))
+        flip = (1 << form.bits - 1) * 0x01010101 if form.centered and not form.is_signed else 0
+    pack_codes(*codes, whole, start + 4 * lane, step, header, form.bits, flip, num_workers())
+    taken = weight.zeros if form.offset == ZEROS else weight.mins
+    factors, stride, place = torch.ones(len(weight.values), 1), PANEL, start + LINE
+    if form.levels == 2:
+        assert weight.factors is not None
+        lines = [(weight.factors, 1), (weight.scales, UNITS * form.halves)]
+        if taken is not None:
+            assert weight.min_factors is not None
+            factors, halves = _halves([weight.factors, weight.min_factors])
+            packed = packed_groups(weight.scales, taken, UNITS * form.halves)
+            lines = [*((n, 1) for n in halves), (packed.flatten(1), packed.shape[2])]
+    else:
+        factors, halves = _halves(
+            [weight.scales] if form.offset != MINS else [weight.scales, taken]
+        )
+        halves += [taken.half().view(torch.int16)] if form.offset == ZEROS else []
+        times = -(-weight.group_size // (UNIT << shift))  # a longer group covers several
+        halves = [n if times == 1 else n.repeat_interleave(times, 1) for n in halves]
+        lines, stride = [(n, UNITS >> shift) for n in halves], 2 * PANEL * len(halves)
+    for n, count in lines:
+        at, each = place + lane * n.itemsize, max(stride, n.itemsize * PANEL)
+        pack_lines(n.numpy(), whole, at, step, block, count, each, lanes, num_workers())
+        place += PANEL * n.itemsize * (count if form.levels == 2 else 1)
+    of_outputs = F.pad(factors, (0, 0, 0, -len(factors) % lanes)).view(-1, lanes).view(torch.uint8)
+    written = data[start + 4 * lane :].as_strided(of_outputs.shape, (step, 1))
+    written.copy_(of_outputs)
+
+
+def _halves(numbers: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The factor of each output, [N, 1], or 1 if its scales are exact in float16; and the scales
+    divided by it, [N, G] each, as the bits of float16. Why as integers: compiled code has no
+    float16."""
+    factors = torch.ones(len(numbers[0]), 1)
+    if numbers[0].dtype != torch.float16:
+        exact = torch.stack([(n.half().float() == n).all(1) for n in numbers]).all(0)
+        factors = torch.where(exact, 1.0, row_factors(torch.cat(numbers, 1))).unsqueeze(1)
+        numbers = [n / factors for n in numbers]
+    return factors, [n.half().view(torch.int16) for n in numbers]
+
+
+def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> None:
+    """Overwrites the rows from `first` on, which have the same form, in the packed `data`."""
+    layout, stop = layout_of(weight), first + len(weight.values)
+    assert layout is not None, weight.form
+    words = data.view(torch.int64)
+    for i in range(int(words[kernels.PARTS])):
+        part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD].tolist()
+        begin, count = part[kernels.FIRST], part[kernels.COUNT]
+        low, high = max(first, begin), min(stop, begin + count)
+        if low >= high:
+            continue
+        start, end = low - begin, high - begin
+        panels = -(-start // PANEL) * PANEL, end // PANEL * PANEL  # whole panels between these
+        edges = sorted({start, end, *(edge for edge in panels if start < edge < end)})
+        for here, there in pairwise(edges):
+            rows = weight.part(slice(begin + here - first, begin + there - first))
+            at = part[kernels.START] + here // PANEL * part[kernels.STEP]
+            pack(rows, layout, data, at, lane=here % PANEL)
+
+
+def grouped_bias(data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A bias, zeros if there is none, padded part by part like the panels."""
+    words = data.view(torch.int64)
+    padded = torch.zeros(PANEL * int(words[kernels.ALL_PANELS]))
+    for i in range(int(words[kernels.PARTS]) if bias is not None else 0):
+        part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD].tolist()
+        at, first, count = part[kernels.BEFORE] * PANEL, part[kernels.FIRST], part[kernels.COUNT]
+        padded[at : at + count] = bias[first : first + count]
+    return padded

@@ -1,0 +1,78 @@
+"""Write what is compiled while the package is installed: `python tools/aot.py`.
+
+It runs the demo model in the forms in which models usually run, and keeps the types with which
+Python has called each kernel, in `nanoengine/kernels/aot.txt`. A test compares: run it when a
+kernel's arguments have changed. With `--check` it only says what differs.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numba
+
+from benchmarks.suite.shapes import write_shape
+from nanoengine import LLM, SamplingParams
+from nanoengine.assets import demo_model_path
+from nanoengine.kernels.aot import TABLE
+from nanoengine.kernels.linking import Kernel
+from nanoengine.layers import packed
+
+PROMPT = {"prompt_token_ids": list(range(1, 9))}
+GREEDY = SamplingParams(max_tokens=3, temperature=0)
+SAMPLED = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=1)
+LINES = (
+    "pack_groups.pack_lines (Array({}, 2, 'C', False, aligned=True),"
+    " Array(uint8, 1, 'C', False, aligned=True), int64, int64, int64, int64, int64, int64, int64)"
+)
+"""Of K types in GGUF files, of which none is in the package."""
+
+
+def run(model: Path, **form: Any) -> None:
+    """One stream and a batch, greedy and sampled."""
+    with LLM(model, skip_tokenizer_init=True, num_kv_blocks=64, **form) as llm:
+        for prompts, params in ((1, GREEDY), (1, SAMPLED), (9, GREEDY), (9, SAMPLED)):
+            llm.generate([PROMPT] * prompts, params, use_tqdm=False)
+
+
+def signatures() -> list[str]:
+    """The lines of the table."""
+    called: set[str] = {"pool.serve (int64,)"}  # by threads, which compile it before
+    called |= {LINES.format(kind) for kind in ("float32", "int8", "uint8")}
+    ask = Kernel._compile_for_args
+
+    def note(kernel: Kernel, *arguments: Any, **kws: Any) -> Any:
+        kinds = tuple(numba.typeof(value) for value in arguments)
+        called.add(f"{kernel.place.removeprefix('nanoengine.kernels.')} {kinds!r}")
+        return ask(kernel, *arguments, **kws)
+
+    Kernel._compile_for_args = note
+    for dtype, quantization in product(("float32", "bfloat16"), (None, "int8", "int4")):
+        run(demo_model_path(), dtype=dtype, quantization=quantization)
+    packed.SCREENED_BYTES = 0  # these models' heads are too small for a screen
+    with tempfile.TemporaryDirectory() as directory:
+        write_shape("tiny", Path(directory))  # in float32; the demo model is in bfloat16
+        run(Path(directory), dtype="float32", load_format="dummy")
+    for dtype in ("float32", "bfloat16"):
+        run(demo_model_path(), dtype=dtype)
+    return sorted(called)
+
+
+def main() -> int:
+    """Writes the table; with `--check`, the exit status says whether it was right."""
+    text = "\n".join(signatures()) + "\n"
+    if "--check" not in sys.argv[1:]:
+        TABLE.write_text(text, encoding="utf-8")
+        return 0
+    known = set(TABLE.read_text(encoding="utf-8").splitlines())
+    for line in sorted(known ^ set(text.splitlines())):
+        print("not in the table:" if line not in known else "not called:", line)
+    return int(known != set(text.splitlines()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
