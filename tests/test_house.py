@@ -22,7 +22,7 @@ CORE = sorted(
 CHAIN: tuple[set[str], ...] = (
     {"cli"},
     {"as_vllm", "bench", "parallel"},
-    {"llm", "llm_calls"},
+    {"llm", "llm_mixins"},
     {"build", "jobs"},
     {"features"},
     {"observe", "ranks"},
@@ -33,12 +33,12 @@ CHAIN: tuple[set[str], ...] = (
     {"kernels"},
     {"small"},
     {"core"},
-    {"forked"},
+    {"fork_guard"},
     {"settings", "errors", "version", "assets"},
 )
 """Packages and top-level modules, highest layer first. Each imports only itself and lower ones."""
 
-BESIDE = {("llm", "llm_calls"), ("settings", "errors")}
+BESIDE = {("llm", "llm_mixins"), ("settings", "errors")}
 """Allowed imports between two members of one layer. Import cycles are still forbidden."""
 
 STANDARD_LIBRARY_AND = {

@@ -42,32 +42,32 @@ TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
     # name: module, intrinsic, and its arguments that are not int64: the element type of an array,
     # or a literal, given directly or as a name of the module
     "attention, float32": (
-        "attention_tiles", "line_tile",
+        "attention_microkernels", "line_tile",
         {"a": "float32", "b": "float32", "c": "float32", "factors": "float32",
          "rows": "ROWS", "vectors": "VECTORS"},
     ),
     "attention, bfloat16 cache": (
-        "attention_tiles", "line_tile",
+        "attention_microkernels", "line_tile",
         {"a": "float32", "b": "uint32", "c": "float32", "factors": "float32",
          "rows": "ROWS", "vectors": "VECTORS"},
     ),
     "attention, bfloat16 products": (
-        "attention_tiles", "line_tile",
+        "attention_microkernels", "line_tile",
         {"a": "uint32", "b": "uint32", "c": "float32", "factors": "float32",
          "rows": "ROWS", "vectors": "VECTORS"},
     ),
     "attention beside weights, float32": (
-        "attention_tiles", "_add_and_weigh",
+        "attention_microkernels", "_add_and_weigh",
         {"scores": "float32", "weights": "float32", "maximum": "float32", "total": "float32",
          "factors": "float32", "b": "float32", "sums": "float32"},
     ),
     "attention beside weights, bfloat16 products": (
-        "attention_tiles", "_add_and_weigh",
+        "attention_microkernels", "_add_and_weigh",
         {"scores": "float32", "weights": "uint32", "maximum": "float32", "total": "float32",
          "factors": "float32", "b": "uint32", "sums": "float32"},
     ),
     "weight-only, one row": (
-        "widen", "multiply_widened",
+        "dequant", "multiply_widened",
         {"x": "float32", "w": "int8", "zeros": "float32", "scales": "float32",
          "start": "float32", "out": "float32"},
     ),
@@ -87,7 +87,7 @@ def target(cpu: str) -> binding.TargetMachine:
 
 def assembly_of(cpu: str, write: Callable[[ir.Module], object]) -> str:
     """The assembly of what `write` adds to a module, with numba's optimizations."""
-    module = ir.Module("tiles")
+    module = ir.Module("gemm")
     module.triple = CPUS[cpu][0]
     write(module)
     for function in module.functions:
