@@ -54,6 +54,10 @@ VISION = (
 """Matches the start of names of multimodal tensors that the text part does not use."""
 
 
+class UnknownArchitectureError(UnsupportedModelError):
+    """No family has the architecture; transformers may have it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What a checkpoint computes. Fields have Hugging Face's names where one exists.
@@ -75,6 +79,7 @@ class ModelConfig:
         ends: the sources of EOS tokens (a file or a key), each with a token id.
         generation_defaults: sampling settings that the authors recommend.
         headless: the checkpoint has no language head: it is an embedding model or a classifier.
+        model_impl: whose modules compute the model.
     """
 
     architecture: str
@@ -100,6 +105,7 @@ class ModelConfig:
     ends: tuple[tuple[str, int | None], ...] = ()
     generation_defaults: dict[str, float] = field(default_factory=dict)
     headless: bool = False
+    model_impl: Literal["native", "transformers"] = "native"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -129,8 +135,12 @@ class ModelConfig:
         return sizes
 
 
-def load_model_config(directory: str | Path) -> ModelConfig:
+def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> ModelConfig:
     """Reads `config.json` and, if there is one, `generation_config.json`; or a GGUF file's keys.
+
+    Args:
+        model_impl: "transformers": its modules compute the model; "auto": only if no family here
+            has the architecture.
 
     Raises:
         ConfigError: `directory` has no config.json.
@@ -148,7 +158,26 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     raw = read_object(directory / "config.json", ModelError)
     generation_path = directory / "generation_config.json"
     found = os.path.lexists(generation_path)
-    return parse_model_config(raw, read_object(generation_path, ModelError) if found else {})
+    generation = read_object(generation_path, ModelError) if found else {}
+    try:
+        if model_impl == "auto":
+            return parse_model_config(raw, generation)
+    except UnknownArchitectureError:
+        from nanoengine.checkpoint.transformers_config import is_decoder
+
+        if not is_decoder(raw):
+            raise
+    from nanoengine.checkpoint.transformers_config import sizes_of
+
+    keys, named = ConfigReader(raw), raw.get("architectures")
+    return ModelConfig(
+        architecture=str(named[0] if named else raw.get("model_type")),
+        dtype=_dtype(keys),
+        ends=tuple(_ends(keys, generation)),
+        generation_defaults=_generation_defaults(generation),
+        model_impl="transformers",
+        **sizes_of(directory),
+    )
 
 
 def parse_model_config(
@@ -276,7 +305,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     what = (
         join_names([*map(repr_short, named)]) or f"model_type={repr_short(given.get('model_type'))}"
     )
-    raise UnsupportedModelError(
+    raise UnknownArchitectureError(
         f"unsupported architecture {what}; supported:"
         f" {join_names([*every, *TEXT_PARTS], like=what)}"
     )

@@ -63,6 +63,15 @@ def load_model(
             f" are needed with max_model_len=..., which is taken from the model up to"
             f" {LONGEST_DEFAULT} only"
         )
+    if config.model_impl == "transformers":
+        if context.shard.world_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={context.shard.world_size} is not supported for"
+                f" {config.architecture}, which transformers' modules compute; supported: 1"
+            )
+        from nanoengine.models.transformers_backend import TransformersLM
+
+        return TransformersLM(config, Path(directory), context, dummy=load_format == "dummy")
     stored: dict[str, Stored] = {}
     if load_format == "auto":
         stored = tensors_to_run(config, stored_tensors(Path(directory)))

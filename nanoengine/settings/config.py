@@ -54,6 +54,8 @@ class EngineConfig:
         revision: Branch, tag or commit of the hub repository; None: its main branch.
         load_format: dummy: seeded random weights, for benchmarks; the directory needs only
             config.json.
+        model_impl: transformers: transformers' modules compute the model, with this engine's
+            attention and linear layers; slower. auto: only models without a native implementation.
         dtype: auto: the checkpoint's on a GPU, and on a CPU with instructions for bfloat16 dot
             products; float32 on other CPUs. On a CPU, bfloat16 rounds the factors of products and
             accumulates in float32; float32 computes with 16-bit weights exactly.
@@ -139,6 +141,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     revision: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
+    model_impl: Literal["auto", "transformers"] = "auto"
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
     quantization: (
         Literal[

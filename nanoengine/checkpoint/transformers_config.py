@@ -1,0 +1,80 @@
+"""ModelConfig of a decoder that transformers computes, from its own config class.
+
+Called by `config.py` if no family here has the architecture, and with `model_impl="transformers"`.
+`models/transformers_backend.py` runs the model, and checks there what a config can't show.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from nanoengine.checkpoint.config_reader import Json
+from nanoengine.checkpoint.layer_config import FULL, SLIDING, LayerConfig
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import repr_short
+
+logger = logging.getLogger(__name__)
+
+BY_LENGTH = ("dynamic", "longrope")
+"""RoPE types whose angles depend on the longest sequence of a step."""
+
+
+def is_decoder(raw: Json) -> bool:
+    """True if transformers has a causal language model for the config's `model_type`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return raw.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def sizes_of(directory: Path) -> dict[str, Any]:
+    """Reads fields of ModelConfig from a checkpoint that transformers can load.
+
+    Raises:
+        UnsupportedModelError: the config says that something besides attention depends on earlier
+            tokens, or on the other sequences of a step.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory).get_text_config(decoder=True)
+    except Exception as error:  # its config classes raise anything
+        raise UnsupportedModelError(
+            f"transformers rejects {directory / 'config.json'}: {repr_short(str(error))}"
+        ) from error
+    name = config.model_type
+    layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
+    other = {*kinds} - {FULL, SLIDING}
+    ropes = getattr(config, "rope_parameters", None) or {}
+    found = {str(rope.get("rope_type")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    if by_length := found & {*BY_LENGTH}:
+        other |= by_length
+    if getattr(config, "quantization_config", None):
+        other |= {"quantization_config"}
+    if other:
+        raise UnsupportedModelError(
+            f"{name} has no implementation in nanoengine, and its {', '.join(sorted(other))} cannot"
+            " run in transformers' modules here; supported: full and sliding-window attention,"
+            " RoPE that does not depend on the length, weights in floats"
+        )
+    heads = config.num_attention_heads
+    logger.info("%s has no native implementation: transformers' modules compute it", name)
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or config.hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**20,
+        "rms_norm_eps": 0.0,
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "plan": LayerConfig(),
+        "ropes": (None,) * layers,
+        "sliding_windows": tuple(
+            window if (kinds[n] == SLIDING if kinds else window) else None for n in range(layers)
+        ),
+    }

@@ -1,0 +1,283 @@
+"""TransformersLM: a decoder whose modules are transformers', with attention over the paged cache.
+
+    token_ids ─► transformers' modules ─► logits
+                  │        └── AttentionInterface ──► paged_attention ──► AttentionBackend
+                  └── nn.Linear ──► LinearMethod (packed, int8, int4)
+
+It serves every architecture that has no native model, if its attention goes through
+transformers' `AttentionInterface` and nothing else depends on other tokens. `check` tests this for
+each model when it is loaded: transformers' own attention must give the same logits as attention
+over cached keys and values, in one step and in two. Called by `loader.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.pytorch_utils import Conv1D
+
+from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.batch import Batch
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.layers.attention import Attention
+from nanoengine.layers.kernels import LinearMethod
+from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.settings.checks import truncate
+
+INTERFACE = "nanoengine"
+ROUTERS = ("gate", "router", "classifier")
+"""Last parts of the names of linear layers that stay transformers' own. Why: a rounded router would
+choose other experts."""
+IGNORED = frozenset(
+    "attention_mask dropout is_causal position_ids use_cache output_attentions cache_position"
+    " output_hidden_states num_items_in_batch output_router_logits".split()
+)
+"""Arguments of an attention function that do not change its result here."""
+PROBE_TOKENS, PROBE_SPLIT = 9, 5
+TOLERANCE = 1e-4
+"""Largest mean difference of logits, relative to the largest logit; or the dtype's epsilon, if that
+is larger."""
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query [1, H, T, D], key and value [1, K, T, D] ->
+    [1, T, H, D]. The other arguments are transformers' own."""
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    step: Step = module.step  # type: ignore[assignment]
+    if step.batch is not None:
+        attention: Attention = module.paged  # type: ignore[assignment]
+        return attention.backend.forward(q, k, v, attention.cache, step.batch)[None], None
+    if q.shape[2] != v.shape[2]:
+        raise UnsupportedModelError("its keys and values have different head sizes")
+    if unknown := [name for name in options if name not in IGNORED and options[name] is not None]:
+        raise UnsupportedModelError(f"its attention has the argument {unknown[0]}")
+    spec = AttentionSpec(
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        scale=q.shape[2] ** -0.5 if scaling is None else float(scaling),
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.float(),
+    )
+    return step.probe(module, spec, q, k, v)[None].contiguous(), None
+
+
+AttentionInterface.register(INTERFACE, paged_attention)
+
+
+class Step:
+    """What the attention modules of a model share in one forward.
+
+    Attributes:
+        batch: the engine's step; None: a probe, whose keys and values are kept in `past`.
+        calls: the specs of the probe's calls in order, with their modules.
+    """
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self.calls: list[tuple[nn.Module, AttentionSpec]] = []
+        self.past: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def probe(
+        self, module: nn.Module, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of T tokens over the probe's earlier tokens and themselves, in plain torch."""
+        self.calls.append((module, spec))
+        if module in self.past:
+            k, v = (torch.cat(pair) for pair in zip(self.past[module], (k, v), strict=True))
+        self.past[module] = k, v
+        groups = spec.num_heads // spec.num_kv_heads
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        scores = torch.einsum("thd,shd->hts", q, k).float() * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        last, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
+        unseen = key > last
+        if spec.sliding_window is not None:
+            unseen |= key <= last - spec.sliding_window
+        scores = scores.masked_fill(unseen.to(scores.device), -torch.inf)
+        if spec.sinks is not None:
+            sinks = spec.sinks.view(-1, 1, 1).expand(-1, len(q), 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : len(k)].to(v.dtype)
+        return torch.einsum("hts,shd->thd", weights, v)
+
+
+class SwappedLinear(Layer):
+    """An nn.Linear whose weight a LinearMethod stores and multiplies."""
+
+    def __init__(self, method: LinearMethod, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.method, self.bias = method, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(x.flatten(0, -2), self.bias).unflatten(0, x.shape[:-1])
+
+
+class BodyOutput(BaseModelOutput):
+    """Hidden states; every other output of a body is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Hidden(nn.Module):
+    """Takes the place of the model's body, and returns hidden states that are computed already."""
+
+    states: torch.Tensor
+
+    def forward(self, *_: object, **__: object) -> BodyOutput:
+        return BodyOutput(last_hidden_state=self.states[None])
+
+    @property
+    def decoder(self) -> Hidden:
+        """OPT's heads call the body's decoder."""
+        return self
+
+
+class TransformersLM(Layer):
+    """A language model on one rank; see the module. It has `CausalLM`'s interface.
+
+    Raises:
+        UnsupportedModelError: names what transformers' modules do that the cache can't hold.
+    """
+
+    graph_safe = False
+    state_layers: tuple[Layer, ...] = ()
+    key_factors = ()
+
+    def __init__(
+        self, config: ModelConfig, directory: Path, context: ModelContext, *, dummy: bool
+    ) -> None:
+        super().__init__()
+        self.config, self.step, self.hidden = config, Step(), Hidden()
+        options = {"dtype": context.stored_dtype, "attn_implementation": INTERFACE}
+        if dummy:
+            settings = AutoConfig.from_pretrained(directory)
+            self.whole = AutoModelForCausalLM.from_config(settings, **options)
+        else:
+            self.whole = AutoModelForCausalLM.from_pretrained(directory, **options)
+        self.whole.eval().requires_grad_(False).to(context.device)
+        for module in self.whole.modules():
+            vars(module)["step"] = self.step
+        self.check(context)
+        self.swap_linears(context)
+        self.whole.to(context.dtype)
+        self.attention_layers = [module.paged for module, _ in self.step.calls]  # type: ignore
+        self.step.calls, self.step.past = [], {}
+
+    def swap_linears(self, context: ModelContext) -> None:
+        """Replaces linear layers by this engine's, in the body alone: a head may be tied."""
+        for path, parent in list(self.whole.base_model.named_modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) not in (nn.Linear, Conv1D) or name.endswith(ROUTERS):
+                    continue
+                weight = child.weight if type(child) is nn.Linear else child.weight.T
+                method = context.kernels.linear(f"{path}.{name}")
+                method.create(tuple(weight.shape), context.stored_dtype, context.device)
+                method.load(weight.detach().contiguous())
+                method.finish()
+                bias = None if child.bias is None else child.bias.to(context.dtype)
+                setattr(parent, name, SwappedLinear(method, bias))
+
+    def check(self, context: ModelContext) -> None:
+        """Compares attention over cached keys and values with transformers' own; binds the layers.
+
+        Raises:
+            UnsupportedModelError: they differ, or the calls are not one per layer of equal heads.
+        """
+        config, step, name = self.config, self.step, self.whole.config.model_type
+        ids = torch.arange(1, PROBE_TOKENS + 1, device=context.device) * 7 % config.vocab_size
+        try:
+            self.whole.set_attn_implementation("eager")
+            expected = self.whole(input_ids=ids[None], use_cache=False).logits[0]
+            self.whole.set_attn_implementation(INTERFACE)
+            found = []
+            for cuts in ((0, PROBE_TOKENS), (0, PROBE_SPLIT, PROBE_TOKENS)):
+                step.calls, step.past = [], {}
+                parts = [self.body(ids[a:b], a) for a, b in zip(cuts, cuts[1:], strict=False)]
+                found.append(self.logits(torch.cat(parts)))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{name} cannot run in transformers' modules: {error}") from error
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{name} cannot run in transformers' modules: {truncate(error)}"
+            ) from error
+        step.calls = step.calls[: len(step.calls) // 2]
+        specs = [spec for _, spec in step.calls]
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs}
+        windows = tuple(spec.sliding_window for spec in specs)
+        limit = max(TOLERANCE, torch.finfo(expected.dtype).eps) * float(expected.abs().max())
+        errors = [float((logits - expected).abs().mean()) for logits in found]
+        reason = ""
+        if len({module for module, _ in step.calls}) != len(specs) or len(specs) != config.num_hidden_layers:
+            reason = f"{len(specs)} calls of AttentionInterface for {config.num_hidden_layers} layers"
+        elif shapes != {heads}:
+            reason = f"attention heads of {shapes}, but the config says {heads}"
+        elif windows != config.sliding_windows:
+            reason = f"sliding windows {windows}, but the config says {config.sliding_windows}"
+        elif errors[0] > limit:
+            reason = "its attention masks or weights keys in a way that the paged cache does not"
+        elif errors[1] > limit:
+            reason = "it depends on earlier tokens outside of attention"
+        if reason:
+            raise UnsupportedModelError(f"{name} cannot run in transformers' modules: {reason}")
+        for module, spec in step.calls:
+            module.paged = Attention(spec, context.kernels.attention)
+
+    def body(self, token_ids: torch.Tensor, first: int | torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of tokens at positions `first` (one number: from it on)."""
+        positions = first
+        if isinstance(first, int):
+            positions = torch.arange(first, first + len(token_ids), device=token_ids.device)
+        out = self.whole.base_model(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+        )
+        return out.last_hidden_state[0]
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Returns the hidden states of the step's rows that give logits, [L, hidden_size]."""
+        self.step.batch = batch
+        hidden = self.body(batch.token_ids.long(), batch.positions.long())
+        return hidden if batch.logits_indices is None else hidden[batch.logits_indices]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[L, hidden_size] -> [L, vocab_size], with what the model does to its logits."""
+        with self._body_replaced(hidden):
+            ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+            return self.whole(input_ids=ids, use_cache=False).logits[0]
+
+    def most_likely(self, hidden: torch.Tensor, masks: object = None) -> None:
+        """Returns None: the head is transformers' own, so all logits are computed."""
+
+    @contextmanager
+    def _body_replaced(self, hidden: torch.Tensor) -> Iterator[None]:
+        name = self.whole.base_model_prefix
+        self.hidden.states, body = hidden, self.whole._modules[name]
+        self.whole._modules[name] = self.hidden
+        try:
+            yield
+        finally:
+            self.whole._modules[name] = body
