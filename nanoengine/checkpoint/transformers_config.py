@@ -48,16 +48,18 @@ def sizes_of(directory: Path) -> dict[str, Any]:
     window = getattr(config, "sliding_window", None)
     other = {*kinds} - {FULL, SLIDING}
     ropes = getattr(config, "rope_parameters", None) or {}
-    found = {str(rope.get("rope_type")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    found = {
+        str(rope.get("rope_type")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)
+    }
     if by_length := found & {*BY_LENGTH}:
         other |= by_length
     if getattr(config, "quantization_config", None):
         other |= {"quantization_config"}
     if other:
         raise UnsupportedModelError(
-            f"{name} has no implementation in nanoengine, and its {', '.join(sorted(other))} cannot"
-            " run in transformers' modules here; supported: full and sliding-window attention,"
-            " RoPE that does not depend on the length, weights in floats"
+            f"{name} cannot run in transformers' modules: it has {', '.join(sorted(other))};"
+            " supported: full and sliding-window attention, RoPE that does not depend on the length"
+            " of other sequences, and weights in floats"
         )
     heads = config.num_attention_heads
     logger.info("%s has no native implementation: transformers' modules compute it", name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ INTERFACE = "nanoengine"
 ROUTERS = ("gate", "router", "classifier")
 """Last parts of the names of linear layers that stay transformers' own. Why: a rounded router would
 choose other experts."""
-IGNORED = frozenset(
-    "attention_mask dropout is_causal position_ids use_cache output_attentions cache_position"
-    " output_hidden_states num_items_in_batch output_router_logits".split()
-)
+IGNORED = frozenset((
+    "attention_mask", "dropout", "is_causal", "position_ids", "use_cache", "output_attentions",
+    "cache_position", "output_hidden_states", "num_items_in_batch", "output_router_logits",
+))  # fmt: skip
 """Arguments of an attention function that do not change its result here."""
 PROBE_TOKENS, PROBE_SPLIT = 9, 5
 TOLERANCE = 1e-4
@@ -85,17 +86,21 @@ def paged_attention(
 AttentionInterface.register(INTERFACE, paged_attention)
 
 
+Call = tuple[nn.Module, AttentionSpec]
+"""An attention module, and what it computes."""
+
+
 class Step:
     """What the attention modules of a model share in one forward.
 
     Attributes:
         batch: the engine's step; None: a probe, whose keys and values are kept in `past`.
-        calls: the specs of the probe's calls in order, with their modules.
+        calls: the probe's calls in order.
     """
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
-        self.calls: list[tuple[nn.Module, AttentionSpec]] = []
+        self.calls: list[Call] = []
         self.past: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def probe(
@@ -173,22 +178,28 @@ class TransformersLM(Layer):
         super().__init__()
         self.config, self.step, self.hidden = config, Step(), Hidden()
         options = {"dtype": context.stored_dtype, "attn_implementation": INTERFACE}
-        if dummy:
-            settings = AutoConfig.from_pretrained(directory)
-            self.whole = AutoModelForCausalLM.from_config(settings, **options)
-        else:
-            self.whole = AutoModelForCausalLM.from_pretrained(directory, **options)
-        self.whole.eval().requires_grad_(False).to(context.device)
-        for module in self.whole.modules():
-            vars(module)["step"] = self.step
-        self.check(context)
+        try:
+            if dummy:
+                settings = AutoConfig.from_pretrained(directory)
+                self.whole = AutoModelForCausalLM.from_config(settings, **options)
+            else:
+                self.whole = AutoModelForCausalLM.from_pretrained(directory, **options)
+            self.whole.eval().requires_grad_(False).to(context.device)
+            for module in self.whole.modules():
+                vars(module)["step"] = self.step
+            calls = self.check(*self.probe(context.device))
+        except Exception as error:  # transformers' modules raise anything
+            raise UnsupportedModelError(
+                f"{config.architecture} cannot run in transformers' modules: {truncate(error)}"
+            ) from error
         self.swap_linears(context)
         self.whole.to(context.dtype)
-        self.attention_layers = [module.paged for module, _ in self.step.calls]  # type: ignore
-        self.step.calls, self.step.past = [], {}
+        self.attention_layers = [Attention(spec, context.kernels.attention) for _, spec in calls]
+        for (module, _), attention in zip(calls, self.attention_layers, strict=True):
+            vars(module)["paged"] = attention
 
     def swap_linears(self, context: ModelContext) -> None:
-        """Replaces linear layers by this engine's, in the body alone: a head may be tied."""
+        """Replaces the body's linear layers by this engine's. The head stays: it may be tied."""
         for path, parent in list(self.whole.base_model.named_modules()):
             for name, child in list(parent.named_children()):
                 if type(child) not in (nn.Linear, Conv1D) or name.endswith(ROUTERS):
@@ -201,57 +212,52 @@ class TransformersLM(Layer):
                 bias = None if child.bias is None else child.bias.to(context.dtype)
                 setattr(parent, name, SwappedLinear(method, bias))
 
-    def check(self, context: ModelContext) -> None:
-        """Compares attention over cached keys and values with transformers' own; binds the layers.
+    def probe(self, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Computes the logits of a few tokens with transformers' own attention, and over cached
+        keys and values, in one step and in two."""
+        ids = torch.arange(1, PROBE_TOKENS + 1, device=device) * 7 % self.config.vocab_size
+        self.whole.set_attn_implementation("eager")
+        expected = self.whole(input_ids=ids[None], use_cache=False).logits[0]
+        self.whole.set_attn_implementation(INTERFACE)
+        found = []
+        for cuts in ((0, PROBE_SPLIT, PROBE_TOKENS), (0, PROBE_TOKENS)):
+            self.step.calls, self.step.past = [], {}
+            positions = torch.arange(PROBE_TOKENS, device=device)
+            parts = [
+                self.body(ids[first:end], positions[first:end]) for first, end in pairwise(cuts)
+            ]
+            found.append(self.logits(torch.cat(parts)))
+        self.step.past = {}
+        return expected, found
+
+    def check(self, expected: torch.Tensor, found: list[torch.Tensor]) -> list[Call]:
+        """Returns the probe's calls, one per layer.
 
         Raises:
-            UnsupportedModelError: they differ, or the calls are not one per layer of equal heads.
+            UnsupportedModelError: logits differ, or the calls don't agree with the config.
         """
-        config, step, name = self.config, self.step, self.whole.config.model_type
-        ids = torch.arange(1, PROBE_TOKENS + 1, device=context.device) * 7 % config.vocab_size
-        try:
-            self.whole.set_attn_implementation("eager")
-            expected = self.whole(input_ids=ids[None], use_cache=False).logits[0]
-            self.whole.set_attn_implementation(INTERFACE)
-            found = []
-            for cuts in ((0, PROBE_TOKENS), (0, PROBE_SPLIT, PROBE_TOKENS)):
-                step.calls, step.past = [], {}
-                parts = [self.body(ids[a:b], a) for a, b in zip(cuts, cuts[1:], strict=False)]
-                found.append(self.logits(torch.cat(parts)))
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{name} cannot run in transformers' modules: {error}") from error
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{name} cannot run in transformers' modules: {truncate(error)}"
-            ) from error
-        step.calls = step.calls[: len(step.calls) // 2]
-        specs = [spec for _, spec in step.calls]
+        config, calls = self.config, self.step.calls
+        shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for _, spec in calls}
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs}
-        windows = tuple(spec.sliding_window for spec in specs)
+        windows = tuple(spec.sliding_window for _, spec in calls)
         limit = max(TOLERANCE, torch.finfo(expected.dtype).eps) * float(expected.abs().max())
-        errors = [float((logits - expected).abs().mean()) for logits in found]
-        reason = ""
-        if len({module for module, _ in step.calls}) != len(specs) or len(specs) != config.num_hidden_layers:
-            reason = f"{len(specs)} calls of AttentionInterface for {config.num_hidden_layers} layers"
-        elif shapes != {heads}:
-            reason = f"attention heads of {shapes}, but the config says {heads}"
-        elif windows != config.sliding_windows:
-            reason = f"sliding windows {windows}, but the config says {config.sliding_windows}"
-        elif errors[0] > limit:
-            reason = "its attention masks or weights keys in a way that the paged cache does not"
-        elif errors[1] > limit:
-            reason = "it depends on earlier tokens outside of attention"
-        if reason:
-            raise UnsupportedModelError(f"{name} cannot run in transformers' modules: {reason}")
-        for module, spec in step.calls:
-            module.paged = Attention(spec, context.kernels.attention)
+        split, at_once = (float((logits - expected).abs().mean()) <= limit for logits in found)
+        for holds, reason in (
+            (len(calls) == config.num_hidden_layers, f"its {config.num_hidden_layers} layers call"
+             f" AttentionInterface {len(calls)} times"),
+            (len({module for module, _ in calls}) == len(calls), "it runs layers repeatedly"),
+            (shapes == {heads}, f"its attention heads have the shapes {shapes}, not {heads}"),
+            (windows == config.sliding_windows, f"its sliding windows are {windows}, not"
+             f" {config.sliding_windows}"),
+            (at_once, "its attention is not causal attention with a window, sinks or a soft cap"),
+            (split, "a token depends on earlier ones outside of attention"),
+        ):  # fmt: skip
+            if not holds:
+                raise UnsupportedModelError(reason)
+        return calls
 
-    def body(self, token_ids: torch.Tensor, first: int | torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of tokens at positions `first` (one number: from it on)."""
-        positions = first
-        if isinstance(first, int):
-            positions = torch.arange(first, first + len(token_ids), device=token_ids.device)
+    def body(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token ids and their positions, [T] each -> hidden states [T, hidden_size]."""
         out = self.whole.base_model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False
         )
