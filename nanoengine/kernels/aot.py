@@ -34,7 +34,7 @@ def main(order: str, name: str | None = None) -> None:
     isa.use(name)
     from nanoengine.kernels import argument_table, cpu_decoder, jit
 
-    jit.BUILT = jit.places()[0]  # Why: previously built code may be deleted after this.
+    jit.BUILT = jit.cache_dirs()[0]  # Why: previously built code may be deleted after this.
     operands = cpu_decoder.Attention, cpu_decoder.GatedMLP, cpu_decoder.LayerTail
     names: dict[str, Any] = {**vars(types), "ArgumentTableType": argument_table.ArgumentTableType}
     names |= {operand.__name__: partial(_named_tuple, operand) for operand in operands}

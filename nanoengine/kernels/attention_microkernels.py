@@ -234,7 +234,7 @@ def scale_elements(array):
     return lambda array: count
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def line_indices(cache, slot, head, lanes, sizes):
     """Indices of the key and the value of one head of a token in the flat caches."""
     _, num_kv_heads, head_dim, block_size = sizes
@@ -268,7 +268,7 @@ def prefetch_element(emit, array, at, to_write):
     emit.prefetch(emit.pointer(emit.kinds.array, array, at), write=write)
 
 
-@compiled(fastmath=(), part=True)
+@compiled(fastmath=(), inline=True)
 def bf16_bits(x):
     """The bits of a float32 rounded to bfloat16."""
     return to_bf16(np.float32(x).view(np.uint32))
@@ -429,7 +429,7 @@ def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stri
     sums.store(_scales_pointer(emit, scales, scales_at))
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride, factors,
               factors_at, ahead, fetch, rows, lanes, space, scales, scales_at):  # fmt: skip
     """`line_tile` for up to ROWS rows and all `lanes`, in whole vectors, of which `space` lanes

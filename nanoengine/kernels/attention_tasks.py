@@ -27,7 +27,7 @@ SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
 FIRST, COUNT, MERGE_HEAD, MERGE_QUERY, MERGE_QUERIES = range(5)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _shared_splits(query_start, seq_lens, tables, block_size, window):
     """For each sequence the number of first splits whose blocks equal the previous sequence's.
 
@@ -47,7 +47,7 @@ def _shared_splits(query_start, seq_lens, tables, block_size, window):
     return shared
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _chunk_rows(query_start, needed, queries_per_tile, num_heads, num_workers):
     """Rows per task of a chunk: as many as are useful, and few enough for an even distribution."""
     total = 0
@@ -60,7 +60,7 @@ def _chunk_rows(query_start, needed, queries_per_tile, num_heads, num_workers):
     return rows
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _max_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
     """Upper bounds of the tasks of a step, and of the splits of one of its sequences."""
     tasks, splits = 0, 1
@@ -72,7 +72,7 @@ def _max_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
     return tasks, splits
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _balance_tasks(tasks, group_size, shares):
     """Bounds [shares + 1] between shares of the tasks with about the same cost."""
     costs = zeros((len(tasks) + 1,), np.int64)

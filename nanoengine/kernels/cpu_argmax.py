@@ -112,7 +112,7 @@ def quantize_outputs(w, values, scales, slack, num_inputs, workers):
     parallel_for(_quantize_panels, len(values), workers, operands)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _quantize_row(x, values):
     """(unit, |x| rounded up): x = unit * values, in 16 bits. unit is 0 for an x without a bound: it
     is not finite, too large or too small, or its range is too wide."""
@@ -159,7 +159,7 @@ def _bounds(emit, estimates, at, scales, slack, column, unit, norm, allowed):
     return emit.context.make_tuple(builder, types.UniTuple(types.float32, 2), bounds)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _allowed(masks, r, p):
     """The mask bits of a panel's outputs in row r."""
     if not len(masks):
@@ -167,7 +167,7 @@ def _allowed(masks, r, p):
     return (np.int64(masks[r, p // 2]) >> PANEL * (p % 2)) & ALL_OUTPUTS
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _bound_panels(values, copy, scales, slack, units, norms, masks, upper, lower, lo, hi):
     """`_bound` for panels lo ... hi - 1."""
     (num_rows, size), tiles = values.shape, -(-len(values) // MAX_ROWS)
@@ -199,7 +199,7 @@ def _bound(values, copy, scales, slack, units, norms, masks, upper, lower, first
         _bound_panels(values, copy, scales, slack, units, norms, masks, upper, lower[share], lo, hi)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _first_largest(outputs, lo, hi, allowed, index, largest, second):
     """Updates (index, largest, second) with outputs[lo : hi]: the first of the largest outputs, and
     the largest of all others; NaN is the largest."""
@@ -214,7 +214,7 @@ def _first_largest(outputs, lo, hi, allowed, index, largest, second):
     return index, largest, second
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _sort_key(x):
     """A float32 as an integer with the same order; NaN is the largest. Why: comparisons without NaN
     rules vectorize."""
@@ -225,7 +225,7 @@ def _sort_key(x):
     return size if bits >= 0 else np.int32(-size)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _largest_key(row, lo, hi):
     """The largest `_sort_key` of outputs lo ... hi - 1."""
     highest, part = np.int32(-0x80000000), row[lo:hi]
@@ -257,7 +257,7 @@ def _largest_of_shares(outputs, masks, ids, largest, second, first_share, last_s
             ids[share, r], largest[share, r], second[share, r] = index, best, other
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _merge_shares(ids, largest, second, r):
     """Merges the shares of row r: the index of the largest output, the lowest among equals, or -1
     if a share has no result; the largest output, and the second largest."""
@@ -285,7 +285,7 @@ def largest_of(outputs, masks, ids, largest, workers):
         ids[r], largest[r], _ = _merge_shares(winners, best, second, r)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _tie_width(largest, softcap):
     """The maximum distance below the largest output at which rounding can make another output equal
     to it after softcap * tanh(output / softcap): 8 roundings of the cap, divided by the slope."""

@@ -108,7 +108,7 @@ def prefetch_scales(cache, at, sizes):
     return prefetch_run_scales
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _mask(scores, first_row, rows, group_size, tile_start, position, window):
     """Sets the scores that a row may not see (its future, or before its window) to MASKED."""
     masked = scores.dtype.type(MASKED)
@@ -119,7 +119,7 @@ def _mask(scores, first_row, rows, group_size, tile_start, position, window):
         scores[r, stop:] = masked
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _softcap(scores, first_row, rows, softcap):
     """scores = softcap * tanh(scores / softcap) / ln 2, computed with exp of values that are not
     positive."""
@@ -133,7 +133,7 @@ def _softcap(scores, first_row, rows, softcap):
             row[t] = np.copysign(cap * (one - e) / (one + e), x)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _run_index(cache, table, head, token, sizes):
     """Index of the run that begins with a token in the flat cache."""
     _, num_kv_heads, head_dim, block_size = sizes
@@ -142,7 +142,7 @@ def _run_index(cache, table, head, token, sizes):
     return at // elements_per_word(cache)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _next_run_index(cache, token, lanes, task, table, following, next_table, sizes):
     """The index that is prefetched while this token's run is read: the next run, or the first run
     of the `following` task. If a task ends within a run, its last run prefetches the last run of
@@ -158,7 +158,7 @@ def _next_run_index(cache, token, lanes, task, table, following, next_table, siz
     return _run_index(cache, next_table, following[HEAD], first, sizes)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _prefetch_pages(k, v, task, table, sizes):
     """Prefetches one line of each memory page that a task will read.
 
@@ -258,7 +258,7 @@ def _run_task(
                 factors[:rows] = 1
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _inverse(highest, total, sinks, head):
     """1 / the softmax's sum: `total` plus the term of the head's sink, which has no value vector.
 
@@ -329,7 +329,7 @@ def _attend_tasks(
                 scale_row(sums, r * head_dim, one, parts, (base + r) * head_dim, head_dim)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
     """`combine` for one tile."""
     num_heads, num_kv_heads, head_dim, _ = sizes
@@ -443,7 +443,7 @@ def store_head(key, value, slot, head, k_cache, v_cache, sizes):
     return store_rows
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def prefetch_slots(slots, k_blocks, v_blocks, sizes):
     """Prefetches the lines that `store_head` will write for tokens at these slots.
 

@@ -45,8 +45,8 @@ from nanoengine.kernels.cpu_layers import (
 from nanoengine.kernels.cpu_linear import (
     ROW_BLOCK,
     block_rows,
-    cut,
     item_range,
+    plan_items,
 )
 from nanoengine.kernels.gemm import PANEL, PANELS
 from nanoengine.kernels.jit import compiled, specialize
@@ -80,7 +80,7 @@ Attention = namedtuple(
 GATED_PANELS = 120
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def add_and_norm(x, residual, norm, eps, has_norm, workers):
     """In place: residual += x, and x becomes the norm of the residual, or its copy without a
     norm."""
@@ -93,7 +93,7 @@ def add_and_norm(x, residual, norm, eps, has_norm, workers):
                 x[t, i] = residual[t, i]
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _post_norm(x, norm, eps, has_post_norm, scale, workers):
     """In place: applies the post-norm, if any, and the scale to the output of attention or MLP."""
     if has_post_norm:
@@ -147,17 +147,17 @@ def _activate_panels(inputs, weight, activation, out, tiles, parts, lo, hi):
                 _store_rows(both, activation, row[: count * PANEL], out[first:last], panel * PANEL)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _matmul_and_gate(x, weight, activation, out, workers):
     gate_up = empty((len(x), 2 * out.shape[1]), x.dtype)
     matmul(x, weight, gate_up, workers)
     gate(gate_up, activation, out, workers)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _matmul_and_gate_panels(x, weight, activation, out, workers):
     tiles = -(-out.shape[1] * elements_per_word(out) // (PANELS * PANEL))
-    count, parts = cut(len(x), tiles, workers)
+    count, parts = plan_items(len(x), tiles, workers)
     operands = to_operand(x, weight, workers), weight, activation, out, tiles, parts
     parallel_for(_activate_panels, count, workers, operands)
 

@@ -117,7 +117,7 @@ def recall_strip(source, step, target, key, keys, recalled, ahead):
 
 
 # Why no "contract": the bits are the same as in `CausalConv`, which rounds each product.
-@compiled(fastmath=("nsz",), part=True)
+@compiled(fastmath=("nsz",), inline=True)
 def convolve(window, weight, bias, count, out):
     """out[:count] = the convolution of the rows of a window [W - 1 + count, N], weight [W, N]."""
     for t in range(count):
@@ -132,21 +132,21 @@ def convolve(window, weight, bias, count, out):
             row[i] += bias[i]
 
 
-@compiled(fastmath=(), part=True)
+@compiled(fastmath=(), inline=True)
 def copy(source, target, count):
     """Copies the first `count` elements."""
     for i in range(count):
         target[i] = source[i]
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def keep_last(window, count, taps):
     """Moves the last W - 1 rows of a window with `count` tokens to its start."""
     for tap in range(taps):
         copy(window[tap + count], window[tap], window.shape[1])
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def silu(row):
     one = np.float32(1)
     for i in range(len(row)):
@@ -155,7 +155,7 @@ def silu(row):
         row[i] = (x if x >= 0 else x * e) / (one + e)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _scale_to(x, length):
     """Scales a vector to this length; a vector of zeros is unchanged."""
     total = np.float32(1e-6)
@@ -166,7 +166,7 @@ def _scale_to(x, length):
         x[i] *= factor
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _gates(beta, a, a_log, dt_bias):
     """The learning rate (beta) of a head at a token, and the decay factor of its state."""
     one, x = np.float32(1), a + dt_bias
@@ -176,7 +176,7 @@ def _gates(beta, a, a_log, dt_bias):
     return learning_rate, exp(-math.exp(a_log) * softplus)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _copy_conv_inputs(state, base, window, taps, g, shape, to_state):
     """Copies the W - 1 inputs of a task's channels from the state, or to it if `to_state`."""
     key_heads, heads, keys, values = shape
@@ -186,7 +186,7 @@ def _copy_conv_inputs(state, base, window, taps, g, shape, to_state):
         _copy_channels(state[at : at + channels], row, g, shape, to_state)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _copy_channels(channels, row, g, shape, to_state):
     """Copies a key head's query, key and values from a row of all channels to `row`, where they are
     contiguous, or back if `to_state`."""
@@ -202,7 +202,7 @@ def _copy_channels(channels, row, g, shape, to_state):
         at += size
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _copy_strip(state, values, strip, size, to_state):
     """Copies a strip with the last columns of a matrix from the state, or back if `to_state`."""
     for e in range(len(strip) // STRIP):
@@ -213,7 +213,7 @@ def _copy_strip(state, values, strip, size, to_state):
             copy(row, strip_row, size)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _advance_tokens(
     source, step, ahead, strip, target, target_step, mixed, v, first, size, count, gates, keys, read
 ):  # fmt: skip
@@ -235,7 +235,7 @@ def _advance_tokens(
         )  # fmt: skip
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _norm_and_gate(head_out, gate, weight, eps, out):
     """out [V] = the norm of a head's output, times the silu of its gate."""
     total = np.float32(0)

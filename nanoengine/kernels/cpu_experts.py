@@ -62,7 +62,7 @@ def expert_weight(weight, e):
     return forms[len(weight[0])]
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _panels_before(edge, start, cost, panels):
     """How many of an expert's panels, each with this cost, begin before an edge of the shares."""
     return min(max((edge - start + cost - 1) // cost, 0), panels)
@@ -97,7 +97,7 @@ def _matmul(inputs, weight, starts, out, num_workers):
     parallel_for(_matmul_part, total, num_workers, (inputs, weight, starts, out))
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _softmax(row):
     largest, total = row[0], row.dtype.type(0)
     for i in range(1, len(row)):
@@ -109,7 +109,7 @@ def _softmax(row):
         row[i] /= total
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _sigmoid(row):
     one = row.dtype.type(1)
     for i in range(len(row)):
@@ -117,7 +117,7 @@ def _sigmoid(row):
         row[i] = (one if row[i] >= 0 else e) / (one + e)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _mask_groups(preferred, groups, top_groups, compared):
     """Sets scores to -inf outside the `top_groups` best groups. Groups are compared by the sum of
     their `compared` (1 or 2) best scores."""

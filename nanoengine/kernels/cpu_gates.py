@@ -12,7 +12,7 @@ from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import SMALL, parallel_for
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _sigmoid(x, one):
     e = exp(-abs(x))
     return (one if x >= 0 else e) / (one + e)

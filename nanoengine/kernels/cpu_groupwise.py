@@ -88,7 +88,7 @@ def panel_bytes(form: Form, shift: int, num_inputs: int) -> int:
     return LINE + -(-units // UNITS) * header_bytes(form, shift) + units * form.bits * LINE
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _spread_panels(values, groups, data, part, row, rows, lo, hi, bias, out, skipped):
     """`groupwise_panels` of some rows, for panels lo ... hi - 1 of a part, which are spread
     out."""
@@ -172,7 +172,7 @@ def linear_groupwise(x, data, bias, out, num_workers):
         _copy_parts(words, padded, out)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _few_rows(x, data, part, bias, out, skipped, lo, hi):
     """`groupwise_fp32_panels` of a part for few rows: each row dequantizes in registers."""
     (num_rows, size), num_outputs, p, step = x.shape, out.shape[1], lo, part[PANEL_BYTES]

@@ -30,7 +30,7 @@ NO_NORM, EACH_HEAD, ALL_HEADS, FACTORS_ONLY = 0, 1, 2, 3  # how query and key he
 ADD_RESIDUAL, NO_RESIDUAL = np.bool_(True), np.bool_(False)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _scale_of_row(row, eps):
     """1 / sqrt(mean of squares + eps)."""
     total = row.dtype.type(0)
@@ -39,7 +39,7 @@ def _scale_of_row(row, eps):
     return row.dtype.type(1) / np.sqrt(total / row.dtype.type(len(row)) + eps)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _silu_row(gate, up, out):
     one = out.dtype.type(1)
     for i in range(len(out)):
@@ -48,7 +48,7 @@ def _silu_row(gate, up, out):
         out[i] = (x if x >= 0 else x * e) / (one + e) * up[i]
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _gelu_tanh_row(gate, up, out):
     real = out.dtype.type
     one, half, two = real(1), real(0.5), real(2)
@@ -60,7 +60,7 @@ def _gelu_tanh_row(gate, up, out):
         out[i] = half * x * (one + np.copysign((one - e) / (one + e), t)) * up[i]
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _clamped_swiglu_row(gate, up, out):
     real = out.dtype.type
     one, slope, limit = real(1), real(1.702), real(7)
@@ -76,7 +76,7 @@ GATES = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
 """Maps the name of an activation to its `kind` in `gate`."""
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def norm_row(x, weight, eps, out):
     scale = _scale_of_row(x, eps)
     for i in range(len(x)):

@@ -49,7 +49,7 @@ PANELS_BY_ROWS = tuple(FEW.get(rows, 1) for rows in range(MAX_FEW_ROWS + 1))
 FASTMATH = ("contract", "nsz")
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def run_tiles(
     rows, panels, x, x_at, x_step, w, w_at, w_step, size, start, start_at, s_stride,
     out, out_at, o_stride, to_next,
@@ -71,7 +71,7 @@ def run_tiles(
              to_next + t * share * lines, share, rows * (t + 1) // tiles - r, panels)  # fmt: skip
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def last_outputs(rows, x, w, bias, out, num_inputs, num_outputs):
     """The last num_outputs % 16 outputs: a panel so narrow that slow code is good enough."""
     width = num_outputs % PANEL
@@ -86,7 +86,7 @@ def last_outputs(rows, x, w, bias, out, num_inputs, num_outputs):
             out[r * num_outputs + first + j] = total
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def block_rows(rows, block, blocks):
     """(first, end) of one of `blocks` blocks of rows, which consist of whole tiles."""
     first, stop = share_of(-(-rows // ROWS), block, blocks)
@@ -120,7 +120,7 @@ def linear_panels(x, w, bias, out, lo, hi):
                 p += panels
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def row_parts(rows, tiles, workers):
     """Number of parts into which rows are cut if a weight has too few tiles for all workers.
 
@@ -132,7 +132,7 @@ def row_parts(rows, tiles, workers):
     return parts
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def plan_items(rows, tiles, workers):
     """(work items, parts of the rows) of a product. With 0 parts each item is all tiles for a few
     rows.
@@ -146,7 +146,7 @@ def plan_items(rows, tiles, workers):
     return tiles * parts, parts
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def item_range(i, count, rows, tiles, parts):
     """(first row, end, first tile, end) of items i ... i + count - 1; count is 1 with several
     parts."""
@@ -219,7 +219,7 @@ def linear_bf16_inputs(x, w, bias, out, num_workers):
     linear(round_to_bf16(x, num_workers), native_weight(w), bias, out, num_workers)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def to_bf16(bits):
     """The bits of a float32 rounded to bfloat16, half to even; a NaN stays NaN."""
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
@@ -228,7 +228,7 @@ def to_bf16(bits):
     return np.uint32(bits + np.uint32(0x7FFF) + last) >> np.uint32(16)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def copy_outputs(padded, out):
     """Copies the outputs from a buffer with padded panels to out [T, N]."""
     for t in range(len(out)):

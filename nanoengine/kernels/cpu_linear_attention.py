@@ -31,7 +31,7 @@ CHANNELS = 64  # per task: a cache line holds 16, and adjacent lines are prefetc
 TOKENS = 64  # at a time; their inputs stay in the L1 cache
 
 
-@compiled(fastmath=(), part=True)
+@compiled(fastmath=(), inline=True)
 def multiply_rows(a, b, out, count):
     """The first `count` products of two rows."""
     for i in range(count):

@@ -66,7 +66,7 @@ def as_floats(cache, at, count, buffer, buffer_at):
     return converted
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def times_lines(a, a_at, depth, rows, b, lanes, c, c_at, next_at, next_size):
     """c[rows, lanes] = a[rows, depth] x b, in whole tiles: up to TALL rows after the last row are
     also read in a, and written in c. b is [depth, BLOCK] for each BLOCK lanes; the last block may
@@ -92,7 +92,7 @@ def times_lines(a, a_at, depth, rows, b, lanes, c, c_at, next_at, next_size):
                 at += width
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _transpose_queries(task, q, sizes, scale, queries_t, lanes):
     """queries_t[d, r] = element d of row r's query, scaled; in blocks of rows, see
     `times_lines`."""
@@ -105,7 +105,7 @@ def _transpose_queries(task, q, sizes, scale, queries_t, lanes):
             block[d * wide] = query[d] * scale
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _index(table, token, sizes):
     """Index of a token's first element in the flat cache."""
     _, size, _, block_size = sizes

@@ -70,7 +70,7 @@ def swap_axes(source, out, width, workers):
     parallel_for(_swap_axes, out.shape[1], workers, (source, out, width))
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _rope(x, cos, sin, out):
     half = len(cos)
     for i in range(half):

@@ -21,7 +21,7 @@ INPUTS_AT_ONCE = 1024  # dequantized at a time: with two panels 128 KiB, which s
 MAX_REGISTER_ROWS = 2  # for so few rows, each dequantizes in registers
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _dequantize(w, p, form, scales, zeros, group_size, size, first, last, panel):
     """panel[k - first, j] = (value - zero) * scale of inputs first ... last - 1 of panel p. `size`:
     all inputs of the panel, which share scales in groups."""
@@ -37,7 +37,7 @@ def _dequantize(w, p, form, scales, zeros, group_size, size, first, last, panel)
         dequantize(w, w_at, zeros, zeros_at, scales, at, panel, out_at, count, form, 1)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _few_rows(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
     """`dequantized_panels` for few rows: each row dequantizes in registers."""
     (num_rows, size), num_outputs, p = x.shape, out.shape[1], lo

@@ -407,7 +407,7 @@ class SpreadTile(GroupwiseTile):
         return [[self.builder.add(x, w) for w in by_value] for x in by_row]
 
     def loop_units(self, arg, write):
-        """As `GroupwiseTile.blocks`."""
+        """As `GroupwiseTile.loop_units`."""
         position, size = self.variable(self.at(arg.w, I64(LINE))), unit_bytes(self.form)
         kinds, ahead = 2 if self.form.offset else 1, self.variable(self.at(arg.w, arg.ahead))
 

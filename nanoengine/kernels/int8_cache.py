@@ -36,7 +36,7 @@ MIN_MAGNITUDE = np.float32(2.0**-100)  # see `attention/kv_quantization.py`
 LANES = 8  # per vector: `CPUBackend.head_dims` are multiples of it
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _scale_index(block, head, token, sizes):
     """Index of the scale of a token's head in a flat cache, viewed as float32."""
     _, num_kv_heads, head_dim, block_size = sizes
@@ -65,7 +65,7 @@ def _add_and_subtract(emit, row, first, second):
             tile.store(builder.fsub(a, b), second_at)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _times_hadamard(row):
     """`kv_quantization.hadamard`, in place, with the same additions in the same order."""
     for i in range(0, len(row), LANES):
@@ -91,7 +91,7 @@ def times_hadamard(rows, cache, workers):
     parallel_for(_transform_rows, rows.size // size, workers, (rows.reshape(-1), size))
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _store_row(source, row, cache, at, step, scale_at):
     """Writes a row's elements from `at` on, `step` apart, and its scale; `row` is a buffer for the
     product with the matrix."""

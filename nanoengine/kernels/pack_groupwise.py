@@ -22,7 +22,7 @@ QUADS = 8  # per unit
 LOW, LOW_SHIFT, HIGH, HIGH_SHIFT = range(4)
 
 
-@compiled(fastmath=(), part=True)
+@compiled(fastmath=(), inline=True)
 def _pack_plane(codes, words, line, lowest_bit, width):
     """Writes one plane of a unit of an output: `width` bits of its codes, from bit `lowest_bit` on.
     Callers pass constants, so that the loops are unrolled."""
@@ -35,7 +35,7 @@ def _pack_plane(codes, words, line, lowest_bit, width):
         words[line + (lowest_bit + i) * PANEL] = word
 
 
-@compiled(fastmath=(), part=True)
+@compiled(fastmath=(), inline=True)
 def _word(rows, at):
     """Four bytes from here on; the compiler makes one load of them."""
     word = np.uint32(rows[at])

@@ -44,7 +44,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanoengine.kernels.emit import writes
+from nanoengine.kernels.emit import emit_intrinsic
 from nanoengine.kernels.jit import compiled
 
 MAX_PIECES = MAX_WORKERS = 4095  # of a job: 12 bits each
@@ -117,17 +117,17 @@ def _word_address(builder: Any, index: Any) -> Any:
     return builder.gep(memory, [index])
 
 
-@writes(types.int64)
+@emit_intrinsic(types.int64)
 def _load(emit, index):
     return emit.builder.load_atomic(_word_address(emit.builder, index), "acquire", 8)
 
 
-@writes()
+@emit_intrinsic()
 def _store(emit, index, value):
     emit.builder.store_atomic(value, _word_address(emit.builder, index), "release", 8)
 
 
-@writes(types.boolean)
+@emit_intrinsic(types.boolean)
 def _compare_and_swap(emit, index, expected, value):
     """Compare-and-swap: stores the value and returns True if the word is `expected`."""
     word = _word_address(emit.builder, index)
@@ -135,12 +135,12 @@ def _compare_and_swap(emit, index, expected, value):
     return emit.builder.extract_value(found, 1)
 
 
-@writes()
+@emit_intrinsic()
 def _subtract(emit, index, value):
     emit.builder.atomic_rmw("sub", _word_address(emit.builder, index), value, "acq_rel")
 
 
-@writes()
+@emit_intrinsic()
 def _spin_hint(emit):
     """Hints to the core that this is a spin loop."""
     if platform.machine().lower() in ("aarch64", "arm64"):
@@ -149,12 +149,12 @@ def _spin_hint(emit):
         emit.call("llvm.x86.sse2.pause", ir.VoidType())
 
 
-@writes()
+@emit_intrinsic()
 def _sleep(emit):
     emit.call("nanoengine_sleep", INT, INT(_SLEEP_ARGUMENT))
 
 
-@writes(types.int64)
+@emit_intrinsic(types.int64)
 def _time(emit, of_thread):
     """The wall clock, or this thread's CPU time [ns]."""
     if not HAS_CLOCKS:
@@ -167,7 +167,7 @@ def _time(emit, of_thread):
     return builder.add(builder.mul(s, WORD(10**9)), ns)
 
 
-@writes(types.int64)
+@emit_intrinsic(types.int64)
 def _core(emit):
     """The number of the core on which this runs."""
     if not HAS_CLOCKS:
@@ -175,14 +175,14 @@ def _core(emit):
     return emit.builder.sext(emit.call("nanoengine_sched_getcpu", INT), WORD)
 
 
-@writes()
+@emit_intrinsic()
 def _run_piece(emit, function, arguments, piece):
     builder = emit.builder
     function = builder.inttoptr(function, PIECE_FUNCTION.as_pointer())
     builder.call(function, [builder.inttoptr(arguments, POINTER), piece])
 
 
-@compiled(fastmath=(), part=True)
+@compiled(fastmath=(), inline=True)
 def share_of(count, worker, workers):
     """(lo, hi): this worker's share of `count` items is lo ... hi - 1."""
     return count * worker // workers, count * (worker + 1) // workers

@@ -25,13 +25,13 @@ TINY, HALF, TWO, SIZE = np.float32(1e-37), np.float32(0.5), np.float32(2), np.fl
 ZERO, MAX_SCALE = np.float32(0), np.float32(63)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _code(weight, inverse, low, max_code):
     """The nearest code. Why not `rint`: truncation to an integer is one instruction on any CPU."""
     return np.int32(min(max((weight - low) * inverse, ZERO), max_code) + HALF)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _sums(group, scale, low, max_code):
     """Sums over a group of the codes, of their squares, and of codes times weights."""
     inverse = np.float32(1) / max(scale, TINY)
@@ -44,7 +44,7 @@ def _sums(group, scale, low, max_code):
     return np.float32(c), np.float32(cc), cg
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _error(scale, low, c, cc, cg, total):
     """The squared error of codes * scale + low, minus the error of zeros."""
     of_scale = scale * (scale * cc - TWO * cg)
