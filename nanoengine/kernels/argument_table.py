@@ -60,7 +60,7 @@ def type_of(value: Any) -> types.Type:
 
 
 class ArgumentTable:
-    """Tuples of arrays, numbers and such tuples, all of one `type_of`.
+    """Tuples of arrays, scalars and such tuples, all of one `type_of`.
 
     Keeps the arrays alive, but does not notice if their memory is replaced.
     """

@@ -7,7 +7,7 @@ it is read (`cpu_attention.store_head`):
 
     one head of a block    keys    tiles of L = min(P, KV_TILE) tokens, in each tile [D, L]
                            values  [P, D]
-    in bfloat16            words of two numbers that are adjacent in a sum, the first in the
+    in bfloat16            words of two values that are adjacent in a sum, the first in the
                            high half: keys [D / 2, L] words, values [P / 2, D] words
     in int8                the same lines as floats, followed by scales: `int8_cache.py`
 
@@ -47,7 +47,7 @@ FASTMATH = ("contract", "nsz")
 
 
 class CacheTile(Emit):
-    """Writes how tiles read lines of the cache: floats, int8, or words of two bfloat16 numbers."""
+    """Writes how tiles read lines of the cache: floats, int8, or words of two bfloat16 values."""
 
     def line(self, pointer, *, paired, dots, mask, below=None):
         """The vectors by which a row's elements are multiplied, one after the other.
@@ -197,9 +197,9 @@ def store_lines(emit, key, value, k_cache, k_at, lanes, v_cache, v_at):
         keys = builder.bitcast(emit.at(keys, word(-1)), I32.as_pointer())
 
     def body(tile, i):
-        numbers, line = (tile.load(tile.at(source, i)) for source in sources)
+        key_part, line = (tile.load(tile.at(source, i)) for source in sources)
         if in_pairs:
-            numbers, line = tile.round_to_pairs(numbers), tile.round_to_bf16(line)
+            key_part, line = tile.round_to_pairs(key_part), tile.round_to_bf16(line)
             halves = ir.VectorType(I16, 2 * tile.width)
             target = tile.at(values, builder.mul(i, word(2)))
             # Why masked: another thread may write the other halves, of the next token.
@@ -212,9 +212,9 @@ def store_lines(emit, key, value, k_cache, k_at, lanes, v_cache, v_at):
             i = builder.lshr(i, word(1))
         else:
             tile.store(line, tile.at(values, i))
-        for j in range(numbers.type.count):
+        for j in range(key_part.type.count):
             target = tile.at(keys, builder.mul(builder.add(i, word(j)), lanes))
-            builder.store(builder.extract_element(numbers, I32(j)), target)
+            builder.store(builder.extract_element(key_part, I32(j)), target)
 
     size = emit.context.make_array(kinds.key)(emit.context, builder, key).nitems
     loop_vectors(emit, kinds.key, size, body)
@@ -222,7 +222,7 @@ def store_lines(emit, key, value, k_cache, k_at, lanes, v_cache, v_at):
 
 @specialize()
 def elements_per_word(array):
-    """2 for an array of pairs of bfloat16 numbers, 1 for floats."""
+    """2 for an array of pairs of bfloat16 values, 1 for floats."""
     count = 2 if array.dtype in (types.uint16, types.uint32) else 1
     return lambda array: count
 
@@ -362,19 +362,19 @@ class Sums:
     def add_line(self, a_rows, i, line, mask=None):
         """Adds element i of each row, or pair i, times a line of the cache."""
         emit, kind = self.emit, self.kind | {"mask": mask}
-        of_lanes = [emit.line(emit.at(line, lane), **kind) for lane in self.lanes]
+        vectors = [emit.line(emit.at(line, lane), **kind) for lane in self.lanes]
         for row, cells in zip(a_rows, self.cells, strict=True):
-            for j, number in enumerate(emit.load_elements(row, i, **kind)):
-                for numbers, cell in zip(of_lanes, cells, strict=True):
-                    total = emit.add_product(emit.builder.load(cell), number, numbers[j])
+            for j, element in enumerate(emit.load_elements(row, i, **kind)):
+                for values, cell in zip(vectors, cells, strict=True):
+                    total = emit.add_product(emit.builder.load(cell), element, values[j])
                     emit.builder.store(total, cell)
 
     def store(self, scales=None):
         """Writes the sums to c, times one scale per lane, if there are any."""
         emit = self.emit
-        of_lanes = [scales and emit.load_fp32(emit.at(scales, lane)) for lane in self.lanes]
+        lane_scales = [scales and emit.load_fp32(emit.at(scales, lane)) for lane in self.lanes]
         for line, cells in zip(self.c_rows, self.cells, strict=True):
-            for cell, lane, scale in zip(cells, self.lanes, of_lanes, strict=True):
+            for cell, lane, scale in zip(cells, self.lanes, lane_scales, strict=True):
                 total = emit.builder.load(cell)
                 total = emit.builder.fmul(total, scale) if scale else total
                 emit.store(total, emit.at(line, lane))
@@ -387,7 +387,7 @@ def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stri
 
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers. If
     factors is 0, c is not read; if `scales` is an array, c[r, lanes] is multiplied by it at the
-    end. b may hold pairs of bfloat16 numbers i and i + 1, which become float32 in registers; if a
+    end. b may hold pairs of bfloat16 values i and i + 1, which become float32 in registers; if a
     holds such pairs as well, one instruction adds both products. With such an a, two lines of int8
     are combined into one of pairs. With each line of b it prefetches as many elements from
     `ahead_at` on, `ahead_stride` later each time.
@@ -411,8 +411,8 @@ def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stri
     def step(i, mask=None):
         first = builder.mul(i, i.type(2)) if joins else i
         line = tile.at(b_lines, builder.mul(first, b_stride))
-        for number in range(1 + joins):
-            line_index = builder.add(first, i.type(number))
+        for nth in range(1 + joins):
+            line_index = builder.add(first, i.type(nth))
             prefetch_line = tile.at(ahead, builder.mul(line_index, ahead_stride))
             for lane in lanes:
                 if lane.constant * size % LINE == 0:
@@ -422,7 +422,7 @@ def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stri
     iterations = builder.lshr(depth, word(1)) if paired else depth
     tile.loop(iterations, step)
     if paired:
-        # Why masked: the data after the last number may be anything, and 0 * NaN is not 0.
+        # Why masked: the data after the last element may be anything, and 0 * NaN is not 0.
         odd = builder.trunc(depth, ir.IntType(1))
         with builder.if_then(odd):
             step(iterations, 0xFFFF0000)
@@ -432,8 +432,7 @@ def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stri
 @compiled(fastmath=FASTMATH, inline=True)
 def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride, factors,
               factors_at, ahead, fetch, rows, lanes, space, scales, scales_at):  # fmt: skip
-    """`line_tile` for up to ROWS rows and all `lanes`, in whole vectors, of which `space` lanes
-    exist in memory.
+    """`line_tile` for up to ROWS rows and all `lanes`, in whole vectors; memory has `space` lanes.
 
     Rows are processed in twos or fours, so a, c and factors must have rows after the last. If
     `fetch` is 1, it prefetches from `ahead` on as many lines as it reads of b.

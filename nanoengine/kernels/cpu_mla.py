@@ -70,8 +70,8 @@ def as_floats(cache, at, count, buffer, buffer_at):
 def times_lines(a, a_at, depth, rows, b, lanes, c, c_at, next_at, next_size):
     """c[rows, lanes] = a[rows, depth] x b, in whole tiles: up to TALL rows after the last row are
     also read in a, and written in c. b is [depth, BLOCK] for each BLOCK lanes; the last block may
-    be narrower, in whole vectors. Each row of a also prefetches `next_size` elements; those of the
-    first row begin at index `next_at` of b."""
+    be narrower, in whole vectors. Each row of a also prefetches `next_size` elements; the first row
+    begins at index `next_at` of b."""
     width = VECTOR_BYTES // c.itemsize
     for start in range(0, lanes, BLOCK):
         wide, at = min(BLOCK, lanes - start), 0

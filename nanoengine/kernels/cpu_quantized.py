@@ -70,7 +70,7 @@ def quantize_groups(x, size, num_workers):
 
     Returns:
         values: int8 [T, K padded to whole groups].
-        groups: int32 [T, 4 * groups], four numbers per group: -8 times the sum of its values, the
+        groups: int32 [T, 4 * groups], four integers per group: -8 times the sum of its values, the
             same for its two halves, and the bits of its float32 scale. If the group contains NaN or
             infinity, the scale is NaN and the values are 0.
     """

@@ -103,16 +103,16 @@ def dequantize_lines(builder, isa: ISA, arg, form: int):
     (4-bit ones are stored plus 8) or small floats, none of them NaN. 4-bit inputs 2 i and 2 i + 1
     are the halves of a byte."""
     emit, (convert, inputs) = Emit(None, builder, isa=isa), FORMS[form]
-    less, times = (emit.read(FLOATS, each) for each in (arg.zeros, arg.scales))
+    zeros, scales = (emit.read(FLOATS, pointer) for pointer in (arg.zeros, arg.scales))
 
     def line(iteration):
         at = emit.at(arg.w, builder.mul(iteration, I64(PANEL)))
         emit.prefetch(emit.at(at, I64(AHEAD)), level=0)
         codes = emit.read(BYTES, at)
         for i in range(inputs):
-            values = builder.fsub(convert(builder, codes, i), less)
+            values = builder.fsub(convert(builder, codes, i), zeros)
             target = emit.at(arg.out, builder.mul(iteration, I64(PANEL * inputs)), I64(PANEL * i))
-            emit.store(builder.fmul(values, times), target)
+            emit.store(builder.fmul(values, scales), target)
 
     emit.loop(builder.udiv(arg.count, I64(inputs)), line, unroll=4 // inputs)
 
@@ -159,8 +159,8 @@ def dequantized_row_tile(builder, isa: ISA, arg, form: int, panels: int):
             values, fetch = emit.advance(x, I64(inputs)), emit.advance(ahead, I64(PANEL))
             inside = builder.icmp_unsigned("<", fetch, last)
             fetch = emit.at(fetch, builder.select(inside, I64(0), other_panels))
-            for each in emit.rows(fetch, arg.w_step, panels):
-                emit.prefetch(each, level=0)
+            for pointer in emit.rows(fetch, arg.w_step, panels):
+                emit.prefetch(pointer, level=0)
             lines = [emit.read(BYTES, at) for at in lines]
             for i in range(inputs):
                 value = emit.splat(builder.load(emit.at(values, I64(i))), FLOATS)

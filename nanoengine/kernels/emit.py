@@ -224,7 +224,7 @@ class Emit:
         build, wide, ints = self.builder, self.words, self.ints
         word = build.zext(bits, wide)
         magnitude = build.shl(build.and_(word, ints(0x7FFF)), ints(13))
-        # 2 ** 112 moves the exponent's bias from 15 to 127, and makes subnormal numbers normal.
+        # 2 ** 112 moves the exponent's bias from 15 to 127, and makes subnormals normal.
         scale = build.bitcast(ints(0x77800000), self.vector)
         finite = build.bitcast(build.fmul(build.bitcast(magnitude, self.vector), scale), wide)
         is_inf_or_nan = build.icmp_unsigned(">=", magnitude, ints(0x7C00 << 13))
@@ -259,7 +259,7 @@ class Emit:
         return vectors[0]
 
     def reduce_lanes(self, vectors, combine):
-        """Reduces all lanes of all vectors to one number: combines the first half with the second
+        """Reduces all lanes of all vectors to one scalar: combines the first half with the second
         until one lane is left. The order of combination does not depend on the vector width."""
         vector, half = self.reduce_vectors(vectors, combine), self.width // 2
         while half:

@@ -14,7 +14,7 @@ same bits in any tile.
 bfloat16 inputs, both in 32-bit words. `vdpbf16ps` adds the product of the high halves to a sum,
 then the product of the low halves, each with one rounding, so the layout gives the order of the
 chain. The sums equal those with `bfloat16` weights and the same inputs as float32, except that
-numbers below 1e-38 count as zeros.
+values below 1e-38 count as zeros.
 
 The registers determine the rows and panels of a tile: `ROWS` and `PANELS`. Each tile is a separate
 function, so that its loop has all registers and it is compiled once for all callers.

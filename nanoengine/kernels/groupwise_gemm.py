@@ -45,7 +45,7 @@ from nanoengine.kernels.isa import CURRENT, ISA
 UNITS = 8  # per block
 PAIRED_UNIT_BYTES = 80  # of inputs from `pair_inputs`
 NONE, ZEROS, MINS = range(3)
-MAX_REGISTER_ROWS = 2  # rows that each dequantize in registers
+MAX_REGISTER_ROWS = 2  # for so few rows, each dequantizes in registers
 PANELS_AT_ONCE = 4 if CURRENT.vector_bits == 512 else 1  # for one row: its sums have latency
 TABLES: tuple[tuple[int, ...], ...] = ((), IQ4, E2M1)
 """Values of 4-bit codes; (): the codes themselves."""
@@ -95,7 +95,7 @@ def max_groupwise_rows(isa: ISA) -> int:
 
 
 class GroupwiseTile(ByteTile):
-    """Writes how a unit's codes and a group's scales and offsets are read."""
+    """Writes how tiles read a unit's codes, and a group's scales and offsets."""
 
     def __init__(self, builder, isa: ISA, form: Form):
         super().__init__(builder, isa)
@@ -147,11 +147,11 @@ class GroupwiseTile(ByteTile):
             value = build.fmul(value, scales[vector])
             yield build.fsub(value, offsets[vector]) if form.offset == MINS else value
 
-    def shift_bits(self, numbers, left: int):
+    def shift_bits(self, vector, left: int):
         """Shifts 16-bit words, so bits move between adjacent bytes; `left` may be negative."""
         if not left:
-            return numbers
-        words, count = self.builder.bitcast(numbers, self.pairs), self.ints(abs(left), self.pairs)
+            return vector
+        words, count = self.builder.bitcast(vector, self.pairs), self.ints(abs(left), self.pairs)
         moved = self.builder.shl(words, count) if left > 0 else self.builder.lshr(words, count)
         return self.builder.bitcast(moved, self.bytes)
 
@@ -167,12 +167,12 @@ class GroupwiseTile(ByteTile):
                 pairs = zip(values[::2], values[1::2], strict=True)
                 values = [self.builder.select(is_set, odd, even) for even, odd in pairs]
             return values[0]
-        numbers = ir.Constant(self.bytes, [*table] * (self.bytes.count // 16))
+        lookup = ir.Constant(self.bytes, [*table] * (self.bytes.count // 16))
         name = f"llvm.x86.{names[self.isa.byte_bits]}"
-        return self.call(name, self.bytes, numbers, codes)
+        return self.call(name, self.bytes, lookup, codes)
 
     def initial_sums(self, offsets):
-        """Initial values of the sums of each row's inputs times a group's values."""
+        """Initial values of each row's sums of inputs times a group's values."""
         form, exact = self.form, self.isa.byte_dots == "vpdpbusd"
         if not (exact if form.is_signed else form.centered):
             return [self.ints(0)] * len(offsets)

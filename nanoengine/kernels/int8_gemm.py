@@ -102,9 +102,9 @@ class ByteTile(Emit):
         first, second = (build.ashr(build.shl(value, eight), eight) for value in (first, second))
         return build.add(build.mul(first, second), odd)
 
-    def odd_and_even(self, numbers):
+    def odd_and_even(self, values):
         """The odd and the even signed bytes, each as 16-bit words."""
-        eight, pairs = self.ints(8, self.pairs), self.builder.bitcast(numbers, self.pairs)
+        eight, pairs = self.ints(8, self.pairs), self.builder.bitcast(values, self.pairs)
         even = self.builder.ashr(self.builder.shl(pairs, eight), eight)
         return self.builder.ashr(pairs, eight), even
 
@@ -117,10 +117,10 @@ class ByteTile(Emit):
         pairs = build.bitcast(pairs, self.words)
         return build.add(build.ashr(build.shl(pairs, half), half), build.ashr(pairs, half))
 
-    def load_fp16(self, numbers):
+    def load_fp16(self, pointer):
         """Loads one float16 value per output of a panel, as vectors of float32."""
         halves = ir.VectorType(I16, self.width)
-        vectors = [self.read(halves, numbers, i) for i in range(0, PANEL, self.width)]
+        vectors = [self.read(halves, pointer, i) for i in range(0, PANEL, self.width)]
         return [self.fp16_to_fp32(vector) for vector in vectors]
 
     def initial_sum(self, offset):
@@ -140,11 +140,11 @@ class ByteTile(Emit):
         weight, value = (build.ashr(build.shl(n, half), half) for n in (weight, value))
         return build.add(total, build.add(build.mul(weight, value), odd))
 
-    def load_bf16(self, numbers):
+    def load_bf16(self, pointer):
         """Loads one bfloat16 value per output of a panel, as vectors of float32."""
         halves, vectors = ir.VectorType(I16, self.width), []
         for i in range(0, PANEL, self.width):
-            words = self.builder.zext(self.read(halves, numbers, i), self.words)
+            words = self.builder.zext(self.read(halves, pointer, i), self.words)
             wide = self.builder.shl(words, self.ints(16))
             vectors.append(self.builder.bitcast(wide, self.vector))
         return vectors
@@ -158,23 +158,23 @@ def tile8(builder, isa: ISA, arg, rows: int, panels: int):
     """A tile of int8 weights: out[r, j] = bias[j] + the sum over all groups g, in order, of
     x[r, g] . w[j, g] * w_scales[j, g] * the scale of x[r, g].
 
-    Each group has GROUP inputs, and its numbers in `x_groups` come from `quantize_groups`. Scales
+    Each group has GROUP inputs; its integers in `x_groups` come from `quantize_groups`. Scales
     of weights are bfloat16. `out_stride` is in floats. Iteration i prefetches the byte
     `ahead` + i * `ahead_stride` after a panel's start.
     """
     tile = ByteTile(builder, isa)
     row_bytes, panel_bytes = (builder.mul(arg.groups, I64(n)) for n in (GROUP, GROUP * PANEL))
     inputs, outputs = tile.rows(arg.x, row_bytes, rows), tile.rows(arg.out, arg.out_stride, rows)
-    places = range(0, panels * PANEL, tile.width)
+    lanes = range(0, panels * PANEL, tile.width)
     for line in outputs:
         tile.prefetch(line, write=True)
     results = [
-        [tile.variable(tile.read(tile.vector, arg.bias, at)) for at in places] for _ in outputs
+        [tile.variable(tile.read(tile.vector, arg.bias, at)) for at in lanes] for _ in outputs
     ]
     w, ahead = tile.variable(arg.w), tile.variable(tile.at(arg.w, arg.ahead))
     # Why: one row of one panel would wait for its own sums.
-    chains = max(1, 4 // (rows * len(places)))
-    unroll = 2 if rows * len(places) * chains <= 8 else 1
+    chains = max(1, 4 // (rows * len(lanes)))
+    unroll = 2 if rows * len(lanes) * chains <= 8 else 1
     zero = tile.ints(0)
 
     def group(index):
@@ -188,7 +188,7 @@ def tile8(builder, isa: ISA, arg, rows: int, panels: int):
             if isa.byte_dots == "vpdpbusd":  # Weights are stored plus 128, the sum times -8.
                 start = builder.shl(tile.initial_sum(numbers), tile.ints(4))
             firsts = [start] + [zero] * (chains - 1)
-            cells.append([[tile.variable(first) for first in firsts] for _ in places])
+            cells.append([[tile.variable(first) for first in firsts] for _ in lanes])
         first = builder.mul(index, I64(GROUP))
 
         def body(iteration):
@@ -220,7 +220,7 @@ def tile8(builder, isa: ISA, arg, rows: int, panels: int):
 
     tile.loop(arg.groups, group)
     for line, result in zip(outputs, results, strict=True):
-        for at, cell in zip(places, result, strict=True):
+        for at, cell in zip(lanes, result, strict=True):
             tile.store(builder.load(cell), tile.at(line, I64(at)))
 
 
@@ -241,8 +241,8 @@ def tile16(builder, isa: ISA, arg, rows: int):
         for pair in range(2):
             values = []
             for row in inputs:
-                two = builder.bitcast(tile.at(row, first, I64(2 * pair)), I32.as_pointer())
-                value = tile.splat(builder.load(two, align=2), tile.words)
+                pair_at = builder.bitcast(tile.at(row, first, I64(2 * pair)), I32.as_pointer())
+                value = tile.splat(builder.load(pair_at, align=2), tile.words)
                 values.append(builder.bitcast(value, tile.pairs))
             for i in range(tile.vectors):
                 at = LINE // 2 * pair + i * short.count

@@ -45,7 +45,7 @@ class Kernel(CPUDispatcher):
 
     @property
     def qualified_name(self) -> str:
-        """Its module and name."""
+        """The function's module and name."""
         return f"{self.py_func.__module__}.{self.py_func.__qualname__}"
 
     @property
@@ -56,7 +56,8 @@ class Kernel(CPUDispatcher):
     def compile(self, sig: Any) -> Any:
         """Loads or compiles the code for these types.
 
-        Why without garbage collection: it walks the compiler's many objects, an eighth of the time.
+        Why without garbage collection: it takes an eighth of the time, for the compiler's many
+        objects.
         """
         with _no_collection():
             return super().compile(sig)
@@ -219,10 +220,10 @@ class BorrowingPipeline(Compiler):
 
 
 class KernelPipeline(BorrowingPipeline):
-    """numba's passes, for code whose name depends only on the function and its types.
+    """numba's passes, for a symbol name that depends only on the function and its types.
 
-    numba adds the number of functions that the process has compiled so far. Code on disk that calls
-    this function would not find it after another process has compiled it again.
+    numba's own names contain the number of functions that the process has compiled before. With
+    them, code on disk would not find a function that another process has compiled again.
     """
 
     def _compile_bytecode(self) -> Any:

@@ -1,29 +1,29 @@
-"""parallel_for: a kernel's work in pieces, done by the caller and by the workers that are free.
+"""parallel_for: splits a kernel's work into pieces, for the calling thread and idle workers.
 
-    caller   publishes a job ─ takes pieces ─ takes pieces of others ─ waits for pieces begun ─►
-    worker   ───────────────── takes pieces ─ takes pieces of others ─ waits for the next job
+    caller   publishes a job ─ own pieces ─ pieces of other threads ─ waits for the last pieces ─►
+    worker   ───────────────── own pieces ─ pieces of other threads ─ waits for the next job
 
-Each thread begins with its own pieces, the same ones in every job, so that a weight stays near the
-core that reads it. A thread without pieces takes pieces of others. A core that another program
-keeps busy therefore costs its share and no more, and no thread waits for a worker that does not
-come: a job can finish without any. Workers first wait in a short loop, since the next job of a step
-begins within microseconds. Then they sleep for short times, which leaves the core to others. After
-a while they return to Python, where `threads.py` wakes them.
+Each thread begins with its own pieces, the same ones in every job, so that a weight stays in the
+cache of the core that reads it. A thread without pieces steals pieces of other threads. A core that
+another program keeps busy therefore costs only its share, and a job can finish without any worker.
+Workers first spin, because the next job of a step begins within microseconds. Then they sleep for
+short times, which frees the core. After a while they return to Python, where `threads.py` wakes
+them.
 
-A core that another program wants is a problem: the system gives it to each for milliseconds. If a
-worker loses it within a piece, all others wait for that piece. So a worker whose clocks show that
-it had no core for a while yields: it leaves between two pieces, sleeps for some milliseconds, works
-for one, and so on, and others do its pieces. If the caller loses its core, one of the workers
-yields. (Systems then move the threads that share a core apart.)
+If another program also uses a core, the system alternates between both every few milliseconds. If a
+worker loses its core within a piece, all other threads wait for that piece. So a worker whose
+clocks show that it had no core for a while yields: it stops between two pieces, sleeps for some
+milliseconds, works for one, and so on; other threads run its pieces. If the caller loses its core,
+one of the workers yields. (The system then moves the threads that share a core apart.)
 
-Results never depend on which thread did a piece: pieces write to separate memory, and each has the
-same bits anywhere.
+Results never depend on which thread runs a piece: pieces write to separate memory, and each has the
+same bits on any thread.
 
-Why not numba's `prange`: it uses OpenMP threads, which spin until all have arrived, so that a busy
-core cost two thirds of the throughput; and it compiles each loop as one more function. Perf:
+Why not numba's `prange`: it uses OpenMP threads, which spin until all are finished, so that a busy
+core cost two thirds of the throughput; and it compiles each loop as a separate function. Perf:
 docs/benchmarks.md.
 
-One job runs at a time. A thread that finds another thread's job running does its pieces alone.
+One job runs at a time. A thread that finds another thread's job running runs its pieces alone.
 
 Source: work stealing, Blumofe and Leiserson, "Scheduling Multithreaded Computations by Work
 Stealing" (1999); here pieces are few and known in advance, so one counter per worker replaces the
@@ -82,7 +82,7 @@ IDLE, YIELD, MOVE = range(3)
 core and must move to another one."""
 
 HAS_CLOCKS = sys.platform == "linux"
-"""Whether workers query clocks and cores; other systems have other calls for them."""
+"""Whether workers read clocks and cores, by system calls of Linux."""
 
 _memory = np.zeros(NEXT_PIECE + (MAX_PIECES + 1) * LINE, np.int64)
 WORDS = _memory[-_memory.ctypes.data % 64 // 8 :]
@@ -339,7 +339,7 @@ def parallel_for(typing_context, kernel, count, workers, arguments):
     threads. With one worker or one item it is a single call.
 
     Raises:
-        MemoryError: raised by a piece; other pieces may have run.
+        MemoryError: a piece could not allocate memory; other pieces may have run.
     """
     arg_types = (*(types.unliteral(arg_type) for arg_type in arguments), types.int64, types.int64)
     kernel_call = kernel.get_call_type(typing_context, arg_types, {})

@@ -62,7 +62,7 @@ def quantized_products(
 
     FORM "int4" or "e2m1": [OUT, IN / 2] uint8, whose low halves are the first half of the inputs
     and whose high halves the second half. Why: one load then gives two tiles of inputs, and no
-    value moves between threads. int4 is stored plus 8; e2m1 codes stand for twice their value.
+    value moves between threads. int4 is stored plus 8; e2m1 codes are twice their value.
     "int8": [OUT, IN] int8. "e4m3": [OUT, IN] int8, the bits of floats. scales, zeros: [IN / GROUP,
     OUT] float32. K divides GROUP, and IN (with 4 bits, half of it).
     """
