@@ -153,7 +153,7 @@ def route(
     counts, order = new((blocks, experts)), new(tokens * taken)
     starts, tiles = new(experts + 1), new(experts)
     sizes = {
-        "EXPERTS": experts, "WIDTH": next_power_of_2(experts), "TAKEN": taken,
+        "EXPERTS": experts, "WIDTH": next_power_of_2(experts), "TOP_K": taken,
         "ROWS": ROUTED_TOKENS, "num_warps": 4,
     }  # fmt: skip
     launch(
