@@ -178,9 +178,9 @@ def tile8(builder, isa: ISA, arg, rows: int, panels: int):
     zero = tile.ints(0)
 
     def group(index):
-        own = builder.mul(index, I64(GROUP_INTS))
+        group_at = builder.mul(index, I64(GROUP_INTS))
         groups = tile.rows(
-            tile.at(arg.x_groups, own), builder.mul(arg.groups, I64(GROUP_INTS)), rows
+            tile.at(arg.x_groups, group_at), builder.mul(arg.groups, I64(GROUP_INTS)), rows
         )
         cells = []
         for numbers in groups:

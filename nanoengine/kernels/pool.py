@@ -362,7 +362,7 @@ def parallel_for(typing_context, kernel, count, workers, arguments):
         builder = ir.IRBuilder(function.append_basic_block())
         memory, piece = builder.bitcast(function.args[0], struct.as_pointer()), function.args[1]
         fields = [cgutils.gep_inbounds(builder, memory, 0, i) for i in range(len(struct.elements))]
-        _, count, pieces, *values = (builder.load(place) for place in fields)
+        _, count, pieces, *values = (builder.load(pointer) for pointer in fields)
         lo, hi = (
             builder.sdiv(builder.mul(count, at), pieces)
             for at in (piece, builder.add(piece, WORD(1)))

@@ -55,7 +55,7 @@ def conv_step_kernel(
     state_in = states + tl.load(reads + token) * STATE_ROW + channels
     slot = tl.load(writes + token)
     state_out = states + slot * STATE_ROW + channels
-    kept = channels < tl.where(slot > 0, CHANNELS, 0)
+    writable = channels < tl.where(slot > 0, CHANNELS, 0)
     total = tl.full([WIDTH], 0, states.dtype.element_ty)
     for tap in tl.static_range(TAPS):
         if tap < TAPS - 1:
@@ -64,7 +64,7 @@ def conv_step_kernel(
             value = tl.load(x + token * X_ROW + channels, mask=mask, other=0.0)
         value = value.to(states.dtype.element_ty)
         if tap > 0:
-            tl.store(state_out + (tap - 1) * CHANNELS, value, mask=kept)
+            tl.store(state_out + (tap - 1) * CHANNELS, value, mask=writable)
         factor = tl.load(weight + tap * CHANNELS + channels, mask=mask, other=0.0)
         total += value * factor.to(states.dtype.element_ty)
     if BIAS:
@@ -128,20 +128,20 @@ def delta_step_kernel(
     rows, columns = tl.arange(0, KEYS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     in_key, in_value = rows < KEY, columns < VALUE
     kind = states.dtype.element_ty
-    own = mixed + token * (2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE)
+    inputs = mixed + token * (2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE)
     at = head // (VALUE_HEADS // KEY_HEADS) * KEY + rows
-    q = _silu(tl.load(own + at, mask=in_key, other=0.0).to(kind))
-    k = _silu(tl.load(own + KEY_HEADS * KEY + at, mask=in_key, other=0.0).to(kind))
-    values = own + 2 * KEY_HEADS * KEY + head * VALUE + columns
+    q = _silu(tl.load(inputs + at, mask=in_key, other=0.0).to(kind))
+    k = _silu(tl.load(inputs + KEY_HEADS * KEY + at, mask=in_key, other=0.0).to(kind))
+    values = inputs + 2 * KEY_HEADS * KEY + head * VALUE + columns
     v = _silu(tl.load(values, mask=in_value, other=0.0).to(kind))
     q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) / tl.sqrt(KEY * 1.0)
     k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
-    kept = tl.exp(tl.load(decay + token * VALUE_HEADS + head))
+    decay_factor = tl.exp(tl.load(decay + token * VALUE_HEADS + head))
     learning_rate = tl.load(beta + token * VALUE_HEADS + head)
     inside = in_key[:, None] & in_value[None, :]
     cells = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
     state_in = states + tl.load(reads + token) * STATE_ROW + cells
-    state = tl.load(state_in, mask=inside, other=0.0) * kept
+    state = tl.load(state_in, mask=inside, other=0.0) * decay_factor
     change = (v - tl.sum(state * k[:, None], 0)) * learning_rate
     state += k[:, None] * change[None, :]
     slot = tl.load(writes + token)
@@ -169,12 +169,12 @@ def conv_scan_kernel(
     total = tl.full([P, WIDTH], 0, states.dtype.element_ty)
     for tap in tl.static_range(TAPS):
         at = (tokens + (tap + 1 - TAPS))[:, None]
-        own = inside & (at >= first)
-        value = tl.load(x + at * X_ROW + channels[None, :], mask=own, other=0.0)
+        in_x = inside & (at >= first)
+        value = tl.load(x + at * X_ROW + channels[None, :], mask=in_x, other=0.0)
         value = value.to(states.dtype.element_ty)
         if tap < TAPS - 1:
-            kept = state_in + (at - first + TAPS - 1) * CHANNELS
-            value += tl.load(kept, mask=inside & (at < first), other=0.0)
+            kept_inputs = state_in + (at - first + TAPS - 1) * CHANNELS
+            value += tl.load(kept_inputs, mask=inside & (at < first), other=0.0)
         factor = tl.load(weight + tap * CHANNELS + channels, mask=mask, other=0.0)
         total += value * factor.to(states.dtype.element_ty)[None, :]
     if BIAS:
@@ -205,10 +205,10 @@ def conv_keep_kernel(
         writes = channels < count
         for tap in tl.static_range(TAPS - 1):
             at = end + (tap + 1 - TAPS)
-            own = channels < tl.where(at >= first, count, 0)
-            value = tl.load(x + at * X_ROW + channels, mask=own, other=0.0)
-            kept, older = state_in + (at - first + TAPS - 1) * CHANNELS, writes & (own == 0)
-            value = value.to(states.dtype.element_ty) + tl.load(kept, mask=older, other=0.0)
+            in_x = channels < tl.where(at >= first, count, 0)
+            value = tl.load(x + at * X_ROW + channels, mask=in_x, other=0.0)
+            kept_inputs, older = state_in + (at - first + TAPS - 1) * CHANNELS, writes & (in_x == 0)
+            value = value.to(states.dtype.element_ty) + tl.load(kept_inputs, mask=older, other=0.0)
             tl.store(states + slot * STATE_ROW + tap * CHANNELS + channels, value, mask=writes)
 
 
@@ -271,12 +271,12 @@ def delta_chunks_kernel(
     to_read = q_scale * tl.exp(since)
     for first in range(0, KEY, K):
         at = (first + tl.arange(0, K))[None, :]
-        inside, places = valid[:, None] & (at < KEY), gates[:, None] * KEY + at
-        tl.store(read + places, _activated(queries + at, inside) * to_read[:, None], mask=inside)
+        inside, key_cells = valid[:, None] & (at < KEY), gates[:, None] * KEY + at
+        tl.store(read + key_cells, _activated(queries + at, inside) * to_read[:, None], mask=inside)
         k = _activated(keys + at, inside)
-        tl.store(write + places, k * to_write[:, None], mask=inside)
+        tl.store(write + key_cells, k * to_write[:, None], mask=inside)
         k = tl.dot(inverse, k * to_recalls[:, None], input_precision="tf32x3")
-        tl.store(recalls + places, k, mask=inside)
+        tl.store(recalls + key_cells, k, mask=inside)
     for first in range(0, VALUE, K):
         at = (first + tl.arange(0, K))[None, :]
         inside = valid[:, None] & (at < VALUE)
@@ -324,7 +324,7 @@ def delta_scan_kernel(
         pairs = tl.load(attended + heads[:, None] * P + local[None, :], mask=valid, other=0.0)
         outputs = tl.dot(pairs, new, outputs, input_precision="tf32x3")
         tl.store(out + cells, outputs, mask=keeps)
-        kept, snapshot = tl.load(forget + index * HEADS + head), states + slot * STATE_ROW
+        decay_factor, snapshot = tl.load(forget + index * HEADS + head), states + slot * STATE_ROW
         for first in range(0, KEY, K):
             rows = first + tl.arange(0, K)
             in_key = rows < KEY
@@ -332,7 +332,7 @@ def delta_scan_kernel(
             written = tl.load(write + heads[None, :] * KEY + rows[:, None], mask=mask, other=0.0)
             matrix = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
             inside = in_key[:, None] & in_value
-            state = tl.load(source + matrix, mask=inside, other=0.0) * kept
+            state = tl.load(source + matrix, mask=inside, other=0.0) * decay_factor
             state = tl.dot(written, new, state, input_precision="tf32x3")
             tl.store(final_state + matrix, state, mask=inside)
             if (slot > 0) & (index + 1 < stop):

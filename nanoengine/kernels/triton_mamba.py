@@ -60,10 +60,10 @@ def mamba_step_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, columns = tl.arange(0, KEYS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     in_key, in_value = rows < KEY, columns < VALUE
-    own = mixed + token * (HEADS * VALUE + 2 * GROUPS * KEY)
-    at = own + HEADS * VALUE + head // (HEADS // GROUPS) * KEY + rows
+    inputs = mixed + token * (HEADS * VALUE + 2 * GROUPS * KEY)
+    at = inputs + HEADS * VALUE + head // (HEADS // GROUPS) * KEY + rows
     b, c = _activated(at, in_key), _activated(at + GROUPS * KEY, in_key)
-    x, gate = _activated(own + head * VALUE + columns, in_value), token * HEADS + head
+    x, gate = _activated(inputs + head * VALUE + columns, in_value), token * HEADS + head
     inside = in_key[:, None] & in_value[None, :]
     cells = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
     state_in = states + tl.load(reads + token) * STATE_ROW + cells

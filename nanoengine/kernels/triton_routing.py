@@ -49,18 +49,20 @@ def mask_groups(
     groups, group_of = tl.arange(0, WIDTH), experts // SIZE
     sums = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
     for group in range(GROUPS):
-        own = tl.where((group_of == group)[None, :], preferred, float("-inf"))
-        others = tl.where(experts[None, :] == tl.argmax(own, 1)[:, None], float("-inf"), own)
-        best = tl.max(own, 1)
+        in_group = tl.where((group_of == group)[None, :], preferred, float("-inf"))
+        rest = tl.where(
+            experts[None, :] == tl.argmax(in_group, 1)[:, None], float("-inf"), in_group
+        )
+        best = tl.max(in_group, 1)
         if BEST > 1:
-            best += tl.max(others, 1)
+            best += tl.max(rest, 1)
         sums = tl.where((groups == group)[None, :], best[:, None], sums)
     keys = keys_of(sums, (groups < GROUPS)[None, :])
-    kept = tl.full(preferred.shape, 0, tl.int1)
+    is_kept = tl.full(preferred.shape, 0, tl.int1)
     for _ in range(TOP_GROUPS):
         best, keys = pop_largest(keys, groups)
-        kept = kept | (group_of[None, :] == best[:, None])
-    return tl.where(kept, preferred, float("-inf"))
+        is_kept = is_kept | (group_of[None, :] == best[:, None])
+    return tl.where(is_kept, preferred, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "steps"])
@@ -113,9 +115,9 @@ def route_kernel(
                 top = score[:, None]
                 near = rest & (top - x <= NEAR * tl.maximum(tl.abs(x), top))
                 score = 1 / tl.sum(tl.where(near, tl.exp(x - top), 0.0), 1)
-            here = (choices == choice)[None, :]
-            chosen = tl.where(here, best[:, None], chosen)
-            picked = tl.where(here, score[:, None], picked)
+            is_choice = (choices == choice)[None, :]
+            chosen = tl.where(is_choice, best[:, None], chosen)
+            picked = tl.where(is_choice, score[:, None], picked)
         if NORMALIZED:
             total = tl.maximum(tl.sum(picked, 1)[:, None], MIN_TOTAL)
             picked = picked / (total + EPSILON)
@@ -155,13 +157,13 @@ def align_kernel(
     for step in range(steps):
         tokens = (block * steps + step) * ROWS + tl.arange(0, ROWS)
         valid = tokens < num_tokens
-        taken = tl.full([ROWS, WIDTH], 0, tl.int32)
+        chosen_counts = tl.full([ROWS, WIDTH], 0, tl.int32)
         for choice in range(TOP_K):
             chosen = tl.load(ids + tokens * TOP_K + choice, mask=valid, other=-1)
-            taken += (experts[None, :] == chosen[:, None]).to(tl.int32)
-        places = begin[None, :] + tl.cumsum(taken, 0) - taken
+            chosen_counts += (experts[None, :] == chosen[:, None]).to(tl.int32)
+        positions = begin[None, :] + tl.cumsum(chosen_counts, 0) - chosen_counts
         for choice in range(TOP_K):
             chosen = tl.load(ids + tokens * TOP_K + choice, mask=valid, other=-1)
-            cells = tl.sum(tl.where(experts[None, :] == chosen[:, None], places, 0), 1)
+            cells = tl.sum(tl.where(experts[None, :] == chosen[:, None], positions, 0), 1)
             tl.store(order + cells, tokens * TOP_K + choice, mask=valid)
-        begin += tl.sum(taken, 0)
+        begin += tl.sum(chosen_counts, 0)

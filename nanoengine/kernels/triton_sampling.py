@@ -205,21 +205,21 @@ def draw_candidate(candidates, count, total, top_k, top_p, uniform, params, S: t
     x, ids, weights = load_candidates(candidates, 0, count, params, S.capacity, S)
     # For each candidate, how many are likelier, and their weight.
     ranks = tl.full([S.capacity], 0, tl.int32)
-    before = tl.full([S.capacity], 0, tl.int64)
+    weight_before = tl.full([S.capacity], 0, tl.int64)
     for start in range(0, count, STEP):
         other_x, other_ids, other_w = load_candidates(candidates, start, count, params, STEP, S)
         likelier = (other_x[None, :] > x[:, None]) | (
             (other_x[None, :] == x[:, None]) & (other_ids[None, :] < ids[:, None])
         )
         ranks += tl.sum(likelier.to(tl.int32), 1)
-        before += tl.sum(tl.where(likelier, other_w[None, :], 0), 1)
+        weight_before += tl.sum(tl.where(likelier, other_w[None, :], 0), 1)
     weights = tl.where(ranks < top_k, weights, 0)
     weight = tl.sum(weights, 0)
     total = tl.where(top_k < S.size, weight, total)
     needed = weight_needed(top_p, total)
-    weights = tl.where(before < needed, weights, 0)
+    weights = tl.where(weight_before < needed, weights, 0)
     target = draw_target(uniform, tl.sum(weights, 0))
-    drawn = (before <= target) & (target < before + weights)
+    drawn = (weight_before <= target) & (target < weight_before + weights)
     return tl.sum(tl.where(drawn, ids, 0), 0), weight >= needed
 
 
@@ -235,8 +235,8 @@ def tile_sums(row, key, params, S: tl.constexpr, BY_KEY: tl.constexpr):
     """The sums of `amounts` of all tiles, [tiles] int64."""
     sums = tl.full([S.tiles], 0, tl.int64)
     for start in tl.range(0, S.size, S.block, num_stages=S.stages):
-        found = amounts(row, start, key, params, S, BY_KEY)
-        sums = tl.where(tl.arange(0, S.tiles) == start // S.block, tl.sum(found, 0), sums)
+        parts = amounts(row, start, key, params, S, BY_KEY)
+        sums = tl.where(tl.arange(0, S.tiles) == start // S.block, tl.sum(parts, 0), sums)
     return sums
 
 
@@ -245,9 +245,9 @@ def token_above(row, sums, target, key, params, S: tl.constexpr, BY_KEY: tl.cons
     """The first token, by id, at which the running sum of `amounts` exceeds the target."""
     passed = tl.cumsum(sums, 0) <= target
     start = tl.sum(passed.to(tl.int32), 0) * S.block
-    before = tl.sum(tl.where(passed, sums, 0), 0)
-    found = amounts(row, start, key, params, S, BY_KEY)
-    return start + tl.sum((before + tl.cumsum(found, 0) <= target).to(tl.int32), 0)
+    sum_before = tl.sum(tl.where(passed, sums, 0), 0)
+    parts = amounts(row, start, key, params, S, BY_KEY)
+    return start + tl.sum((sum_before + tl.cumsum(parts, 0) <= target).to(tl.int32), 0)
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def find_key(row, target, low, params, S: tl.constexpr, BY_WEIGHT: tl.constexpr)
     Halves the interval alternately by key and by logit. Why: half of all keys belong to logits
     close to 0. Lines usually have few of these, but some may have many.
     """
-    before = target * 0
+    above = target * 0
     high = to_keys(params[0], S).to(tl.int64) + 1
     low = low.to(tl.int64)
     by_logit = 0
@@ -288,8 +288,8 @@ def find_key(row, target, low, params, S: tl.constexpr, BY_WEIGHT: tl.constexpr)
             low = middle
         else:
             high = middle
-            before = amount
-    return low.to(tl.int32), before
+            above = amount
+    return low.to(tl.int32), above
 
 
 @triton.jit
@@ -312,36 +312,37 @@ def draw_filtered(row, candidates, best, best_at, top_k, top_p, uniform, params,
     total = low * 0
     if top_k >= S.size:
         total = tl.sum(tile_sums(row, 0, params, S, False), 0)
-    token, found = draw_candidate(
+    token, is_complete = draw_candidate(
         candidates, tl.minimum(count, S.capacity), total, top_k, top_p, uniform,
         params, S,
     )  # fmt: skip
-    found = found & (count <= S.capacity) & ((top_k <= S.top_n) | (top_k >= S.size))
-    if found == 0:
+    is_complete = is_complete & (count <= S.capacity) & ((top_k <= S.top_n) | (top_k >= S.size))
+    if is_complete == 0:
         token = search(row, low.to(tl.int32), total, top_k, top_p, uniform, params, S)
     return token
 
 
 @triton.jit
-def search(row, low, kept, top_k, top_p, uniform, params, S: tl.constexpr):
+def search(row, low, kept_weight, top_k, top_p, uniform, params, S: tl.constexpr):
     """The token that `draw_filtered` draws, for any line and any filters.
 
-    Tokens with keys up to `low` have no weight; `kept` is the total weight if no top_k applies.
+    Tokens with keys up to `low` have no weight; `kept_weight`: the total weight, if no top_k
+    applies.
     """
     if top_k < S.size:
-        # Tokens without weight that would also count add nothing to what is kept.
-        low, before = find_key(row, top_k, low, params, S, False)
+        # Tokens without weight may be among the top_k, but add nothing to the weight.
+        low, above = find_key(row, top_k, low, params, S, False)
         each = token_weights(from_key(low, S), params)
-        kept = (top_k - before) * each + amount_from(row, low + 1, params, S, True)
-    rank = kept * 0
+        kept_weight = (top_k - above) * each + amount_from(row, low + 1, params, S, True)
+    rank = kept_weight * 0
     # First the end of what top_p keeps, if it applies; then the token to draw.
     for drawing in range(tl.where(top_p < 1.0, 0, 1), 2):
-        needed = weight_needed(top_p, kept)
-        target = tl.where(drawing == 1, draw_target(uniform, kept) + 1, needed)
-        low, before = find_key(row, target, low, params, S, True)
+        needed = weight_needed(top_p, kept_weight)
+        target = tl.where(drawing == 1, draw_target(uniform, kept_weight) + 1, needed)
+        low, above = find_key(row, target, low, params, S, True)
         each = token_weights(from_key(low, S), params)
-        rank = tl.floor((target - 1 - before).to(tl.float64) / each.to(tl.float64)).to(tl.int64)
-        kept = before + (rank + 1) * each
+        rank = tl.floor((target - 1 - above).to(tl.float64) / each.to(tl.float64)).to(tl.int64)
+        kept_weight = above + (rank + 1) * each
     sums = tile_sums(row, low, params, S, True)
     return token_above(row, sums, rank, low, params, S, True)
 

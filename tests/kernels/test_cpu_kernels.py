@@ -193,9 +193,9 @@ def test_weights_are_contiguous_in_one_array(tmp_path):
         engine = make_engine(str(tmp_path), attention_backend="cpu", quantization=quantization)
         model = engine.executor.model
         for tensors in (list(model.parameters()), list(model.buffers())):
-            places = sorted((t.data_ptr(), t.nbytes) for t in tensors if t is not None)
-            assert all(at % 64 == 0 for at, _ in places)
-            gaps = [b - a - size for (a, size), (b, _) in itertools.pairwise(places)]
+            addresses = sorted((t.data_ptr(), t.nbytes) for t in tensors if t is not None)
+            assert all(at % 64 == 0 for at, _ in addresses)
+            gaps = [b - a - size for (a, size), (b, _) in itertools.pairwise(addresses)]
             assert all(0 <= gap < 64 for gap in gaps)
         engine.close()
 

@@ -56,9 +56,11 @@ def paired() -> np.ndarray:
     """What `pair_inputs` returns for X: even inputs, odd inputs, negated sums of their products."""
     even, odd = (X.reshape(ROWS, -1, 32)[:, :, i::2].astype(np.int32) for i in range(2))
     products = -(even * odd).reshape(ROWS, -1, 2, 8).sum(3)
-    known = np.stack((products.sum(2), products[:, :, 0], products[:, :, 1], 0 * products[:, :, 0]))
+    negated = np.stack(
+        (products.sum(2), products[:, :, 0], products[:, :, 1], 0 * products[:, :, 0])
+    )
     words = np.concatenate((even, odd), 2).astype(np.int16).view(np.int32)
-    whole = np.concatenate((words, known.transpose(1, 2, 0)), 2).astype(np.int32)
+    whole = np.concatenate((words, negated.transpose(1, 2, 0)), 2).astype(np.int32)
     return whole.reshape(ROWS, -1).view(np.int8)
 
 

@@ -69,8 +69,8 @@ def results(directory: str) -> tuple[dict[str, Any], dict[str, list[list[float]]
             ]
         found[f"{name}, tokens"] = [list(result.token_ids) for result in outputs]
         logprobs[name] = [
-            [by_token[token].logprob for token, by_token in zip(*one, strict=True)]
-            for one in ((result.token_ids, result.logprobs) for result in outputs)
+            [by_token[token].logprob for token, by_token in zip(*pair, strict=True)]
+            for pair in ((result.token_ids, result.logprobs) for result in outputs)
         ]
     for dtype, kv_dtype in KINDS:
         paged = Paged(lengths=LENGTHS, dtype=torch.float32, kv_dtype=kv_dtype)

@@ -217,16 +217,16 @@ def test_code_compiled_at_install_is_used_and_not_modified(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(source).triple(14)
-    (room,) = (source.parent / "cache").iterdir()
-    built = {path.name: path.stat() for path in room.iterdir()}
-    monkeypatch.setattr(jit, "BUILT", room.rename(source.parent / "built"))
+    (directory,) = (source.parent / "cache").iterdir()
+    built = {path.name: path.stat() for path in directory.iterdir()}
+    monkeypatch.setattr(jit, "BUILT", directory.rename(source.parent / "built"))
     monkeypatch.setenv("NANOENGINE_CACHE", "/dev/null/none")
     module = load(source)
     assert module.triple(14) == 42 and module.triple(1.5) == 4.5
     assert hits(module.triple) == 1, "other types are compiled"
-    left = {path.name: path.stat() for path in jit.BUILT.iterdir()}
-    assert left.keys() == built.keys()
-    assert all(left[name].st_mtime_ns == was.st_mtime_ns for name, was in built.items())
+    files = {path.name: path.stat() for path in jit.BUILT.iterdir()}
+    assert files.keys() == built.keys()
+    assert all(files[name].st_mtime_ns == was.st_mtime_ns for name, was in built.items())
 
 
 def test_the_table_of_kernels_compiled_at_install_is_complete() -> None:

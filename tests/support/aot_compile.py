@@ -206,10 +206,16 @@ def run_experts(dtype, hidden=2048, inner=768):
     for tokens in (2, 512, 4096):
         mixture(torch.zeros(tokens, hidden, dtype=dtype))
     moe = mixture.router.moe
-    more = replace(moe, num_experts=512, num_experts_per_tok=10)
+    many_experts = replace(moe, num_experts=512, num_experts_per_tok=10)
     groups = replace(moe, num_experts=256, score="sigmoid", num_groups=8, groups_per_token=4)
-    near = replace(moe, num_experts=16, num_experts_per_tok=2, score="sparsemixer", jitter=0.01)
-    for form, correction in ((more, None), (groups, torch.zeros(256)), (near, None)):
+    sparse_mixer = replace(
+        moe, num_experts=16, num_experts_per_tok=2, score="sparsemixer", jitter=0.01
+    )
+    for form, correction in (
+        (many_experts, None),
+        (groups, torch.zeros(256)),
+        (sparse_mixer, None),
+    ):
         triton_experts.route(torch.zeros(2, form.num_experts, dtype=dtype), correction, form, 16)
 
 
@@ -417,8 +423,8 @@ def compiled(index):
     """The figures of one launch."""
     target, name, kernel, args, options = LAUNCHES[index]
     arch = int(target.split(",")[0])
-    made = compile_launch(kernel, args, options, arch)
-    return {"target": target, "kernel": name} | report(kernel, made)
+    binary = compile_launch(kernel, args, options, arch)
+    return {"target": target, "kernel": name} | report(kernel, binary)
 
 
 def main():
