@@ -49,11 +49,9 @@ def mask_groups(
     groups, group_of = tl.arange(0, WIDTH), experts // SIZE
     sums = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
     for group in range(GROUPS):
-        in_group = tl.where((group_of == group)[None, :], preferred, float("-inf"))
-        rest = tl.where(
-            experts[None, :] == tl.argmax(in_group, 1)[:, None], float("-inf"), in_group
-        )
-        best = tl.max(in_group, 1)
+        scores = tl.where((group_of == group)[None, :], preferred, float("-inf"))
+        rest = tl.where(experts[None, :] == tl.argmax(scores, 1)[:, None], float("-inf"), scores)
+        best = tl.max(scores, 1)
         if BEST > 1:
             best += tl.max(rest, 1)
         sums = tl.where((groups == group)[None, :], best[:, None], sums)
