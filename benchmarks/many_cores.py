@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.suite.shapes import SHAPES
 
 TILE = 32  # outputs of a weight that are one item, with AVX-512
-LEAST_ROWS, PIECES = 32, 4  # as in `kernels/cpu_linear.py` and `kernels/pool.py`
+MIN_PART_ROWS, PIECES = 32, 4  # as in `kernels/cpu_linear.py` and `kernels/pool.py`
 SPLIT = 256  # tokens of a context that are one item of attention
 SMALL = 8192  # numbers that one thread norms or gates alone
 OF_RATE = 0.85  # of the multipliers' rate that a product of many rows reaches
@@ -88,7 +88,7 @@ def product(
 ) -> Part:
     """Of all rows with one weight; rows are cut as `cpu_linear.row_parts` does."""
     tiles, cuts = -(-outputs // tile), 1
-    while tiles * cuts < PIECES * workers and rows >= (cuts + 1) * LEAST_ROWS:
+    while tiles * cuts < PIECES * workers and rows >= (cuts + 1) * MIN_PART_ROWS:
         cuts += 1
     flops = 2.0 * rows * inputs * tile / cuts
     return Part(name, tiles * cuts, inputs * tile * element, flops, shared=cuts)

@@ -26,7 +26,7 @@ PROMPT = {"prompt_token_ids": list(range(1, 9))}
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
 SAMPLED = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=1)
 LINES = (
-    "pack_groups.pack_lines (Array({}, 2, 'C', False, aligned=True),"
+    "pack_groupwise.pack_lines (Array({}, 2, 'C', False, aligned=True),"
     " Array(uint8, 1, 'C', False, aligned=True), int64, int64, int64, int64, int64, int64, int64)"
 )
 """Of K types in GGUF files, of which none is in the package."""
@@ -47,7 +47,7 @@ def signatures() -> list[str]:
 
     def note(kernel: Kernel, *arguments: Any, **kws: Any) -> Any:
         kinds = tuple(numba.typeof(value) for value in arguments)
-        called.add(f"{kernel.place.removeprefix('nanoengine.kernels.')} {kinds!r}")
+        called.add(f"{kernel.qualified_name.removeprefix('nanoengine.kernels.')} {kinds!r}")
         return ask(kernel, *arguments, **kws)
 
     Kernel._compile_for_args = note

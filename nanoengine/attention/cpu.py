@@ -278,8 +278,8 @@ def norm_kind(norm: HeadNormWeights | None) -> int:
     if norm is None:
         return cpu_layers.NO_NORM
     if norm.eps is None:
-        return cpu_layers.FACTORS
-    return cpu_layers.EACH_HEAD if norm.together is None else cpu_layers.TOGETHER
+        return cpu_layers.FACTORS_ONLY
+    return cpu_layers.EACH_HEAD if norm.together is None else cpu_layers.ALL_HEADS
 
 
 def _flat(x: torch.Tensor) -> tuple[np.ndarray, int]:

@@ -110,12 +110,12 @@ def device_lines(device: torch.device) -> Iterator[str]:
         name = torch.cuda.get_device_name(device)
         yield f"{device}: {name}, {free:.1f} of {total:.1f} GiB free"
         return
-    from nanoengine.kernels.threads import num_workers, why_so_many
+    from nanoengine.kernels.threads import num_workers, thread_reason
     from nanoengine.runner.options import use_allowed_cores
 
     use_allowed_cores()
     capability, free = torch.backends.cpu.get_cpu_capability(), free_cpu_bytes() / GIB
-    yield f"cpu: {num_workers()} threads ({why_so_many()}), {free:.1f} GiB free, {capability}"
+    yield f"cpu: {num_workers()} threads ({thread_reason()}), {free:.1f} GiB free, {capability}"
     yield f"kernels for {CURRENT}"
     yield f"cpu_isa may be {', '.join(isa.name for isa in available(cpu_features()))}"
 

@@ -28,7 +28,7 @@ from nanoengine.kernels.cpu_decoder import (
     decoder_layers,
 )
 from nanoengine.kernels.cpu_layers import GATES
-from nanoengine.kernels.cpu_linear import DOTS
+from nanoengine.kernels.cpu_linear import BF16_DOTS
 from nanoengine.kernels.gemm import PANEL
 from nanoengine.layers.linear import Linear
 from nanoengine.layers.norm import RMSNorm
@@ -126,7 +126,7 @@ class LayerParts:
         mlp: Any = ()
         if self.gated is not None:
             inner = sum(self.gated.gate_up_proj.parts.values()) // 2
-            gate, in_pairs = GATES[self.gated.activation], DOTS and inner % PANEL == 0
+            gate, in_pairs = GATES[self.gated.activation], BF16_DOTS and inner % PANEL == 0
             in_pairs &= all(weight[0].dtype == np.uint32 for weight in of_mlp)
             operand = np.empty(0, np.uint32 if in_pairs else np.float32)
             mlp = GatedMLP(*of_mlp, output_norm, operand, inner, gate)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoengine.kernels.cpu_mamba import BEFORE, BEHIND, PLAIN, Mamba, mamba_rule
+from nanoengine.kernels.cpu_mamba import AFTER_GATE, BEFORE_GATE, NO_NORM, Mamba, mamba_rule
 from nanoengine.layers.cpu_linear_attention import CPURule
 
-NORMS = {None: PLAIN, "behind": BEHIND, "before": BEFORE}
+NORMS = {None: NO_NORM, "behind": AFTER_GATE, "before": BEFORE_GATE}
 """`LinearAttentionConfig.norm` -> its constant in the kernels."""
 
 

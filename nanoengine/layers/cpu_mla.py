@@ -46,7 +46,7 @@ class LatentParts(LayerParts):
             key_up=up.key_up.method.operands(None),
             value_up=up.value_up.method.operands(None),
             no_sinks=self.backend.sinks(spec),
-            still=latent.qk_nope_head_dim,
+            nope_dim=latent.qk_nope_head_dim,
             value_size=latent.v_head_dim,
             padded_key=up.key_up.padded,
             padded_value=up.value_up.padded,

@@ -22,7 +22,7 @@ from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_weight_only as weight_only
 from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.dequant import E2M1, E4M3
-from nanoengine.kernels.int8_gemm import OF_GROUP, PANEL
+from nanoengine.kernels.int8_gemm import GROUP_INTS, PANEL
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.gguf_blocks import read_scales, stored_codes
 from nanoengine.layers.groupwise_panels import GroupedPanels, grouped_bias, layout_of, replace_rows
@@ -56,7 +56,7 @@ def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) ->
         return kernels.linear8
     if layout_of(weight) is None:
         return None
-    return grouped.linear_grouped if activations == "int8" else grouped.linear_floats
+    return grouped.linear_groupwise if activations == "int8" else grouped.linear_fp32
 
 
 class PanelLinear(QuantizedLinear):
@@ -112,7 +112,7 @@ class CPUQuantizedLinear(PanelLinear):
         times as long."""
         rows = weight.detach().float().contiguous().numpy()
         values, groups = map(torch.from_numpy, kernels.quantize_groups(rows, GROUP, num_workers()))
-        scales = groups.unflatten(1, (-1, OF_GROUP))[:, :, -1].contiguous().view(torch.float32)
+        scales = groups.unflatten(1, (-1, GROUP_INTS))[:, :, -1].contiguous().view(torch.float32)
         return of_rotated(values, scales, weight.shape[1])
 
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -187,7 +187,7 @@ class CPUQuantizedLinear(PanelLinear):
         out = np.empty((x.shape[0], self.out_features), np.float32)
         kernel = kernels.linear8
         if self.form == "grouped":
-            kernel = grouped.linear_grouped if self.activations == "int8" else grouped.linear_floats
+            kernel = grouped.linear_groupwise if self.activations == "int8" else grouped.linear_fp32
         kernel(x.contiguous().numpy(), *self.operands(bias), out, num_workers())
         return torch.from_numpy(out)
 
@@ -201,7 +201,7 @@ class CPUQuantizedLinear(PanelLinear):
     @property
     def is_whole(self) -> bool:
         """Whether no panel but the last is padded."""
-        return self.form == "rows" or bool(self.values.view(torch.int64)[grouped.IS_WHOLE])
+        return self.form == "rows" or bool(self.values.view(torch.int64)[grouped.IS_UNPADDED])
 
     def padded_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
         if self.form != "grouped":
@@ -212,7 +212,7 @@ class CPUQuantizedLinear(PanelLinear):
         if self.form != "grouped" or self.tied is not None:
             return super().rows(ids)
         out = np.empty((len(ids), self.in_features), np.float32)
-        grouped.grouped_rows(self.values.numpy(), ids.numpy(), out, num_workers())
+        grouped.groupwise_rows(self.values.numpy(), ids.numpy(), out, num_workers())
         return torch.from_numpy(out)
 
 

@@ -29,7 +29,7 @@ from nanoengine.kernels.groupwise_gemm import (
     ZEROS,
     Form,
     has_spread,
-    most_grouped,
+    max_groupwise_rows,
     unit_bytes,
 )
 from nanoengine.kernels.int8_gemm import UNIT
@@ -189,7 +189,7 @@ class GroupedPanels:
             count = sum(run.count for run in runs)
             numbers = [
                 panel, panels, start, step, layout.shift, kernels.header_bytes(*layout),
-                most_grouped(CURRENT), first, count,
+                max_groupwise_rows(CURRENT), first, count,
                 unit_bytes(layout.form) if has_spread(CURRENT) else 0, layout.form.is_signed,
                 *kernels.functions(layout.form),
             ]  # fmt: skip
@@ -298,7 +298,7 @@ def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> Non
         edges = sorted({start, end, *(edge for edge in panels if start < edge < end)})
         for here, there in pairwise(edges):
             rows = weight.part(slice(begin + here - first, begin + there - first))
-            at = part[kernels.START] + here // PANEL * part[kernels.STEP]
+            at = part[kernels.DATA_START] + here // PANEL * part[kernels.PANEL_BYTES]
             pack(rows, layout, data, at, lane=here % PANEL)
 
 

@@ -109,7 +109,7 @@ class PackedLinear(UnquantizedLinear):
         if x.dim() != 2:
             return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
         out = np.empty((x.shape[0], self.shape[0]), np.float32)
-        kernel = kernels.linear_of_rounded if self.rounds_inputs else kernels.linear
+        kernel = kernels.linear_bf16_inputs if self.rounds_inputs else kernels.linear
         kernel(x.contiguous().numpy(), *self.operands(bias), out, num_workers())
         return torch.from_numpy(out)
 
@@ -158,7 +158,7 @@ class ScreenedHead(PackedLinear):
         if self.values is None:
             return None
         bits = NO_MASKS if masks is None else masks()
-        if len(x) > (MOST_ROWS_OF_PAIRS if self.rounds_inputs and kernels.DOTS else MOST_ROWS):
+        if len(x) > (MOST_ROWS_OF_PAIRS if self.rounds_inputs and kernels.BF16_DOTS else MOST_ROWS):
             return largest_of(self.apply(x, None), bits) if softcap is None else None
         if self.rounds_inputs:
             x = x.bfloat16().float()

@@ -125,7 +125,7 @@ class TritonExperts:
             Constants(
                 X_ROW=x.stride(0), IN=in_features, OUT=outputs,
                 EXPERTS=experts, WIDTH=next_power_of_2(experts),
-                TAKEN=pairs // len(x), SORTED=stack is self.down,
+                TOP_K=pairs // len(x), SORTED=stack is self.down,
                 M=config.rows, N=config.columns, K=config.inputs,
                 BIAS=bias is not None, GROUP=form.group, FORM=form.name,
                 ZEROS=stack.zeros is not None, num_warps=config.warps, num_stages=config.stages,
@@ -153,7 +153,7 @@ def route(
     counts, order = new((blocks, experts)), new(tokens * taken)
     starts, tiles = new(experts + 1), new(experts)
     sizes = {
-        "EXPERTS": experts, "WIDTH": next_power_of_2(experts), "TAKEN": taken,
+        "EXPERTS": experts, "WIDTH": next_power_of_2(experts), "TOP_K": taken,
         "ROWS": ROUTED_TOKENS, "num_warps": 4,
     }  # fmt: skip
     launch(
@@ -162,9 +162,9 @@ def route(
             CHOICES=next_power_of_2(taken),
             SIGMOID=moe.score == "sigmoid", CORRECTED=correction is not None,
             GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
-            KEPT=moe.groups_per_token, BEST=moe.best_of_group,
+            TOP_GROUPS=moe.groups_per_token, BEST=moe.best_of_group,
             NORMALIZED=moe.norm_topk_prob and not mixes, EPSILON=moe.norm_epsilon,
-            LEAST=moe.norm_least, FACTOR=moe.scaling_factor,
+            MIN_TOTAL=moe.norm_least, FACTOR=moe.scaling_factor,
             NEAR=2 * moe.jitter if mixes else None, **sizes,
         ),
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,

@@ -43,8 +43,8 @@ class TritonMamba:
         launch(
             kernels.mamba_gates_kernel, (count,),
             Constants(
-                RAW_ROW=dt.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), LEAST=least,
-                MOST=most, num_warps=1,
+                RAW_ROW=dt.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), DT_MIN=least,
+                DT_MAX=most, num_warps=1,
             ),
             out, decay, dt, self.heads.a_log, self.heads.dt_bias,
         )  # fmt: skip

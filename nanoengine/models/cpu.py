@@ -91,7 +91,7 @@ class CPUKernels(Kernels):
         source, factors = x.contiguous().numpy(), self._views(weight)
         out = np.empty(source.shape, source.dtype)
         eps = source.dtype.type(eps)
-        kernels.rms_norm(source, source, kernels.ALONE, factors, eps, out, num_workers())
+        kernels.rms_norm(source, source, kernels.NO_RESIDUAL, factors, eps, out, num_workers())
         return torch.from_numpy(out)
 
     def add_rms_norm(
@@ -100,7 +100,7 @@ class CPUKernels(Kernels):
         values, factors = x.numpy(), self._views(weight)
         eps = values.dtype.type(eps)
         kernels.rms_norm(
-            values, residual.numpy(), kernels.ADDS, factors, eps, values, num_workers()
+            values, residual.numpy(), kernels.ADD_RESIDUAL, factors, eps, values, num_workers()
         )
         return x, residual
 

@@ -64,8 +64,8 @@ def test_products_of_bfloat16_are_exact_and_added_in_float32(rows):
 
 def test_inputs_are_rounded_half_to_even_and_nan_stays():
     x = torch.tensor([[1.00390625, 1.01171875, -3.0e38, float("nan")]])  # ties in both directions
-    out = cpu_linear.rounded_rows(x.numpy(), 1)
-    if cpu_linear.DOTS:  # pairs, the first in the high half
+    out = cpu_linear.round_to_bf16(x.numpy(), 1)
+    if cpu_linear.BF16_DOTS:  # pairs, the first in the high half
         out = np.stack((out & np.uint32(0xFFFF0000), out << np.uint32(16)), -1).view(np.float32)
     assert np.array_equal(out.reshape(x.shape), x.bfloat16().float().numpy(), equal_nan=True)
 

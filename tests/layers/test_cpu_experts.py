@@ -72,7 +72,7 @@ def test_weights_of_every_form(way: str) -> None:
     check(mlp, 33)
 
 
-@pytest.mark.parametrize("tokens", [kernels.MOST_ROWS // 2 + 100, 4 * kernels.MOST_ROWS])
+@pytest.mark.parametrize("tokens", [kernels.MAX_ROWS // 2 + 100, 4 * kernels.MAX_ROWS])
 def test_more_rows_than_are_multiplied_at_a_time(tokens: int) -> None:
     """Chunks of whole experts, and experts with more rows than a chunk."""
     mlp = mixture(checkpoint("qwen3_moe"))  # two rows per token

@@ -375,12 +375,12 @@ def test_info_says_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "int8 activations, one scale per token and 32 inputs" in told
     assert "stored: mean KL of 0.0008 to 0.0036 to the same weights in float32" in told
     for line in (
-        "Q4_0: kernel linear_grouped, codes of 4",
-        "Q8_0: kernel linear_grouped, codes of 8",
+        "Q4_0: kernel linear_groupwise, codes of 4",
+        "Q8_0: kernel linear_groupwise, codes of 8",
     ):
         assert line in told
     main(["info", str(tmp_path / "m.gguf"), "--quantization", "gguf_weight_only"])
-    assert "Q4_0: kernel linear_floats, codes of 4 bits, rows of" in capsys.readouterr().out
+    assert "Q4_0: kernel linear_fp32, codes of 4 bits, rows of" in capsys.readouterr().out
 
 
 def test_a_layout_of_other_programs_is_found(tmp_path: Path) -> None:

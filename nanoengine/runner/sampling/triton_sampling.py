@@ -47,7 +47,7 @@ def sample_lines(
     of_lines = kernels.SamplingConstants(
         line=logits.stride(0), size=size, block=BLOCK,
         tiles=next_power_of_2(cdiv(size, BLOCK)), stages=4,
-        shift=ZERO_BITS[logits.dtype], width=WIDTH, room=ROOM,
+        shift=ZERO_BITS[logits.dtype], top_n=WIDTH, capacity=ROOM,
     )  # fmt: skip
     launch(
         kernels.sample_kernel, (num_lines,),
