@@ -108,7 +108,9 @@ def test_bfloat16_is_off_by_its_roundings(options, kv_dtype):
 
 def test_a_cache_of_another_dtype_is_refused():
     options = {"device": CPU, "dtype": torch.float64, "head_dim": 64, "block_size": 16}
-    with pytest.raises(ConfigError, match="cpu keeps no bfloat16 beside float64 KV cache"):
+    with pytest.raises(
+        ConfigError, match="cpu does not support a KV cache of bfloat16 for a float64"
+    ):
         make_backend("cpu", **options, kv_dtype=torch.bfloat16)
 
 

@@ -205,7 +205,7 @@ def test_hopper_without_flash_attention_3_takes_2(calls, monkeypatch):
         ({"head_dim": 257}, "head dims from 8 to 256 in steps of 8, got 257"),
         ({"head_dim": 100}, "head dims from 8 to 256 in steps of 8, got 100"),
         ({"block_size": 64}, "multiple of 256, got 64"),
-        ({"device": torch.device("cpu")}, "runs on cuda, got cpu"),
+        ({"device": torch.device("cpu")}, "supports cuda, got cpu"),
     ],
 )
 def test_refuses_what_it_can_not_do(calls, change, words):

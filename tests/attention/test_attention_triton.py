@@ -217,7 +217,7 @@ def test_refuses_what_it_can_not_do(change, words):
 def test_refuses_the_cpu_unless_interpreted(monkeypatch):
     options = {"device": torch.device("cpu"), "head_dim": 64, "block_size": 16}
     monkeypatch.setattr(TritonBackend, "device_type", "cuda")
-    with pytest.raises(ConfigError, match="runs on cuda, got cpu"):
+    with pytest.raises(ConfigError, match="supports cuda, got cpu"):
         TritonBackend(dtype=torch.float32, **options)
     monkeypatch.setattr(TritonBackend, "device_type", None)
     with pytest.raises(ConfigError, match="bfloat16 wrongly"):

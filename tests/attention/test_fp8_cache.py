@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine.attention import make_backend
 from nanoengine.attention.kv_quantization import (
     FP8,
-    LARGEST,
+    FP8_MAX,
     from_fp8,
     from_int8,
     hadamard,
@@ -45,7 +45,7 @@ def test_rounding_is_off_by_a_sixteenth_at_most(scale):
 def test_what_is_too_large_is_held_and_nan_stays():
     x = torch.tensor([448.0, 449.0, 1e6, -1e6, float("inf"), float("nan")])
     out = to_fp8(x, 1.0).float()
-    assert out[:5].tolist() == [LARGEST, LARGEST, LARGEST, -LARGEST, LARGEST]
+    assert out[:5].tolist() == [FP8_MAX, FP8_MAX, FP8_MAX, -FP8_MAX, FP8_MAX]
     assert out[5].isnan()
     assert to_fp8(x[:2], 2.0).float().tolist() == [224.0, 224.0]
 
@@ -293,7 +293,7 @@ def test_int8_gives_the_same_tokens_on_cpu_and_naive(family, options):
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma4"])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_rows_that_share_a_place_are_not_kept_in_8_bits(family, kv_cache_dtype):
-    with pytest.raises(ConfigError, match="kv_cache_dtype of 8 bits is not implemented for"):
+    with pytest.raises(ConfigError, match="an 8-bit kv_cache_dtype is not supported for"):
         make_engine(
             checkpoint(family), dtype="float32", attention_backend="naive",
             kv_cache_dtype=kv_cache_dtype,
@@ -302,7 +302,9 @@ def test_rows_that_share_a_place_are_not_kept_in_8_bits(family, kv_cache_dtype):
 
 def test_backends_without_int8_refuse_it():
     backend = TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=16)
-    with pytest.raises(ConfigError, match="triton keeps no int8 beside float32 KV cache: set"):
+    with pytest.raises(
+        ConfigError, match="does not support a KV cache of int8 for a float32 model: set"
+    ):
         backend.check_cache(torch.int8, torch.float32)
 
 
@@ -313,7 +315,9 @@ def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, scale):
 
 
 def test_backends_without_fp8_refuse_it():
-    with pytest.raises(ConfigError, match="attention backend cpu keeps no fp8 KV cache"):
+    with pytest.raises(
+        ConfigError, match="attention backend cpu does not support a KV cache of fp8"
+    ):
         make_engine(
             checkpoint("qwen3"), dtype="float32", attention_backend="auto", kv_cache_dtype="fp8"
         )

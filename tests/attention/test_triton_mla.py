@@ -43,7 +43,7 @@ def expected(made: Case) -> torch.Tensor:
 
 
 def backend(made: Case, name: str = "triton", **options):
-    return backend_of(made, name, latent=True, **options)
+    return backend_of(made, name, is_mla=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_equals_the_oracle(heads, rank, rope, dtype):
 @pytest.mark.parametrize("programs", [1, 3])
 def test_splits_are_merged_whichever_program_takes_them(programs, monkeypatch):
     """More splits than a program merges at a time, and a prompt in the same batch."""
-    config = triton_mla.latent_config(90, 20, torch.float32)
+    config = triton_mla.mla_config(90, 20, torch.float32)
     small = replace(config, split_tokens=16, max_splits=20)
-    monkeypatch.setattr(triton_mla, "latent_config", lambda *_: small)
+    monkeypatch.setattr(triton_mla, "mla_config", lambda *_: small)
     made = case(20, 24, 8, (1, 5), (1, 500), (1, 16), (1, 17), (4, 20))
     kernels = backend(made)
     splits = kernels._splits
@@ -140,7 +140,7 @@ def test_turns_queries_and_stores_what_it_norms_and_turns(heads, still, rank, ro
 
 def test_what_is_not_implemented_is_refused_by_name():
     options = {"device": DEVICE, "dtype": torch.float32, "block_size": 16}
-    with pytest.raises(ConfigError, match="flash_attn does not attend over latents"):
-        make_backend("flash_attn", **options, head_dim=96, latent=True)
+    with pytest.raises(ConfigError, match="flash_attn does not support MLA"):
+        make_backend("flash_attn", **options, head_dim=96, is_mla=True)
     with pytest.raises(ConfigError, match="head dims from 2 to 640 in steps of 1, got 1000"):
-        make_backend("triton", **options, head_dim=1000, latent=True)
+        make_backend("triton", **options, head_dim=1000, is_mla=True)

@@ -24,7 +24,7 @@ from nanoengine.build import build_engine
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, EngineDeadError, WeightLoadError
 from nanoengine.ranks import executor
-from nanoengine.ranks.executor import why_dead
+from nanoengine.ranks.executor import find_end_error
 from nanoengine.ranks.rank import Failure
 from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -139,14 +139,14 @@ def test_ranks_that_wait_for_a_stopped_one_end_with_where_each_is(
 ) -> None:
     engine = make_ranks()
     processes = processes_of(engine)
-    monkeypatch.setattr(executor, "LOOK_S", 0.1)
-    monkeypatch.setattr(executor, "QUIET_S", 3.0)
+    monkeypatch.setattr(executor, "POLL_S", 0.1)
+    monkeypatch.setattr(executor, "HANG_TIMEOUT_S", 3.0)
     processes[1].suspend()
     at = r"step \d+, collective \d+ \(.*\)"
     with pytest.raises(EngineDeadError, match=f"for 3 s: rank 0 was at {at}; rank 1 was at {at}"):
         run_on(engine)
     require_gone(processes)
-    with pytest.raises(EngineDeadError, match="no rank has got on"):
+    with pytest.raises(EngineDeadError, match="no rank has advanced"):
         run(engine, random_prompts(1, [5]), greedy(3))
 
 
@@ -271,11 +271,11 @@ def test_a_rank_that_cant_start_says_why() -> None:
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 must divide num_attention_heads=4"),
-        ({"kv_tiers": [HostTier(gib=0.01)]}, "tensor_parallel_size=2 does not go with kv_tiers"),
-        ({"deterministic": True}, "does not go with deterministic=True"),
-        ({"quantization": "int8"}, "does not go with int8 activations"),
-        ({"quantization": "int4"}, "does not go with int8 activations"),
-        ({"quantization": "int8_weight_only"}, "int8 weights made while loading.*int4_weight_only"),
+        ({"kv_tiers": [HostTier(gib=0.01)]}, "tensor_parallel_size=2 is not supported with kv_"),
+        ({"deterministic": True}, "is not supported with deterministic=True"),
+        ({"quantization": "int8"}, "is not supported with int8 activations"),
+        ({"quantization": "int4"}, "is not supported with int8 activations"),
+        ({"quantization": "int8_weight_only"}, "int8 weights quantized while.*int4_weight_only"),
         (
             {"quantization": "int4_weight_only"},
             "groups of 256 inputs where .*head_dim=64: a rank's",
@@ -297,8 +297,8 @@ def test_what_does_not_go_with_ranks_is_refused_before_any_starts(
 @pytest.mark.parametrize(
     ("device", "found", "why"),
     [
-        ("cuda", 1, "fewer GPUs than ranks: torch finds 1"),
-        ("cuda:1", 2, "device='cuda:1': each rank takes a GPU of its own"),
+        ("cuda", 1, "is not supported with too few GPUs: torch finds 1"),
+        ("cuda:1", 2, "device='cuda:1': each rank needs its own GPU"),
     ],
 )
 def test_what_ranks_on_gpus_need(
@@ -315,22 +315,27 @@ def test_what_ranks_on_gpus_need(
 # --- which of several causes is reported ----------------------------------------------------------
 
 
-def failure(rank: int, time: float, refusal: Exception | None = None) -> Failure:
-    return Failure(rank=rank, time=time, text=f"traceback of {rank}", refusal=refusal)
+def failure(rank: int, time: float, start_error: Exception | None = None) -> Failure:
+    return Failure(rank=rank, time=time, text=f"traceback of {rank}", start_error=start_error)
 
 
 def test_the_first_failure_is_told() -> None:
-    found = why_dead({0: "exited with 1", 1: "exited with 1"}, [failure(0, 2.0), failure(1, 1.0)])
+    found = find_end_error(
+        {0: "exited with 1", 1: "exited with 1"}, [failure(0, 2.0), failure(1, 1.0)]
+    )
     assert isinstance(found, EngineDeadError)
     assert "rank 1 has failed:\ntraceback of 1" in str(found)
 
 
 def test_a_killed_rank_is_told_rather_than_what_its_neighbour_saw() -> None:
     ends = {0: "exited with 1", 1: "was killed by SIGSEGV"}
-    assert "rank 1 was killed by SIGSEGV" in str(why_dead(ends, [failure(0, 2.0)]))
-    assert "rank 0 exited with 1" in str(why_dead(ends, []))
+    assert "rank 1 was killed by SIGSEGV" in str(find_end_error(ends, [failure(0, 2.0)]))
+    assert "rank 0 exited with 1" in str(find_end_error(ends, []))
 
 
 def test_a_refusal_is_told_as_it_is() -> None:
-    refusal = WeightLoadError("missing")
-    assert why_dead({0: "exited with 1"}, [failure(1, 2.0), failure(0, 1.0, refusal)]) is refusal
+    start_error = WeightLoadError("missing")
+    assert (
+        find_end_error({0: "exited with 1"}, [failure(1, 2.0), failure(0, 1.0, start_error)])
+        is start_error
+    )

@@ -161,7 +161,7 @@ def test_a_row_is_given_up_at_its_third_death_and_its_neighbours_run(
         for key in keys:
             attempts.begin(key)
         if len(keys) == 1:
-            assert attempts.deaths == {"a": 1, "b": 2, "c": 2}
+            assert attempts.crashes == {"a": 1, "b": 2, "c": 2}
     make_llm(ANSWERS, tokenizer=byte_level()).close()
     generate = Generate("scripted", LONG, key_column="id")
     batch = {
@@ -176,7 +176,7 @@ def test_a_row_is_given_up_at_its_third_death_and_its_neighbours_run(
 
 def test_a_torn_line_does_not_keep_an_actor_from_starting(runs: Path) -> None:
     runs.write_bytes(b'["run", 1]\n["begin", "a"]\n["begin", "b\n["run", 2]\n')
-    assert Attempts(runs).deaths == {"a": 1}
+    assert Attempts(runs).crashes == {"a": 1}
 
 
 @pytest.mark.extra
@@ -196,7 +196,7 @@ def test_rows_that_ended_before_a_death_are_not_blamed(runs: Path) -> None:
     attempts.begin("a")
     attempts.begin("b")
     attempts.end("a")
-    assert Attempts(runs).deaths == {"b": 1}
+    assert Attempts(runs).crashes == {"b": 1}
 
 
 def test_keys_follow_from_the_rows(make_llm: MakeLLM, runs: Path) -> None:

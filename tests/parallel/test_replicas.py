@@ -113,7 +113,7 @@ def test_rows_of_a_killed_replica_are_answered_once() -> None:
     with local_replicas(OPTIONS, 2) as engines:
         before = pids(engines)
         thread = killer(engines, records, [50, 700, 1200])
-        engines.answer(work, len(prompts))
+        engines.run(work, len(prompts))
         thread.join()
         assert not set(before) & set(pids(engines)), "each was started again"
         assert engines.stats().output_tokens >= 1900, "those of dead processes are counted too"
@@ -140,7 +140,7 @@ def test_replicas_wait_for_rows_that_are_not_there_yet() -> None:
 
     work._tasks = slowly()
     with local_replicas(OPTIONS, 2) as engines:
-        engines.answer(work)
+        engines.run(work)
     assert records == expected(prompts)
     assert late == [40]
 
@@ -154,7 +154,7 @@ def test_the_third_death_of_a_row_makes_it_poison_and_no_other(bad: str) -> None
     work, records = make_work(prompts)
     with local_replicas(OPTIONS, 2) as engines:
         before = pids(engines)
-        engines.answer(work)
+        engines.run(work)
         same = [old == new for old, new in zip(before, pids(engines), strict=True)]
     assert records == {**expected(prompts), 17: "poison"}
     assert (work.counts.answered, work.counts.failed) == (119, 1)
@@ -164,15 +164,15 @@ def test_the_third_death_of_a_row_makes_it_poison_and_no_other(bad: str) -> None
 @pytest.fixture(name="told")
 def told_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Limits the silence check to stopped replicas, after 0.06 s; yields the list of warnings."""
-    look, told = Replica.look, []
+    look, told = Replica.check_silence, []
 
-    def look_at_stopped(self: Replica, silent_s: float) -> None:
+    def look_at_stopped(self: Replica, timeout_s: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
-                look(self, silent_s)
+                look(self, timeout_s)
 
-    monkeypatch.setattr(Replica, "look", look_at_stopped)
-    monkeypatch.setattr(replicas, "SILENT_S", 0.06)
+    monkeypatch.setattr(Replica, "check_silence", look_at_stopped)
+    monkeypatch.setattr(replicas, "REPLICA_TIMEOUT_S", 0.06)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: told.append(message))
@@ -187,11 +187,11 @@ def test_a_replica_that_hangs_is_killed_and_its_rows_go_to_others(told: list[Any
     with local_replicas(OPTIONS, 2) as engines:
         hung = pids(engines)[1]
         os.kill(hung, signal.SIGSTOP)
-        engines.answer(work)
+        engines.run(work)
         assert hung not in pids(engines) and is_gone(hung)
     assert records == expected(prompts)
-    assert f"(pid {hung}) has said nothing for 0.01 s" in str(told[0])
-    assert f"(pid {hung}) was killed: it had said nothing for 0.06 s" in str(told[1])
+    assert f"(pid {hung}) has sent nothing for 0.01 s" in str(told[0])
+    assert f"(pid {hung}) was killed: it had sent nothing for 0.06 s" in str(told[1])
     assert len(told) == 2
 
 
@@ -201,7 +201,7 @@ def test_a_row_that_hangs_two_replicas_is_an_error(told: list[Any]) -> None:
     prompts[17] = "hang"
     work, records = make_work(prompts)
     with local_replicas(OPTIONS, 2) as engines:
-        engines.answer(work)
+        engines.run(work)
     assert records == {**expected(prompts), 17: "poison"}
     assert sum("was killed" in str(one) for one in told) == 2
 
@@ -217,15 +217,15 @@ def test_a_replica_may_die_twice_while_it_starts_again(num_deaths: int, tmp_path
     with local_replicas({**OPTIONS, "tokenizer": f"DIE_AT_START={deaths}"}, 2) as engines:
         deaths.write_text("dies\n" * num_deaths)
         os.kill(pids(engines)[0], signal.SIGKILL)
-        engines.answer(work)
+        engines.run(work)
         assert [replica.is_lost for replica in engines._replicas] == [num_deaths == 3, False]
         assert records == expected(prompts)
         assert not deaths.read_text()
         if num_deaths == 3:  # the job ends only when no replica is left
             deaths.write_text("dies\n" * 3)
             os.kill(pids(engines)[1], signal.SIGKILL)
-            with pytest.raises(EngineDeadError, match="no replica is left"):
-                engines.answer(make_work(prompts)[0])
+            with pytest.raises(EngineDeadError, match="all replicas are lost"):
+                engines.run(make_work(prompts)[0])
 
 
 @pytest.mark.usefixtures("scripted")
@@ -241,7 +241,7 @@ def test_an_error_of_the_job_ends_all_replicas() -> None:
     work._finish = full
     with local_replicas(OPTIONS, 2) as engines:
         with pytest.raises(TooManyErrorsError, match="enough"):
-            engines.answer(work)
+            engines.run(work)
         assert len(records) < 500
         wait_until(lambda: all(map(is_gone, pids(engines))))
 
@@ -250,7 +250,7 @@ def test_an_error_of_the_job_ends_all_replicas() -> None:
 def test_few_rows_are_shared_evenly() -> None:
     work, records = make_work([f"p{i}" for i in range(10)])
     with local_replicas(OPTIONS, 2) as engines:
-        engines.answer(work, 10)
+        engines.run(work, 10)
         tokens = [replica.stats.output_tokens for replica in engines._replicas if replica.stats]
     assert len(records) == 10
     assert max(tokens) <= 9, "one replica could have taken all in"
@@ -279,7 +279,7 @@ replicas.REPLICA = scripted_replica.__name__
 engines = replicas.local_replicas(OPTIONS, 2)
 print(*pids(engines), flush=True)
 endless = (f"p{i}" for i in range(10**9))
-engines.answer(make_work(endless)[0])
+engines.run(make_work(endless)[0])
 """
 
 
@@ -322,12 +322,12 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
     ]
-    with pytest.raises(ConfigError, match="need a GPU, one each, and this machine has 2"):
+    with pytest.raises(ConfigError, match="3 replicas need 3 GPUs, and this machine has 2"):
         replicas._on_gpus(["0", "1"], 3, ranks=1)
     monkeypatch.setattr(replicas, "_gpus", lambda config: ["0", "1"])
-    with pytest.raises(ConfigError, match="--threads is for replicas on a CPU"):
+    with pytest.raises(ConfigError, match="--threads is only for replicas on a CPU"):
         local_replicas({**OPTIONS, "device": "cuda"}, 2, threads=1)
-    with pytest.raises(ConfigError, match="say --device cuda, got 'cuda:1'"):
+    with pytest.raises(ConfigError, match="set --device cuda, got 'cuda:1'"):
         local_replicas({**OPTIONS, "device": "cuda:1"}, 2)
 
 
@@ -397,4 +397,4 @@ def test_a_batch_with_ranks_is_a_replica_so_that_they_start_again(monkeypatch: A
     args = batch.BatchArgs(model="demo", inputs=("in",), output="out", tensor_parallel_size=2)
     assert batch._engines(args, {"model": "demo"}) is engines
     assert asked == [({"model": "demo"}, 1, None)]
-    assert engines.silent_s == replicas.SILENT_S
+    assert engines.timeout_s == replicas.REPLICA_TIMEOUT_S

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoengine.runner.options import NUMBERS, use_allowed_cores
+from nanoengine.runner.options import THREAD_VARIABLES, use_allowed_cores
 from nanoengine.settings import cores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +98,7 @@ def test_allowed_is_the_least_and_at_least_one(tmp_path, monkeypatch, limit, aff
 @pytest.fixture
 def threads(monkeypatch):
     """torch's thread count on a host with 64 logical and 32 physical cores; 4 are allowed."""
-    for name in NUMBERS:
+    for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cores, "allowed_cores", lambda: 4)
     monkeypatch.setattr(cores, "usual_threads", lambda: {64, 32})
@@ -115,7 +115,7 @@ def test_torch_follows_unless_a_number_was_chosen(threads, before, after):
     assert threads == [after]
 
 
-@pytest.mark.parametrize("name", sorted(NUMBERS))
+@pytest.mark.parametrize("name", sorted(THREAD_VARIABLES))
 def test_a_variable_is_the_last_word(threads, monkeypatch, name):
     monkeypatch.setenv(name, "64")
     use_allowed_cores()
@@ -144,7 +144,7 @@ def test_an_engine_follows_the_affinity(order):
         "from nanoengine.kernels.threads import num_workers;"
         "print(torch.get_num_threads(), num_workers())"
     ).replace("allow", "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])")
-    env = {name: value for name, value in os.environ.items() if name not in NUMBERS}
+    env = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=ROOT
     )

@@ -147,7 +147,7 @@ def test_launches_of_a_decode_and_of_what_is_around_its_layers(deterministic):
             assert gpu.kernels.pop("sample_kernel") == 1
             assert gpu.kernels.total() == 6
         gpu.kernels.clear()
-        decode.held.gather(decode.batch_rows[:1])
+        decode.device_batch.gather(decode.batch_rows[:1])
         before = gpu.kernels.copy()
         assert before.total() == 34
         gpu.kernels.clear()

@@ -70,10 +70,8 @@ CASES = [
 @pytest.fixture
 def short_splits(monkeypatch):
     """Makes the short contexts of these tests long enough for splits."""
-    whole = triton_mla.latent_config
-    monkeypatch.setattr(
-        triton_mla, "latent_config", lambda *of: replace(whole(*of), split_tokens=16)
-    )
+    whole = triton_mla.mla_config
+    monkeypatch.setattr(triton_mla, "mla_config", lambda *of: replace(whole(*of), split_tokens=16))
 
 
 @pytest.mark.parametrize(("family", "params", "options"), CASES)
@@ -145,7 +143,7 @@ def test_launches_of_a_layer():
                 launches[layers].append(dict(gpu.kernels))
             engine.close()
     expected = {
-        "mm": 6, "rms_norm_kernel": 3, "turn_latents_kernel": 1, "bmm": 2, "latent_kernel": 1,
+        "mm": 6, "rms_norm_kernel": 3, "rotate_latents_kernel": 1, "bmm": 2, "mla_kernel": 1,
         "gate_kernel": 1,
     }  # fmt: skip
     assert len(launches[1]) == 4
@@ -207,7 +205,7 @@ def test_a_decode_that_reads_what_another_one_writes_is_no_graph():
     with EmulatedGPU():
         engine = make_engine(directory, **SIZES, **ON_GPU, num_kv_blocks=40)
         step: DecodeStep = engine.executor.graphed.step
-        rows = engine.executor.rows
+        rows = engine.executor.input_batch
         rows.block_tables[-1, 0, 0] = rows.block_tables[-1, 1, 0] = 40
         rows.block_tables[-1, 1, 1], rows.block_tables[-1, 2, 0] = 41, 42
         late, apart = StepPlan(step=0), StepPlan(step=0)

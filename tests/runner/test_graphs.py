@@ -63,7 +63,7 @@ def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
     seen = []
     for name in ("cuda:1", "cpu"):
         own = runner_start.current_device(torch.device(name))
-        runner = mock.Mock(as_current=own, _start=note, _update_rows=note, due=[])
+        runner = mock.Mock(as_current=own, _start=note, _update_batch=note, due=[])
         with pytest.raises(InterruptedError):
             ModelRunner.start(runner)
         with pytest.raises(InterruptedError):
@@ -186,8 +186,13 @@ def test_a_padded_replay_is_the_eager_step(num_groups):
             assert valid.all()
             assert torch.equal(model.cache.cpu()[:, BLOCK:], twin_model.cache[:, BLOCK:])
             assert rows.pool.tolist() == twin_rows.pool.tolist()
-            assert step.held.lengths.tolist() == twin.held.lengths.tolist()
-        assert rows.pool[-1] == step.held.lengths[-1] == 0, "padding stays where it is"
+            assert (
+                step.device_batch.next_positions.tolist()
+                == twin.device_batch.next_positions.tolist()
+            )
+        assert rows.pool[-1] == step.device_batch.next_positions[-1] == 0, (
+            "padding stays where it is"
+        )
         assert gpu.num_replayed == 2 * 4, "the forward, then the sampling"
         # Four decodes of row 0, from position 1: token + position + first block, repeated.
         token = 1
@@ -236,7 +241,7 @@ def test_only_what_the_device_lacks_is_uploaded(monkeypatch):
         step.update(grown)
         step.load(grown, 2)
         assert shipped[1:] == [[2, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0]]
-        assert step.held.tables[0, 1, :3].tolist() == [8, 9, 11]
+        assert step.device_batch.tables[0, 1, :3].tolist() == [8, 9, 11]
 
 
 def test_after_a_step_that_failed_nothing_is_taken_for_known():
@@ -249,7 +254,7 @@ def test_after_a_step_that_failed_nothing_is_taken_for_known():
         step.update(again)
         admit(rows, sampler, step, (0, [1, 2, 3], (5, 6), GREEDY))
         step.load(decodes((0, 2)), 1)
-        assert step.held.lengths[0] == 2
+        assert step.device_batch.next_positions[0] == 2
         assert rows.pool[0] == 3
 
 

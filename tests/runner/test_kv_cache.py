@@ -48,7 +48,7 @@ def test_a_size_out_of_reach_is_named(options):
     shown = f"HostTier gib={value[0].gib}" if name == "kv_tiers" else f"{name}={value}"
     if name == "block_size":
         shown = "num_kv_blocks=8"
-    with pytest.raises(ConfigError, match=re.escape(shown) + ".* asks for .*: lower it"):
+    with pytest.raises(ConfigError, match=re.escape(shown) + ".* needs .*: lower it"):
         make_engine(checkpoint("qwen3"), **options)
 
 
@@ -59,7 +59,7 @@ def test_memory_that_the_system_refuses_is_an_error_of_the_tree(monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(kv_cache.mmap, "mmap", refuse)
-    with pytest.raises(ConfigError, match=r"no room for 0\.0 GiB of KV blocks.*num_kv_blocks=64"):
+    with pytest.raises(ConfigError, match=r"no memory for 0\.0 GiB of KV blocks.*num_kv_blocks=64"):
         make_engine(checkpoint("qwen3"), num_kv_blocks=64)
 
 

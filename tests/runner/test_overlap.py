@@ -384,8 +384,8 @@ def test_an_exception_in_the_middle_of_the_runner_leaves_a_usable_engine(monkeyp
     engine = engines.make_engine(checkpoint("qwen3"), overlap=True, **options)
     runner = engine.executor
     expected = tokens(engines.run(engine, PROMPTS, greedy(8)))
-    options = runner.need_step_sampler()
-    places = (runner, "_run"), (options.scorer, "score"), (options, "await_tokens")
+    options = runner.ensure_step_sampler()
+    places = (runner, "_run"), (options.scorer, "score"), (options, "expect_tokens")
     for part, name in places:
         for i, prompt in enumerate(PROMPTS):
             engine.add_request(str(i), prompt, params(8, temperature=0, prompt_logprobs=0))

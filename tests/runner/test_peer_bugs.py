@@ -49,7 +49,7 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     forward = runner.model.forward
     monkeypatch.setattr(runner.model, "forward", lambda b: seen.append(b.num_tokens) or forward(b))
     with torch.inference_mode():
-        for batch in largest_batches(runner._longest_rows(), 700):
+        for batch in largest_batches(runner._longest_batch(), 700):
             batch.attention = runner.backend.prepare(batch)
             profile_run.run(runner.model, batch, 24)
     sampled = (24, 256, SamplingKind.FILTERED)

@@ -16,7 +16,7 @@ from nanoengine.runner.sampling.draw import (
     DrawParams,
     argmax,
     draw,
-    draw_widening,
+    draw_top_p,
     mix,
     top_candidates,
 )
@@ -280,7 +280,7 @@ def test_random_numbers_are_splitmix64_and_uniform():
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
 @pytest.mark.parametrize(
-    ("draw_one", "min_p"), [(draw, 0.0), (draw_widening, 0.0), (draw_widening, 1e-15)]
+    ("draw_one", "min_p"), [(draw, 0.0), (draw_top_p, 0.0), (draw_top_p, 1e-15)]
 )
 def test_tokens_without_probability_are_never_drawn(uniform, draw_one, min_p):
     x = torch.full((1, 640), -torch.inf)

@@ -38,9 +38,9 @@ class ThreadRank:
     def kill(self) -> None:
         with contextlib.suppress(OSError):  # already shut down
             self._socket.shutdown(socket.SHUT_RDWR)
-        self.how_ended()
+        self.describe_exit()
 
-    def how_ended(self) -> str:
+    def describe_exit(self) -> str:
         if self._thread is not threading.current_thread():
             self._thread.join()
         return "exited with 0"
