@@ -157,7 +157,7 @@ def main(connection: Connection, rank: int) -> None:
         except (NanoEngineError, MemoryError) as error:
             start_error = error
             raise
-        _run(runner, parent, answers=rank == 0)
+        _run(runner, parent, replies=rank == 0)
     except BaseException:
         text = f"at {parent.position or 'its start'}: {traceback.format_exc()}"
         parent.send(Failure(rank=rank, time=time.monotonic(), text=text, start_error=start_error))
@@ -193,7 +193,7 @@ def _start(rank: int, parent: Parent) -> ModelRunner:
     return runner
 
 
-def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
+def _run(runner: ModelRunner, parent: Parent, *, replies: bool) -> NoReturn:
     launched: dict[int, LaunchedStep] = {}
     position = runner.ranks.position
     while True:
@@ -209,7 +209,7 @@ def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
         result = launched.pop(step).result()
         for earlier in [other for other in launched if other < step]:
             del launched[earlier]  # its result is not needed: the caller was interrupted
-        if answers:
+        if replies:
             parent.send((step, result))
 
 

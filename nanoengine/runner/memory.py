@@ -134,10 +134,10 @@ def plan_memory(
         num_states = _num_states(config, budget // 2, state_bytes)
         num_blocks = num_blocks_for_bytes(budget - num_states * state_bytes, block_bytes)
         if config.kv_cache_gib is None:
-            per_seq = -(-(config.max_model_len or context_len) // layout.block_size)
-            per_seq *= len(kv_groups(layout.groups))
+            longest = -(-(config.max_model_len or context_len) // layout.block_size)
+            longest *= len(kv_groups(layout.groups))
             # Why the bound: with this many blocks every row can have the maximum length.
-            num_blocks = min(num_blocks, config.max_num_seqs * per_seq + 1)
+            num_blocks = min(num_blocks, config.max_num_seqs * longest + 1)
     layout = replace(layout, num_blocks=ranks.least(num_blocks), num_states=num_states)
     return MemoryPlan(
         layout=layout,

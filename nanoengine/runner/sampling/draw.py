@@ -7,9 +7,9 @@ whatever the other lines and the number of lines and threads are. Three rules en
     exact sums       probabilities as integers, which sum to the same value in any order
     total order      more likely tokens first; equally likely ones by token id
 
-On a CPU the Sampler groups lines by their filters, and `draw_top_p` reads values to stop
-early. On a GPU the host would have to wait for a value. So `sample_on_device` treats all lines
-alike, and a captured CUDA graph is valid for every batch of its `SamplingKind`:
+On a CPU the Sampler groups lines by their filters, and `draw_top_p` reads values to stop early. On
+a GPU the host would have to wait for a value. So `sample_on_device` treats all lines alike, and a
+captured CUDA graph is valid for every batch of its `SamplingKind`:
 
     GREEDY      all lines take the most likely token      argmax
     DRAWN       no line filters                           draw from all tokens

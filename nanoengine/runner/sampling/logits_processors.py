@@ -63,7 +63,7 @@ class LogitsProcessor(Protocol):
         """
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[RowState]) -> None:
-        """Changes `logits[lines]` ([L, V], float32 or float64) in index, with one state per line.
+        """Changes `logits[lines]` ([L, V], float32 or float64) in place, with one state per line.
 
         The tensor contains the lines that any processor changes; `lines` are indices into it.
         """

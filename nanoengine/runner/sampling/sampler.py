@@ -49,7 +49,7 @@ from nanoengine.runner.transfers import ship
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedTokens:
-    """The sampled tokens of a step, as Python values. An index is that of a line of logits.
+    """The sampled tokens of a step, as Python values. An index is the number of a line of logits.
 
     Attributes:
         token_ids: one per line; 0 for lines in `errors`.
