@@ -95,7 +95,7 @@ def test_the_default_kernels_are_not_deterministic():
 
 def test_deterministic_raises_on_other_backends():
     options = {"device": DEVICE, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
-    with pytest.raises(ConfigError, match="needs the attention backend triton on a CUDA GPU"):
+    with pytest.raises(ConfigError, match="needs attention_backend='triton' on a CUDA GPU"):
         make_backend("naive", **options, deterministic=True)
     assert make_backend("triton", **options, deterministic=True).deterministic
 
