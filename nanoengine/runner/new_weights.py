@@ -122,8 +122,8 @@ def _require_same_model(config: ModelConfig, folder: Path) -> None:
     differing = [name for name in names if getattr(config, name) != getattr(other, name)]
     if differing:
         raise WeightLoadError(
-            f"{folder} is a different model, with a different {join_names(differing)}: create an LLM"
-            " with it"
+            f"{folder} is a different model (different {join_names(differing)}): create an LLM with"
+            " it"
         )
 
 
