@@ -53,9 +53,10 @@ class Replay:
         self.answers: dict[tuple[int, ...], list[int]] = {}  # prompt -> prompt and answer
         self.of_row: dict[int, list[int]] = {}
         runner = llm.engine.executor
-        self._update, runner._update_rows = runner._update_rows, self.update
-        self._make_batch, runner.rows.make_batch = runner.rows.make_batch, self.make_batch
-        special = runner.need_step_sampler()
+        self._update, runner._update_batch = runner._update_batch, self.update
+        batch = runner.input_batch
+        self._make_batch, batch.make_batch = batch.make_batch, self.make_batch
+        special = runner.ensure_step_sampler()
         for owner, name in (
             (model_runner, "most_likely_tokens"),
             (special, "_most_likely"),

@@ -95,14 +95,14 @@ class DraftModelRunner(ModelRunner):
             draft.config, num_kv_blocks=layout.num_blocks, max_model_len=memory.max_model_len
         )
         draft.start()
-        draft.rows.token_ids = self.rows.token_ids  # Why shared: both use the sampled tokens.
+        draft.input_batch.token_ids = self.input_batch.token_ids  # the same sampled tokens
         self.memory = replace(memory, weight_bytes=self.weight_bytes + draft.weight_bytes)
         return layout
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Runs a plan, and makes the draft model follow it."""
         step = super().launch(plan)
-        self.draft.rows.pool_positions[:] = -1  # Why: it contains drafts, which may be wrong.
+        self.draft.input_batch.pool_positions[:] = -1  # drafts may be wrong
         self.draft.launch(self._followed(plan))
         return step
 
@@ -146,7 +146,7 @@ class DraftModelRunner(ModelRunner):
 
     def count_computed(self, row: int, num_known: int) -> int:
         """How many known tokens of a row the draft model has computed, also as drafts."""
-        one, known = self.drafted[row], self.rows.token_ids[row]
+        one, known = self.drafted[row], self.input_batch.token_ids[row]
         if one.num_computed < num_known:
             guessed, one.guessed = one.guessed, ()
             for token_id in guessed[: num_known - one.num_computed]:
@@ -249,7 +249,7 @@ class DraftModel(Drafter):
 
     def _has_room(self, seq: Sequence, count: int) -> bool:
         """Allocates the blocks that the step with these drafts needs, before its plan."""
-        rows, num_copies = self.runner.draft.rows, len(self.manager.copies)
+        rows, num_copies = self.runner.draft.input_batch, len(self.manager.copies)
         if rows.seq_ids[seq.row] != seq.seq_id:
             return False  # a fork that only the next plan contains
         if not self.manager.may_append(seq, count + 1) or len(self.manager.copies) > num_copies:

@@ -28,11 +28,11 @@ class GrammarDrafter(Drafter):
         self.sampler, self.other = sampler, other
         self.priors = (*other.priors, 0.95)
         self.always = other.always
-        self.only_for = None if other.only_for is None else sampler.forcing
+        self.only_for = None if other.only_for is None else sampler.jump_forward_rows
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[DraftProposal]:
         """The forced tokens of each sequence, else the other drafter's guess."""
-        rows = self.sampler.forcing & {seq.row for seq in sequences}
+        rows = self.sampler.jump_forward_rows & {seq.row for seq in sequences}
         forced = {row: tuple(self.sampler.forced_tokens(row)) for row in rows}
         others = [seq for seq in sequences if not forced.get(seq.row)] if forced else sequences
         guesses, kind = iter(self.other.look(others)), len(self.priors) - 1

@@ -2,7 +2,7 @@
 
     the caller's functions and processors (processors.py) ─ grammars (structured.py)
 
-Created by `build.py`, called by a runner's `need_step_sampler`; each rank creates its own.
+Created by `build.py`, called by a runner's `ensure_step_sampler`; each rank creates its own.
 """
 
 from __future__ import annotations

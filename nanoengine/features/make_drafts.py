@@ -79,7 +79,7 @@ def make_drafting(
     elif isinstance(runner, DraftModelRunner):
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # with ranks, grammars are only in the ranks
-        drafter = GrammarDrafter(runner.need_step_sampler().sampler, drafter)
+        drafter = GrammarDrafter(runner.ensure_step_sampler().sampler, drafter)
     elif drafts is None:
         return None
     return Drafting(drafter=drafter, overlapped=overlap)

@@ -70,13 +70,13 @@ class Collectives:
         shard: this rank and the number of ranks.
         device: where the tensors are.
         group: a process group of gloo or NCCL; None for a single rank.
-        place: this rank's progress.
+        position: this rank's progress.
     """
 
     shard: Shard = field(default_factory=Shard)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
-    place: RankPosition = field(default_factory=RankPosition)
+    position: RankPosition = field(default_factory=RankPosition)
 
     @classmethod
     def connect(
@@ -119,8 +119,8 @@ class Collectives:
         return torch.cat(parts, dim=-1)
 
     def _enter(self, what: str) -> None:
-        self.place.number += 1
-        self.place.what = what
+        self.position.number += 1
+        self.position.what = what
 
     def least(self, number: int) -> int:
         """Returns the smallest `number` over all ranks."""

@@ -123,7 +123,7 @@ class AllHeadsNorm(ReorderedHeadNorm):
         self.eps, self.counts = config.rms_norm_eps, (spec.num_heads, spec.num_kv_heads)
         self.weights = None
         if self.ranks == 1:
-            self.weights = HeadNormWeights(weight=self.weight, eps=self.eps, together=self.counts)
+            self.weights = HeadNormWeights(weight=self.weight, eps=self.eps, all_heads=self.counts)
         heads = config.num_attention_heads, config.num_key_value_heads
         self.whole = [(count * config.head_dim, context.shard.of_heads(count)) for count in heads]
 

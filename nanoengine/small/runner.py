@@ -80,7 +80,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Runs a plan."""
-        self._update_rows(plan)
+        self._update_batch(plan)
         result = StepResult(token_ids=[[] for _ in plan.rows])
         sampling = [entry for entry, wanted in enumerate(plan.num_logits) if wanted]
         if plan.rows:
@@ -92,7 +92,7 @@ class ModelRunner:
                 result.token_ids[entry].append(row.token_ids[-1])
         return Launched(result)
 
-    def _update_rows(self, plan: StepPlan) -> None:
+    def _update_batch(self, plan: StepPlan) -> None:
         """Applies the plan's changes to rows and block tables."""
         assert not (plan.forks or plan.block_copies or plan.transfers or plan.draft_token_ids)
         for row in plan.released:

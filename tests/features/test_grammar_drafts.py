@@ -108,7 +108,7 @@ def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
             pass
 
     forced = {0: [], 1: [7, 8, 9]}
-    sampler = SimpleNamespace(forcing=forced.keys(), forced_tokens=forced.__getitem__)
+    sampler = SimpleNamespace(jump_forward_rows=forced.keys(), forced_tokens=forced.__getitem__)
     drafter = GrammarDrafter(sampler, Other())
     sequences = [SimpleNamespace(row=row) for row in range(3)]
     assert drafter.look(sequences) == [

@@ -276,11 +276,11 @@ def test_what_does_not_fit_changes_nothing(pair, tmp_path):
                 r"mis-shaped: model.norm.weight \[3\], exp",
             ),
             ({**good, NORM: torch.ones(64, dtype=torch.int8)}, "not floats: model.norm.weight"),
-            ({**good, "lm_head.weight": good[EMBEDDING] + 1}, "differ: give one of them"),
+            ({**good, "lm_head.weight": good[EMBEDDING] + 1}, "differ: pass only one"),
             ([(NORM, good[NORM])] * 2, "twice"),
             ({**good, NORM: None}, "torch tensors, got model.norm.weight"),
-            ([], "there are none"),
-            (other, "other rms_norm_eps"),
+            ([], "there are no tensors"),
+            (other, "different rms_norm_eps"),
             (tmp_path, "holds no weights"),
         ]:
             with pytest.raises(WeightLoadError, match=why):
@@ -314,10 +314,10 @@ def test_a_gguf_takes_the_place_of_a_gguf_alone(tmp_path):
     expected = answers_of(new, **SMALL)
     folder = old.with_suffix("")
     for model, weights, why in (
-        (folder, new, "all be of GGUF files, or none"),
-        (old, folder, "all be of GGUF files, or none"),
-        (old, tensors_of(folder), "all be of GGUF files, or none"),
-        (old, other, "other rms_norm_eps"),
+        (folder, new, "a GGUF file if this model"),
+        (old, folder, "a GGUF file if this model"),
+        (old, tensors_of(folder), "a GGUF file if this model"),
+        (old, other, "different rms_norm_eps"),
     ):
         with LLM(model, **SMALL) as llm:
             before = answers(llm)

@@ -126,12 +126,12 @@ def test_a_model_gives_the_same_bits_alone_in_chunks_and_after_a_hit(determinist
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [
-        ("qwen3", {"attention_backend": "naive"}, "needs the attention backend triton"),
+        ("qwen3", {"attention_backend": "naive"}, "needs attention_backend='triton'"),
         ("qwen3", {"attention_backend": "triton", "dtype": "float64"}, "float64"),
-        ("qwen3_moe", {"attention_backend": "triton"}, "does not cover mixtures of experts"),
+        ("qwen3_moe", {"attention_backend": "triton"}, "is not supported for mixtures of experts"),
         (
             "qwen3", {"attention_backend": "triton", "quantization": "int8"},
-            "does not cover quantized weights",
+            "is not supported for quantized weights",
         ),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from nanoengine.layers.triton_linear_attention import (
     gate_norm,
 )
 from nanoengine.models.linear_attention import GateNorm
-from nanoengine.runner.recurrent_states import pieces_of
+from nanoengine.runner.recurrent_states import chunk_segments
 from tests.support.attention_cases import DEVICE
 from tests.support.model_helpers import make_context
 from tests.support.recurrent_states import delta_layer, delta_plan
@@ -107,12 +107,12 @@ SPANS = (
 
 def wave_of(spans: tuple[SequenceSegment, ...]) -> ScanStep:
     none = torch.empty(0, dtype=torch.int64)
-    pieces = SegmentChunks(*(torch.from_numpy(part).to(DEVICE) for part in pieces_of(spans)))
+    pieces = SegmentChunks(*(torch.from_numpy(part).to(DEVICE) for part in chunk_segments(spans)))
     return ScanStep(tokens=none, reads=none, writes=none, spans=spans, pieces=pieces)
 
 
 def test_spans_are_cut_where_chunks_end_and_states_are_written():
-    cuts, firsts = pieces_of(SPANS[1:3])
+    cuts, firsts = chunk_segments(SPANS[1:3])
     ends = [(6, 7, 2), (7, 8, 4), (8, 72, 0), (72, 80, 3), (80, 81, 5), (81, 82, 6)]
     assert [(start, end, slot) for start, end, _, _, slot in cuts.tolist()] == ends
     assert cuts[:, 2:4].tolist() == [[6, 2]] * 4 + [[80, 5]] * 2

@@ -315,7 +315,7 @@ def test_steps_to_trace_are_checked(options: dict[str, str], why: str) -> None:
 
 
 def test_a_trace_is_of_one_engine_and_its_directory_is_there() -> None:
-    with pytest.raises(ConfigError, match="a trace is of one engine"):
+    with pytest.raises(ConfigError, match="a trace can record only one engine"):
         local_replicas({"model": "m", "device": "cpu", "trace": "t"}, 2)
     with pytest.raises(ConfigError, match="its directory must be there"):
         build_engine(EngineConfig(model=str(demo_model_path()), trace="/no/such/place/t"))

@@ -136,7 +136,7 @@ def run_latents(dtype, arch, rank=512, rope=64):
             block_size=64, dtype=dtype,
         )  # fmt: skip
         cache = LayerCache(case.k_cache, case.v_cache, replace(case.spec, value_dim=rank))
-        backend = latent_kernels.TritonLatentBackend(
+        backend = latent_kernels.TritonMLABackend(
             device=torch.device("cpu"), dtype=torch.float16, head_dim=rank + rope, block_size=64
         )
         backend.arch, backend.dtype = arch, dtype
@@ -395,7 +395,7 @@ def name_of(kernel, options):
     if name == "quantized_gemm_kernel":
         groups = "_in_32s" if options["GROUP"] == 32 else ""
         return f"{options['FORM']}{groups}_gemm_{options['M']}"
-    if name == "latent_kernel":
+    if name == "mla_kernel":
         return f"latent_{'decode' if options['A'].split else 'prompt'}_{options['HEADS']}"
     if name == "sample_kernel":
         return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"

@@ -171,7 +171,7 @@ class FakeExecutor:
         """Runs a plan and stores its results until `result` is called."""
         self._fail("start")
         self.plans.append(plan)
-        self._update_rows(plan)
+        self._update_batch(plan)
         self._fail("rows")
         self._transfer(plan, "load")
         self._copy_blocks(plan)
@@ -192,7 +192,7 @@ class FakeExecutor:
 
     # --- rows ---------------------------------------------------------------------------------
 
-    def _update_rows(self, plan: StepPlan) -> None:
+    def _update_batch(self, plan: StepPlan) -> None:
         assert len(set(plan.released)) == len(plan.released), f"released twice: {plan.released}"
         after_failure = plan.released == list(range(self.max_num_seqs))
         for row in plan.released:
