@@ -10,10 +10,10 @@
     delta_scan_kernel    the matrices of these sequences, each through all of its pieces
 
 Called by `layers/triton_linear_attention.py` alone. The reference implementations are `Decay` and
-`GateNorm` (`models/linear_attention.py`), `CausalConv.step` and `scan` (`layers/causal_conv.py`),
-`step` and `scan` (`layers/delta_rule.py`). A program owns the part of a state that it writes, and
-reads no other part, so a sequence may continue in the state from which it starts. Nothing is
-written to slot 0.
+`GatedRMSNorm` (`models/linear_attention.py`), `CausalConv.step` and `scan`
+(`layers/causal_conv.py`), `step` and `scan` (`layers/delta_rule.py`). A program owns the part of a
+state that it writes, and reads no other part, so a sequence may continue in the state from which
+it starts. Nothing is written to slot 0.
 
 The sequences of a scan come in pieces of PIECE numbers each: see
     `attention/batch.py::SegmentChunks`. The

@@ -189,13 +189,13 @@ def _start(rank: int, parent: Parent) -> ModelRunner:
         raise MemoryError(str(error)) from error
     found = {name: getattr(runner, name) for name in FOUND}
     parent.send(RankStarted(rank=rank, layout=layout, **found))
-    parent.place = ranks.place
+    parent.place = ranks.position
     return runner
 
 
 def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
     launched: dict[int, LaunchedStep] = {}
-    place = runner.ranks.place
+    place = runner.ranks.position
     while True:
         order: Order = parent.next()
         step, plan = order

@@ -15,7 +15,7 @@ from nanoengine.kernels.cpu_argmax import LEAST_SLACK, MOST_SUM, SMALLEST, large
 from nanoengine.kernels.cpu_linear import DOTS, PANEL
 from nanoengine.layers import packed
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
-from nanoengine.layers.packed import MOST_ROWS, MOST_ROWS_OF_PAIRS, PackedLinear, ScreenedHead
+from nanoengine.layers.packed import MAX_ROWS, MAX_ROWS_OF_PAIRS, PackedLinear, PrunedArgmaxHead
 from nanoengine.layers.placement import place_buffers
 from nanoengine.runner.sampling.draw import argmax
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -25,18 +25,18 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _screen_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
+    monkeypatch.setattr(packed, "MIN_PRUNED_BYTES", 0)
 
 
-def head(weight: torch.Tensor) -> ScreenedHead:
+def head(weight: torch.Tensor) -> PrunedArgmaxHead:
     outputs, inputs = weight.shape
-    method = ScreenedHead("lm_head")
+    method = PrunedArgmaxHead("lm_head")
     method.create((outputs, inputs), torch.float32, CPU)
     method.load(weight)
     return method
 
 
-def copy_of(method: ScreenedHead) -> np.ndarray:
+def copy_of(method: PrunedArgmaxHead) -> np.ndarray:
     """The int8 copy times its scales, [N, K] float64; N is a multiple of 16."""
     outputs, inputs = method.shape
     pairs = method.values.view(len(method.values), -1, PANEL, 2)  # pairs of inputs, zero-padded
@@ -54,7 +54,7 @@ def masks_of(allowed: np.ndarray) -> np.ndarray:
     return np.packbits(whole, axis=1, bitorder="little").view(np.int32)
 
 
-def check(method: ScreenedHead, x: torch.Tensor) -> bool:
+def check(method: PrunedArgmaxHead, x: torch.Tensor) -> bool:
     """Returns whether the screen found the tokens. If it did, they must equal the full argmax."""
     found = method.argmax(x)
     if found is None:
@@ -69,19 +69,19 @@ def check(method: ScreenedHead, x: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 64), (1003, 130), (8208, 2100), (15, 8)])
 def test_the_largest_output_has_the_index_and_bits_of_all(outputs: int, inputs: int) -> None:
     method = head(normal(outputs, inputs))
-    found = [check(method, normal(rows, inputs, seed=rows)) for rows in (*range(10), MOST_ROWS)]
+    found = [check(method, normal(rows, inputs, seed=rows)) for rows in (*range(10), MAX_ROWS)]
     assert all(found) or (outputs, inputs) != (4096, 64), "too many panels were left"
     assert any(found[1:])
 
 
 @pytest.mark.parametrize("rounds", [False, True])
 def test_more_rows_are_searched_among_all_outputs(rounds: bool, monkeypatch) -> None:
-    method = ScreenedHead("lm_head", rounds_inputs=rounds)
+    method = PrunedArgmaxHead("lm_head", rounds_inputs=rounds)
     method.create((4096, 64), torch.bfloat16, CPU)
     method.load(normal(4096, 64).bfloat16())
     screened = []
     monkeypatch.setattr(packed.cpu_argmax, "largest_outputs", lambda *given: screened.append(given))
-    most = MOST_ROWS_OF_PAIRS if rounds and DOTS else MOST_ROWS
+    most = MAX_ROWS_OF_PAIRS if rounds and DOTS else MAX_ROWS
     assert method.argmax(normal(most, 64)) is None and len(screened) == 1
     assert check(method, normal(most + 1, 64)) and len(screened) == 1
     assert method.argmax(normal(most + 1, 64), 30.0) is None, "which may make two outputs equal"
@@ -228,7 +228,7 @@ def test_no_slack_is_wider_than_its_worst_input() -> None:
     reach = method.slack.double().numpy() * np.linalg.norm(worst.astype(float), axis=1)
     assert (distance < reach).all()
     assert (distance > 0.95 * reach).all(), "the rest is for rounding, of inputs and of sums"
-    check(method, torch.from_numpy(worst[:MOST_ROWS]))
+    check(method, torch.from_numpy(worst[:MAX_ROWS]))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, -1e30])
@@ -296,13 +296,13 @@ def test_an_engine_takes_it_for_greedy_lines_alone(monkeypatch: pytest.MonkeyPat
     """Greedy tokens need no logits. Every other sampling option makes the engine compute them."""
     calls: list[str] = []
     for name in ("apply", "argmax"):
-        original = getattr(ScreenedHead, name)
+        original = getattr(PrunedArgmaxHead, name)
 
         def noted(self, *args, original=original, name=name):
             calls.append(name)
             return original(self, *args)
 
-        monkeypatch.setattr(ScreenedHead, name, noted)
+        monkeypatch.setattr(PrunedArgmaxHead, name, noted)
     directory = checkpoint("qwen3", vocab_size=4096)
     prompts, options = random_prompts(3, (9, 12)), {"attention_backend": "cpu", "dtype": "float32"}
     plain = greedy(6)
@@ -313,5 +313,5 @@ def test_an_engine_takes_it_for_greedy_lines_alone(monkeypatch: pytest.MonkeyPat
         calls.clear()
         assert tokens(run(engine, prompts, replace(plain, **wish))) == expected, wish
         assert set(calls) == {"apply"}, wish
-    monkeypatch.setattr(packed, "ScreenedHead", PackedLinear)
+    monkeypatch.setattr(packed, "PrunedArgmaxHead", PackedLinear)
     assert tokens(run(make_engine(directory, **options), prompts, plain)) == expected

@@ -126,7 +126,7 @@ class Work(TorchDispatchMode):
 def test_a_decode_does_the_same_work_however_long_its_context_is(family):
     engine = engine_of(family, max_model_len=512, num_kv_blocks=200)
     work = []
-    for layer in engine.executor.model.state_layers:
+    for layer in engine.executor.model.recurrent_layers:
 
         def counted(*args, forward=layer.forward):
             with Work() as counter:
