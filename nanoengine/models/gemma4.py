@@ -305,7 +305,7 @@ class Gemma4Layer(GenericLayer):
         return x * self.layer_scalar
 
     def _mlp_and_experts(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Returns the addend of the residual: the MLP's, and the experts' in parallel with it."""
+        """Applies MLP and experts, in parallel, and their norms; returns what is added to x."""
         if self.experts is None:
             return self.mlp_branch(normed)
         dense = self._norm_and_scale(self.post_mlp_norm, self.mlp(normed))

@@ -237,7 +237,7 @@ class GenericLayer(DecoderLayer):
         return self.mlp_branch(x), residual
 
     def mlp_branch(self, x: torch.Tensor) -> torch.Tensor:
-        """MLP, post-norm and multiplier: the addend of the residual. x is already pre-normed."""
+        """Applies the MLP, its post-norm and the residual multiplier to x, which is pre-normed."""
         return self._norm_and_scale(self.mlp_output_norm, self.mlp(x))
 
     def _norm_and_scale(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:

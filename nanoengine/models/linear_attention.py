@@ -5,7 +5,8 @@ sequence instead of keys and values.
                                  └─ gate z ───────────────────────── silu ─── * ─ out_proj
     ShortConv       x ─ in_proj ─ input_gate * value ─ convolution ─ * output_gate ─ out_proj
 
-`batch.state_waves` lists the states that a step reads and writes.
+`batch.state_waves` has a step's sequences, with the slots of the states that they read and write. A
+wave is a set of sequences that do not read states that others of the same wave write.
 
 Legend: T tokens, L tokens with logits, H / G value / key heads, E / V size of a key / value.
 """
@@ -160,7 +161,7 @@ class MatrixStateLayer(RecurrentLayer):
 
         Args:
             x: the convolution's input, [T, channels].
-            first, second: the gates, the rule's two inputs per head, [T, H] each.
+            first, second: the rule's inputs per head, [T, H] each: decay and beta, or dt and decay.
             reads, writes: [T], the slots of each token's old and new state.
         """
         convolved = self.conv1d.step(x, reads, writes)
@@ -206,14 +207,14 @@ class GatedDeltaNet(MatrixStateLayer):
             GatheredLinear(
                 f"{path}.{name}",
                 config.hidden_size,
-                {tensor: rows_of(each) for tensor, each in found.items()},
+                {tensor: rows_of(sizes) for tensor, sizes in sources.items()},
                 context=context,
             )
-            for name, found in zip(("in_proj_qkvz", "in_proj_ba"), tensors, strict=True)
+            for name, sources in zip(("in_proj_qkvz", "in_proj_ba"), tensors, strict=True)
         )
         self.decay = Decay(key_heads * self.heads_per_key, context)
         self.norm = GatedRMSNorm(plan.value_dim, context)
-        # Why outputs are reordered, not out_proj: the columns of quantized blocks can't be.
+        # Why not the columns of out_proj: those of quantized blocks can't be reordered.
         order = torch.arange(plan.num_value_heads).view(-1, self.heads_per_key).T.flatten()
         self.out_order = order if plan.tiled and self.heads_per_key > 1 else None
         if self.out_order is not None and shard.world_size > 1:
