@@ -86,9 +86,9 @@ def phases_apart(llm: LLM) -> str:
 def unfuse(llm: LLM) -> str:
     """Runs each layer part by part: `DecoderLayer` in the place of `FusedLayers`."""
     decoder = llm.engine.executor.model.model  # type: ignore[attr-defined]
-    if decoder.stack == list(decoder.layers):
+    if decoder.executed_layers == list(decoder.layers):
         return "no layer of this model is fused here"
-    decoder.stack = list(decoder.layers)
+    decoder.executed_layers = list(decoder.layers)
     return ""
 
 

@@ -14,10 +14,10 @@ In the last layer only rows that give logits go on from attention, so its tail c
 hidden size, I intermediate size, V vocabulary, H / K query / KV heads, D head dim. Norms, rotary
 embedding, embedding look-ups, sampling, activations and the scales of quantized weights are left
 out: they are small, and leaving them out only makes the reported shares lower. The head counts
-whole. Greedy tokens on a CPU read a quarter of it (`ScreenedHead`), so their runs are reported with
-a higher bandwidth than they have. With experts, a token computes k of E; a step reads the experts
-that its T tokens meet under uniform routing, E * (1 - (1 - k/E)**T), and in the last layer those
-that its L rows meet.
+whole. Greedy tokens on a CPU read a quarter of it (`PrunedArgmaxHead`), so their runs are reported
+with a higher bandwidth than they have. With experts, a token computes k of E; a step reads the
+experts that its T tokens meet under uniform routing, E * (1 - (1 - k/E)**T), and in the last layer
+those that its L rows meet.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009), for one step of a transformer.
 """

@@ -10,10 +10,10 @@
     delta_scan_kernel    the matrix of each of these sequences, updated by all of its chunks
 
 Called by `layers/triton_linear_attention.py` alone. The reference implementations are `Decay` and
-`GateNorm` (`models/linear_attention.py`), `CausalConv.step` and `scan` (`layers/causal_conv.py`),
-`step` and `scan` (`layers/delta_rule.py`). A program owns the part of a state that it writes, and
-reads no other part, so a sequence may continue in the state from which it starts. Nothing is
-written to slot 0.
+`GatedRMSNorm` (`models/linear_attention.py`), `CausalConv.step` and `scan`
+(`layers/causal_conv.py`), `step` and `scan` (`layers/delta_rule.py`). A program owns the part of a
+state that it writes, and reads no other part, so a sequence may continue in the state from which
+it starts. Nothing is written to slot 0.
 
 The sequences of a scan are cut into chunks, each described by CHUNK_FIELDS integers: see
 `attention/batch.py::SegmentChunks`. The loop over a sequence's chunks is inside a kernel, so

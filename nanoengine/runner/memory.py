@@ -138,7 +138,7 @@ def plan_memory(
             longest *= len(kv_groups(layout.groups))
             # Why the bound: with this many blocks every row can have the maximum length.
             num_blocks = min(num_blocks, config.max_num_seqs * longest + 1)
-    layout = replace(layout, num_blocks=ranks.least(num_blocks), num_states=num_states)
+    layout = replace(layout, num_blocks=ranks.min_over_ranks(num_blocks), num_states=num_states)
     return MemoryPlan(
         layout=layout,
         max_model_len=_max_model_len(config.max_model_len, context_len, layout),

@@ -19,7 +19,7 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.layers.kernels import Kernels
-from nanoengine.layers.layer import ModelContext, one_rank
+from nanoengine.layers.layer import ModelContext, identity
 from nanoengine.settings import cores
 from nanoengine.settings.config import EngineConfig
 
@@ -78,7 +78,7 @@ def make_context(
 
         stored = model_config.quantization
         as_stored = Quantization(bits=stored.bits, activations="float", stored=stored)
-        kind = kernels.quantized_kind() or dequantize_all
+        kind = kernels.quantized_linear_factory() or dequantize_all
         kernels.linear = quantized_linears(as_stored, kernels.linear, kind)
     if quantization is not None and quantization.holds_embedding:
         kernels.embedding = kernels.linear
@@ -92,8 +92,8 @@ def make_context(
         max_positions=config.max_model_len,
         int8_cache=config.kv_cache_dtype == "int8",
         shard=ranks.shard,
-        all_reduce=ranks.all_reduce if ranks.group else one_rank,
-        all_gather=ranks.all_gather if ranks.group else one_rank,
+        all_reduce=ranks.all_reduce if ranks.group else identity,
+        all_gather=ranks.all_gather if ranks.group else identity,
     )
 
 
@@ -124,7 +124,7 @@ def make_kernels(
     if quantization is not None:
         from nanoengine.layers.quantized import quantized_linears
 
-        kind = kernels.quantized_kind() if device.type == "cuda" else None
+        kind = kernels.quantized_linear_factory() if device.type == "cuda" else None
         kernels.linear = quantized_linears(quantization, kernels.linear, kind)
     return kernels
 

@@ -113,7 +113,7 @@ class RunnerSetup:
             num_layers=max(len(group.layers) for group in kv_groups(self.groups)),
             **self.kv_sizes,
         )
-        plans = (layer.plan for layer in self.model.state_layers)
+        plans = (layer.plan for layer in self.model.recurrent_layers)
         layout = KVLayout(
             num_blocks=0,
             block_size=self.block_size,
@@ -229,7 +229,7 @@ class RunnerSetup:
             state_dtype=kv_cache.state_dtype_for(self.dtype),
             **self.kv_sizes,
         )
-        cache.bind(self.model.attention_layers, self.model.state_layers)
+        cache.bind(self.model.attention_layers, self.model.recurrent_layers)
         return cache
 
     def _measure(self, layout: KVLayout) -> tuple[int, int]:

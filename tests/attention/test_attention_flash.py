@@ -217,7 +217,9 @@ def test_sinks_raise():
     backend = FlashAttnBackend.__new__(FlashAttnBackend)
     config = load_model_config(checkpoint("gpt_oss"))
     context = make_context(kernels=Kernels(backend))
-    with pytest.raises(ConfigError, match="flash_attn does not compute this model's attention sin"):
+    with pytest.raises(
+        ConfigError, match="'flash_attn' does not support this model's attention sin"
+    ):
         GenericAttention("self_attn", 0, config, context)
 
 

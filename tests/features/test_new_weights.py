@@ -146,9 +146,9 @@ def test_rows_come_in_place_of_rows(kind, first, count):
 
 
 def test_the_screen_of_a_head_is_of_the_new_weights(monkeypatch):
-    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
+    monkeypatch.setattr(packed, "MIN_PRUNED_BYTES", 0)
     old, new = torch.randn(2, 64, 64)
-    head = packed.ScreenedHead("lm_head")
+    head = packed.PrunedArgmaxHead("lm_head")
     head.create(old.shape, torch.float32, torch.device("cpu"))
     head.load(old)
     copy = head.values.data_ptr()

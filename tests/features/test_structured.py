@@ -776,14 +776,14 @@ def test_greedy_rows_need_not_all_logits(overlap: bool, monkeypatch: pytest.Monk
     options = {"attention_backend": "cpu", "dtype": "float32", "overlap": overlap, "block_size": 8}
     params = [replace(one, n=1, temperature=0.0) for one in work()]
     expected = run(make_engine(text_checkpoint(), **options), PROMPTS, params)
-    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
-    argmax, found = packed.ScreenedHead.argmax, []
+    monkeypatch.setattr(packed, "MIN_PRUNED_BYTES", 0)
+    argmax, found = packed.PrunedArgmaxHead.argmax, []
 
     def noted(self: Any, x: Any, softcap: Any = None, masks: Any = None) -> Any:
         found.append((masks is not None, argmax(self, x, softcap, masks)))
         return found[-1][1]
 
-    monkeypatch.setattr(packed.ScreenedHead, "argmax", noted)
+    monkeypatch.setattr(packed.PrunedArgmaxHead, "argmax", noted)
     for pool in ({}, {"num_kv_blocks": 13}):
         engine = make_engine(text_checkpoint(), **options, **pool)
         assert tokens(run(engine, PROMPTS, params)) == tokens(expected)

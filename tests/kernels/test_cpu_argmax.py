@@ -16,7 +16,7 @@ from nanoengine.kernels.cpu_argmax import MAX_SUM, MIN_SLACK, SMALLEST, largest_
 from nanoengine.kernels.cpu_linear import BF16_DOTS, PANEL
 from nanoengine.layers import packed
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
-from nanoengine.layers.packed import MOST_ROWS, MOST_ROWS_OF_PAIRS, PackedLinear, ScreenedHead
+from nanoengine.layers.packed import MAX_ROWS, MAX_ROWS_OF_PAIRS, PackedLinear, PrunedArgmaxHead
 from nanoengine.layers.placement import place_buffers
 from nanoengine.runner.sampling.draw import argmax
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -26,18 +26,18 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _screen_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
+    monkeypatch.setattr(packed, "MIN_PRUNED_BYTES", 0)
 
 
-def head(weight: torch.Tensor) -> ScreenedHead:
+def head(weight: torch.Tensor) -> PrunedArgmaxHead:
     outputs, inputs = weight.shape
-    method = ScreenedHead("lm_head")
+    method = PrunedArgmaxHead("lm_head")
     method.create((outputs, inputs), torch.float32, CPU)
     method.load(weight)
     return method
 
 
-def copy_of(method: ScreenedHead) -> np.ndarray:
+def copy_of(method: PrunedArgmaxHead) -> np.ndarray:
     """The int8 copy times its scales, [N, K] float64; N is a multiple of 16."""
     outputs, inputs = method.shape
     pairs = method.values.view(len(method.values), -1, PANEL, 2)  # pairs of inputs, zero-padded
@@ -55,7 +55,7 @@ def masks_of(allowed: np.ndarray) -> np.ndarray:
     return np.packbits(whole, axis=1, bitorder="little").view(np.int32)
 
 
-def check(method: ScreenedHead, x: torch.Tensor) -> bool:
+def check(method: PrunedArgmaxHead, x: torch.Tensor) -> bool:
     """Returns whether the head found the tokens. If so, they must equal the argmax of all
     outputs."""
     found = method.argmax(x)
@@ -71,19 +71,19 @@ def check(method: ScreenedHead, x: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 64), (1003, 130), (8208, 2100), (15, 8)])
 def test_the_largest_output_has_the_index_and_bits_of_all(outputs: int, inputs: int) -> None:
     method = head(normal(outputs, inputs))
-    found = [check(method, normal(rows, inputs, seed=rows)) for rows in (*range(10), MOST_ROWS)]
+    found = [check(method, normal(rows, inputs, seed=rows)) for rows in (*range(10), MAX_ROWS)]
     assert all(found) or (outputs, inputs) != (4096, 64), "too many panels were left"
     assert any(found[1:])
 
 
 @pytest.mark.parametrize("rounds", [False, True])
 def test_with_many_rows_all_outputs_are_computed(rounds: bool, monkeypatch) -> None:
-    method = ScreenedHead("lm_head", rounds_inputs=rounds)
+    method = PrunedArgmaxHead("lm_head", rounds_inputs=rounds)
     method.create((4096, 64), torch.bfloat16, CPU)
     method.load(normal(4096, 64).bfloat16())
     screened = []
     monkeypatch.setattr(packed.cpu_argmax, "largest_outputs", lambda *args: screened.append(args))
-    max_rows = MOST_ROWS_OF_PAIRS if rounds and BF16_DOTS else MOST_ROWS
+    max_rows = MAX_ROWS_OF_PAIRS if rounds and BF16_DOTS else MAX_ROWS
     assert method.argmax(normal(max_rows, 64)) is None and len(screened) == 1
     assert check(method, normal(max_rows + 1, 64)) and len(screened) == 1
     assert method.argmax(normal(max_rows + 1, 64), 30.0) is None, "a softcap may make outputs equal"
@@ -230,7 +230,7 @@ def test_the_slack_is_tight_for_the_worst_input() -> None:
     margin = method.slack.double().numpy() * np.linalg.norm(worst.astype(float), axis=1)
     assert (distance < margin).all()
     assert (distance > 0.95 * margin).all(), "the rest covers rounding of inputs and sums"
-    check(method, torch.from_numpy(worst[:MOST_ROWS]))
+    check(method, torch.from_numpy(worst[:MAX_ROWS]))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, -1e30])
@@ -299,13 +299,13 @@ def test_an_engine_uses_it_only_for_greedy_requests(monkeypatch: pytest.MonkeyPa
     """Greedy tokens need no logits. Every other sampling option makes the engine compute them."""
     calls: list[str] = []
     for name in ("apply", "argmax"):
-        original = getattr(ScreenedHead, name)
+        original = getattr(PrunedArgmaxHead, name)
 
         def recorded(self, *args, original=original, name=name):
             calls.append(name)
             return original(self, *args)
 
-        monkeypatch.setattr(ScreenedHead, name, recorded)
+        monkeypatch.setattr(PrunedArgmaxHead, name, recorded)
     directory = checkpoint("qwen3", vocab_size=4096)
     prompts, options = random_prompts(3, (9, 12)), {"attention_backend": "cpu", "dtype": "float32"}
     plain = greedy(6)
@@ -316,5 +316,5 @@ def test_an_engine_uses_it_only_for_greedy_requests(monkeypatch: pytest.MonkeyPa
         calls.clear()
         assert tokens(run(engine, prompts, replace(plain, **change))) == expected, change
         assert set(calls) == {"apply"}, change
-    monkeypatch.setattr(packed, "ScreenedHead", PackedLinear)
+    monkeypatch.setattr(packed, "PrunedArgmaxHead", PackedLinear)
     assert tokens(run(make_engine(directory, **options), prompts, plain)) == expected

@@ -11,7 +11,7 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.kernels.cpu_groupwise import PARTS
 from nanoengine.kernels.cpu_quantized import quantize_groups
 from nanoengine.kernels.int8_gemm import UNIT
-from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, kind_for
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, linear_factory
 from nanoengine.layers.groupwise_panels import layout_of
 from nanoengine.layers.quantized import QuantizedLinear, quantize_activations
 from nanoengine.layers.quantized_weight import QuantizedWeight, quantize
@@ -143,7 +143,7 @@ def test_weights_quantized_at_load_are_packed_exactly(inputs, bits):
 
 
 def test_4_bit_weights_quantized_at_load_use_groupwise_panels():
-    kind = kind_for(Quantization(bits=4, activations="float"))
+    kind = linear_factory(Quantization(bits=4, activations="float"))
     classes = {
         bits: type(kind("layer", bits=bits, group_size=32, activations="float")) for bits in (4, 8)
     }

@@ -126,7 +126,7 @@ class CountBytes(TorchDispatchMode):
 def test_the_work_of_a_decode_is_independent_of_the_context_length(family):
     engine = engine_of(family, max_model_len=512, num_kv_blocks=200)
     work = []
-    for layer in engine.executor.model.state_layers:
+    for layer in engine.executor.model.recurrent_layers:
 
         def counted(*args, forward=layer.forward):
             with CountBytes() as counter:

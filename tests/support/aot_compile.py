@@ -49,7 +49,7 @@ from nanoengine.kernels import triton_quantized as quantized_kernels
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
-from nanoengine.layers.triton_linear_attention import TritonDelta, delta_gates, gate_norm
+from nanoengine.layers.triton_linear_attention import TritonDelta, delta_gates, gated_rms_norm
 from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.sampling.triton_sampling import sample_lines
@@ -280,7 +280,7 @@ def run_states(dtype):
     delta.step(qkv[:1], gates[:1], gates[:1], slots, slots)
     delta_gates(gates[0], gates[0], torch.zeros(100, 64, dtype=dtype))
     heads = torch.zeros(100, 32, 128)
-    gate_norm(torch.zeros(128, dtype=dtype), heads, heads.to(dtype), 1e-6)
+    gated_rms_norm(torch.zeros(128, dtype=dtype), heads, heads.to(dtype), 1e-6)
     pieces = SegmentChunks(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     wave = ScanStep(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
     delta.scan(qkv, gates, gates, wave, torch.zeros(100, 32, 128))
