@@ -13,7 +13,7 @@ import torch
 from nanoengine.kernels.cpu_mamba import BEFORE, BEHIND, PLAIN, Mamba, mamba_rule
 from nanoengine.layers.cpu_linear_attention import CPURule
 
-NORMS = {None: PLAIN, "behind": BEHIND, "before": BEFORE}
+NORMS = {None: PLAIN, "after_gate": BEHIND, "before_gate": BEFORE}
 """`LinearAttentionConfig.norm` -> its constant in the kernels."""
 
 
@@ -31,7 +31,7 @@ class CPUMamba(CPURule):
             heads.d, nothing if norm is None else norm.weight,
         )  # fmt: skip
         each = plan.num_value_heads // plan.num_key_heads
-        least, most = plan.step_limits
+        least, most = plan.time_step_limits
         self.operands = (
             tuple(weight.detach().numpy() for weight in weights),
             (plan.num_key_heads, each, plan.key_dim, plan.value_dim),

@@ -164,7 +164,7 @@ def route(
             GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
             KEPT=moe.groups_per_token, BEST=moe.best_of_group,
             NORMALIZED=moe.norm_topk_prob and not mixes, EPSILON=moe.norm_epsilon,
-            LEAST=moe.norm_least, FACTOR=moe.scaling_factor,
+            LEAST=moe.norm_min, FACTOR=moe.scaling_factor,
             NEAR=2 * moe.jitter if mixes else None, **sizes,
         ),
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,

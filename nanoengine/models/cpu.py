@@ -140,7 +140,7 @@ class CPUKernels(Kernels):
             for mixer in model.state_layers if mix and self.dtype != torch.float64 else ():
                 mixer.mixer_fn = mix(mixer)
         of_layer, fused, plan = LayerParts, FusedLayers, model.config.plan
-        if plan.latent is not None:
+        if plan.mla is not None:
             from nanoengine.layers.cpu_mla import LatentParts
 
             of_layer = LatentParts

@@ -34,7 +34,7 @@ from torch import nn
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.slots import WeightSlot, whole_slots
+from nanoengine.checkpoint.slots import WeightSlot, full_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
@@ -61,8 +61,8 @@ def of_layer(config: ModelConfig, index: int) -> ModelConfig:
     varied = config.plan.gemma4
     assert varied is not None
     head_dim, kv_heads = varied.shapes[config.sliding_windows[index] is None]
-    first = config.num_hidden_layers - varied.num_shared
-    inner = config.intermediate_size * (varied.shared_width if index >= first else 1)
+    first = config.num_hidden_layers - varied.num_kv_shared
+    inner = config.intermediate_size * (varied.shared_mlp_factor if index >= first else 1)
     return replace(config, head_dim=head_dim, num_key_value_heads=kv_heads, intermediate_size=inner)
 
 
@@ -151,7 +151,7 @@ class Gemma4Decoder(GenericDecoder):
             sizes = replace(config, hidden_size=varied.input_size)
             self.per_layer_projection_norm = make_norm(sizes, context)
             self.projection_scale = hidden**-0.5
-        self.backend, self.first_shared = context.kernels.attention, depth - varied.num_shared
+        self.backend, self.first_shared = context.kernels.attention, depth - varied.num_kv_shared
         self.layers = nn.ModuleList()
         last: dict[int | None, Gemma4Attention] = {}
         for index, window in enumerate(config.sliding_windows):
@@ -319,7 +319,7 @@ class Gemma4Layer(GenericLayer):
         return self.experts(x, *self.router(seen))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, layer_scalar=self.layer_scalar)
+        return full_slots(path, layer_scalar=self.layer_scalar)
 
 
 class Gemma4Attention(GenericAttention):

@@ -24,7 +24,7 @@ from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch, ScanStep
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import LinearAttentionConfig
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers import delta_rule
 from nanoengine.layers.causal_conv import CausalConv
@@ -185,12 +185,12 @@ class GatedDeltaNet(MatrixStateLayer):
         super().__init__(path, config, context)
         plan, shard, self.eps = self.plan, context.shard, config.rms_norm_eps
         sizes, z, one = self.sizes, self.sizes[-1:], (self.each,)
-        if plan.merged:
+        if plan.fused_qkvz:
             tensors = {"in_proj_qkvz": (*sizes, *z)}, {"in_proj_ba": one * 2}
         else:
             tensors = {"in_proj_qkv": sizes, "in_proj_z": z}, {"in_proj_b": one, "in_proj_a": one}
         key_heads = plan.num_key_heads * shard.world_size
-        rows_of = partial(pick_rows, num_heads=key_heads, shard=shard, merged=plan.merged)
+        rows_of = partial(pick_rows, num_heads=key_heads, shard=shard, merged=plan.fused_qkvz)
         self.in_proj_qkvz, self.in_proj_ba = (
             GatheredLinear(
                 f"{path}.{name}",
@@ -393,4 +393,4 @@ class GateNorm(Layer):
         return (normed.to(x.dtype) * F.silu(gate.to(x.dtype))).to(gate.dtype)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, weight=self.weight)
+        return full_slots(path, weight=self.weight)

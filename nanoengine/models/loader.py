@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.files import Stored, stored_tensors
+from nanoengine.checkpoint.files import TensorInfo, stored_tensors
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.slots import OwnsWeights, TensorNames, WeightSlot
-from nanoengine.checkpoint.weights import check_sizes, drop_copy, dummy_weights, load_weights
+from nanoengine.checkpoint.weights import check_sizes, drop_tied_head, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import ModelContext, pin_attributes
@@ -54,7 +54,7 @@ def load_model(
     Raises:
         ConfigError: the ranks don't divide the model, or `max_positions` exceeds its context; or it
             is not given, and the context is longer than `LONGEST_DEFAULT`.
-        WeightLoadError: see `stored_tensors`, `drop_copy`, `check_sizes` and `load_weights`.
+        WeightLoadError: see `stored_tensors`, `drop_tied_head`, `check_sizes` and `load_weights`.
     """
     context_len = config.max_position_embeddings
     if context.max_positions is None and context_len > LONGEST_DEFAULT:
@@ -63,13 +63,13 @@ def load_model(
             f" are needed with max_model_len=..., which is taken from the model up to"
             f" {LONGEST_DEFAULT} only"
         )
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorInfo] = {}
     if load_format == "auto":
         stored = tensors_to_run(config, stored_tensors(Path(directory)))
     names = TensorNames(config.tensor_names, stored)
     if load_format == "auto":
         if config.tie_word_embeddings:
-            drop_copy(stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
+            drop_tied_head(stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
         check_sizes(config, stored, names)
         kinds = {
             tensor.dtype
@@ -111,7 +111,7 @@ def load_model(
 
 
 def _taking_blocks(
-    slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]
+    slots: Mapping[str, WeightSlot], stored: Mapping[str, TensorInfo]
 ) -> dict[str, WeightSlot]:
     """Returns the slots; slots of floats accept blocks if the GGUF file stores these."""
     from nanoengine.layers.quantized_formats import as_floats
@@ -175,7 +175,7 @@ def check_ranks(config: ModelConfig, ranks: int) -> None:
         )
 
 
-def tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, Stored]:
+def tensors_to_run(config: ModelConfig, stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Returns the tensors that are run, without those for images or drafts."""
     if config.headless:
         stored = {name: tensor for name, tensor in stored.items() if name != CLASSES}
@@ -202,7 +202,7 @@ def weight_slots(model: CausalLM) -> dict[str, WeightSlot]:
             assert not slots.keys() & own.keys(), f"{path} offers slots of another layer"
             slots.update(own)
     plan = model.config.plan
-    if plan.transposed_matrices or plan.norm.startswith("bare"):
+    if plan.transposed_matrices or plan.norm.startswith("no_weight"):
         from nanoengine.layers.layouts import as_stored
 
         slots = as_stored(slots, plan)

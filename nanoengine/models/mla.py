@@ -15,7 +15,7 @@ latent too, and `value_up` makes the value from it.
               └─ rope ─ RoPE ───┴─ KV head [rank + rope_dim] ── cache ───┘
 
 The value is the first `rank` elements of the key, so the cache holds only keys. `generic.py` uses
-this layer if `plan.latent` is set.
+this layer if `plan.mla` is set.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
 
@@ -157,7 +157,7 @@ class MLAAttention(Layer):
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        plan, latent, backend = config.plan, config.plan.latent, context.kernels.attention
+        plan, latent, backend = config.plan, config.plan.mla, context.kernels.attention
         assert latent is not None
         self.latent, hidden, heads = latent, config.hidden_size, config.num_attention_heads
         into, name, self.q_a = hidden, "q_proj", None

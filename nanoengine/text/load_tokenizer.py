@@ -108,7 +108,7 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
 
 
 def with_ends(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> ModelConfig:
-    """Adds the tokenizer's EOS to the `ends` of a model's config, as vLLM does.
+    """Adds the tokenizer's EOS to the `eos_sources` of a model's config, as vLLM does.
 
     Args:
         tokenizer: a `Tokenizer`; None: it is not loaded, and adds none.
@@ -117,12 +117,12 @@ def with_ends(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> Mod
     """
     if tokenizer is None:
         return model
-    ends = (*model.ends, ("the tokenizer", tokenizer.token_id(tokenizer.eos_token)))
-    if chats or not (model := replace(model, ends=ends)).eos_token_ids:
+    ends = (*model.eos_sources, ("the tokenizer", tokenizer.token_id(tokenizer.eos_token)))
+    if chats or not (model := replace(model, eos_sources=ends)).eos_token_ids:
         from nanoengine.text.end_tokens import turn_ends
 
         ends += tuple(("the chat template", token_id) for token_id in turn_ends(tokenizer, None))
-    return replace(model, ends=ends)
+    return replace(model, eos_sources=ends)
 
 
 def find_file(directory: Path) -> TokenizerFile | None:

@@ -137,7 +137,7 @@ def test_an_end_is_found_wherever_a_checkpoint_says_it(
     expected = LAYOUTS[layout][1]
     assert found.eos_token_ids == tuple(token_id for token_id, _ in expected)
     for token_id, sources in expected:
-        assert [source for source, named in found.ends if named == token_id] == sources
+        assert [source for source, named in found.eos_sources if named == token_id] == sources
     plain = with_ends(config, tokenizer)
     asked = TURN_END in plain.eos_token_ids or not config.eos_token_ids
     assert asked == (layout not in ("only the template", "a tokenizer's name that is no token"))

@@ -96,7 +96,7 @@ def test_log_probabilities_of_a_prompt(backend: str, dtype: str, off: float) -> 
 
 def test_a_token_takes_what_its_latent_and_turned_numbers_take() -> None:
     engine = make_engine(checkpoint("deepseek_v3"), dtype="float32", block_size=8, num_kv_blocks=4)
-    latent = load_model_config(checkpoint("deepseek_v3")).plan.latent
+    latent = load_model_config(checkpoint("deepseek_v3")).plan.mla
     assert latent is not None
     assert latent.size == 24 + 8
     assert engine.info.block_bytes == 8 * latent.size * 3 * 4
