@@ -28,7 +28,7 @@ def gemma(keys):
 
 FAMILIES["GemmaForCausalLM"] = Family(
     model_type="gemma",
-    plan=gemma,
+    layers=gemma,
     defaults={"head_dim": 256, "tie_word_embeddings": True},
 )
 

@@ -30,7 +30,7 @@ from nanoengine.features.logits_processors import LogitsProcessors
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions, use_allowed_cores, use_isa
 from nanoengine.settings.config import EngineConfig
-from nanoengine.text.load_tokenizer import with_ends
+from nanoengine.text.load_tokenizer import with_tokenizer_eos
 from nanoengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
     if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
         raise ConfigError(f"trace={config.trace!r}: its directory must be there; make it first")
     directory = resolve_model(config)
-    model_config = with_ends(load_model_config(directory), tokenizer)
+    model_config = with_tokenizer_eos(load_model_config(directory), tokenizer)
     if not model_config.eos_token_ids and not model_config.headless:
         told = "%s names no token that ends an answer: set max_tokens, stop or stop_token_ids"
         logger.warning(told, config.model)

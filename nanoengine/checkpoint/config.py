@@ -177,17 +177,17 @@ def parse_model_config(
             f"head_dim={head_dim} must be even and at least 2; if config.json lacks it, it is"
             f" hidden_size={hidden_size} divided by num_attention_heads={heads}"
         )
-    plan = family.layers(keys)
-    if plan.mla is not None:
-        kv_heads, head_dim = 1, plan.mla.size
-        plan = replace(plan, rotary_dim=plan.mla.qk_rope_head_dim)
-    if plan.gemma4 is not None:
-        head_dim, kv_heads = plan.gemma4.largest_shape
-        ignored_tensors += _unused_kv_tensors(keys, plan.gemma4.num_kv_shared)
+    layer = family.layers(keys)
+    if layer.mla is not None:
+        kv_heads, head_dim = 1, layer.mla.size
+        layer = replace(layer, rotary_dim=layer.mla.qk_rope_head_dim)
+    if layer.gemma4 is not None:
+        head_dim, kv_heads = layer.gemma4.largest_shape
+        ignored_tensors += _unused_kv_tensors(keys, layer.gemma4.num_kv_shared)
     if family.partial_rotary:
         rotary_dim = read_rotary_dim(keys, head_dim)
-        plan = replace(plan, rotary_dim=None if rotary_dim == head_dim else rotary_dim)
-    states = _linear_attention(family, keys, plan)
+        layer = replace(layer, rotary_dim=None if rotary_dim == head_dim else rotary_dim)
+    states = _states(family, keys, layer)
     windows = _sliding_windows(architecture, family, keys, states)
     slides = [window is not None for window in windows]
     if family.rope_theta_keys:
@@ -213,19 +213,17 @@ def parse_model_config(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=_longest_context(keys, ropes),
-        rms_norm_eps=keys.get(family.norm_eps_key),
+        rms_norm_eps=keys.get(family.norm_eps),
         tie_word_embeddings=tied,
-        plan=plan,
+        plan=layer,
         ropes=ropes,
         sliding_windows=windows,
         states=states,
         moe=family.moe(keys) if family.moe else None,
-        tensor_names=family.tensor_names(keys)
-        if callable(family.tensor_names)
-        else family.tensor_names,
+        tensor_names=family.names(keys) if callable(family.names) else family.names,
         ignored_tensors="|".join(ignored_tensors) or _mtp_tensors(keys),
         dtype=_dtype(keys),
-        quantization=_quantization(keys, family, plan, is_part=is_part, tied=tied),
+        quantization=_quantization(keys, family, layer, is_part=is_part, tied=tied),
         eos_sources=tuple(_eos_sources(keys, generation)),
         generation_defaults=_generation_defaults(generation),
         headless=headless,
@@ -285,14 +283,12 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     )
 
 
-def _linear_attention(
-    family: Family, keys: ConfigReader, plan: LayerConfig
-) -> LinearAttentionConfig | None:
+def _states(family: Family, keys: ConfigReader, layer: LayerConfig) -> LinearAttentionConfig | None:
     states = family.states(keys) if family.states else None
-    alone = len(states.layers) == keys.require("num_hidden_layers") if states else False
-    if plan.layers_block_type is not None:
-        alone = FULL not in plan.layers_block_type
-    if alone and plan.falcon_h1 is None:
+    no_attention = len(states.layers) == keys.require("num_hidden_layers") if states else False
+    if layer.layers_block_type is not None:
+        no_attention = FULL not in layer.layers_block_type
+    if no_attention and layer.falcon_h1 is None:
         raise UnsupportedModelError(
             "neither layer_types nor attn_layer_indices has a layer with attention; supported:"
             " models with at least one"
@@ -367,7 +363,7 @@ def _check_longrope(config: ModelConfig) -> None:
 
 
 def _quantization(
-    keys: ConfigReader, family: Family, plan: LayerConfig, *, is_part: bool, tied: bool
+    keys: ConfigReader, family: Family, layer: LayerConfig, *, is_part: bool, tied: bool
 ) -> StoredQuantization | None:
     raw = keys.get("quantization_config")
     if not raw:
@@ -380,7 +376,7 @@ def _quantization(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"
             " the experts of gpt_oss"
         )
-    if is_part or plan.transposed_matrices:
+    if is_part or layer.transposed_matrices:
         what = "the text part of a multimodal checkpoint" if is_part else family.model_type
         raise UnsupportedModelError(
             f"quantization_config of {stored.format} is not implemented for {what}; supported:"
@@ -389,7 +385,7 @@ def _quantization(
     # Why: these patterns match the checkpoint's tensor names, but layers look them up by ours.
     patterns = *stored.skipped, *stored.targets
     skipped = [pattern for pattern in patterns if pattern not in ("lm_head$", "")]
-    if skipped and (family.tensor_names or plan.fused_qkv or plan.fused_gate_up):
+    if skipped and (family.names or layer.fused_qkv or layer.fused_gate_up):
         raise UnsupportedModelError(
             "quantization_config skips layers, which is not implemented for"
             f" {family.model_type}: {repr_short(skipped)}"

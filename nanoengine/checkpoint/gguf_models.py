@@ -92,9 +92,9 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
         metadata.reject("attention.value_length", f"{head_dim}, the head dim of keys")
     epsilons = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
     # Why both: some files have the key of the other kind of norm.
-    names = epsilons if family.norm_eps_key != "rms_norm_eps" else epsilons[::-1]
+    names = epsilons if family.norm_eps != "rms_norm_eps" else epsilons[::-1]
     found = [value for name in names if (value := metadata.get(name, float)) is not None]
-    raw[family.norm_eps_key] = found[0] if found else metadata.reject(epsilons[1], "a number")
+    raw[family.norm_eps] = found[0] if found else metadata.reject(epsilons[1], "a number")
     if not metadata.get("attention.causal", bool, True):
         metadata.reject("attention.causal", "True")
     rotary_dim = metadata.get("rope.dimension_count", int, head_dim)

@@ -156,7 +156,7 @@ class GGUFModel:
     def _transforms(self) -> dict[str, Transform]:
         """Our name after the layer prefix -> the transform that is applied to rows when read."""
         metadata, found = self.metadata, dict[str, Transform]()
-        if self.differences.interleaved_qk:
+        if self.differences.interleaved:
             half_split = partial(deinterleave_rope, head_dim=metadata.head_dim)
             found |= {
                 f"self_attn.{x}_proj.{end}": half_split for x in "qk" for end in ("weight", "bias")

@@ -14,7 +14,7 @@ from nanoengine.cli.options import DEMO, EngineArgs, ModelName, engine_options
 from nanoengine.errors import NanoEngineError
 from nanoengine.jobs.manifest import sampling_line
 from nanoengine.settings.config import EngineConfig
-from nanoengine.text.load_tokenizer import with_ends
+from nanoengine.text.load_tokenizer import with_tokenizer_eos
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.version import versions
 
@@ -59,7 +59,7 @@ def main(args: InfoArgs) -> None:
     model, tokenizer = load_model_config(directory), None
     with suppress(NanoEngineError):  # Why: a checkpoint without a tokenizer runs on token ids.
         tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
-    model = with_ends(model, tokenizer, chats=True)
+    model = with_tokenizer_eos(model, tokenizer, chats=True)
     dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
     needs = {"device": device, "dtype": dtype, "head_dim": model.largest_head}

@@ -37,7 +37,7 @@ def render_conversation(
         )
     from transformers import PreTrainedTokenizerBase
 
-    options |= {"tools": tools and list(map(_described, tools)), "chat_template": chat_template}
+    options |= {"tools": tools and list(map(_to_schema, tools)), "chat_template": chat_template}
     options["add_generation_prompt"] = add_generation_prompt
     known = type(backend).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
     try:
@@ -50,7 +50,7 @@ def render_conversation(
         raise RequestError(f"the chat template refused the conversation: {why}") from error
 
 
-def _described(tool: Any) -> Any:
+def _to_schema(tool: Any) -> Any:
     """Converts a function to a dict that describes it and can be sent to a process."""
     from transformers.utils import get_json_schema
 

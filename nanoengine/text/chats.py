@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import repr_short, truncate
-from nanoengine.text.end_tokens import turn_ends
+from nanoengine.text.end_tokens import turn_end_ids
 from nanoengine.text.tokenizer import Tokenizer
 
 MAX_FORMS = 256
@@ -54,7 +54,7 @@ class ChatForm(NamedTuple):
     objects: bool
     nulls: bool
     parts: bool
-    lost: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
 
 
 class Chats:
@@ -63,7 +63,7 @@ class Chats:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._forms: dict[Any, ChatForm] = {}  # by template and shape
-        self.ends = functools.lru_cache(MAX_FORMS)(functools.partial(turn_ends, tokenizer))
+        self.ends = functools.lru_cache(MAX_FORMS)(functools.partial(turn_end_ids, tokenizer))
 
     def render(self, messages: Messages, options: dict[str, Any]) -> str:
         """The prompt of a conversation, in the form that its template supports.
@@ -83,7 +83,7 @@ class Chats:
             given = {**options, **changed, **variables}
             return self._tokenizer.render_chat(in_form(messages, form), **given)
 
-        def is_lost(index: int) -> bool:
+        def is_dropped(index: int) -> bool:
             try:
                 return render(marked(messages, {index}), form) == text
             except RequestError:  # The template has read the content.
@@ -99,7 +99,7 @@ class Chats:
             self._forms[key] = find_form(messages, probe)
         form = self._forms[key]
         text = render(messages, form)
-        for index in filter(is_lost, form.lost):
+        for index in filter(is_dropped, form.dropped):
             keys = truncate(" and ".join(text_keys(messages[index])))
             raise RequestError(
                 f"the chat template leaves out the {keys} of messages[{index}] with role"
@@ -199,11 +199,11 @@ def find_form(messages: Messages, render: Callable[[Messages, ChatForm], str]) -
             text = render(copy, form)
         except RequestError:
             continue
-        lost = (i for i, one in enumerate(copy) if not _leaves_mark(i, one, text, form))
-        found.append(form._replace(lost=tuple(lost)))
-        if not found[-1].lost:
+        dropped = (i for i, one in enumerate(copy) if not _leaves_mark(i, one, text, form))
+        found.append(form._replace(dropped=tuple(dropped)))
+        if not found[-1].dropped:
             break
-    return min(found, key=lambda one: len(one.lost), default=form)
+    return min(found, key=lambda one: len(one.dropped), default=form)
 
 
 def in_form(messages: Messages, form: ChatForm) -> list[dict[str, Any]]:

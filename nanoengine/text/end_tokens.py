@@ -20,11 +20,11 @@ from nanoengine.errors import RequestError
 from nanoengine.settings.params import SamplingParams
 
 MARK = "nanoengine-marks-this-answer"
-ASKED = {"role": "user", "content": "nanoengine-marks-this-question"}
-ANSWERED = {"role": "assistant", "content": MARK}
+QUESTION = {"role": "user", "content": "nanoengine-marks-this-question"}
+ANSWER = {"role": "assistant", "content": MARK}
 
 
-def turn_ends(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
+def turn_end_ids(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
     """The token with which a chat template closes an assistant's message; (): it has none.
 
     Spaces before it are ignored. If the template does not close the last message, the result is the
@@ -33,7 +33,7 @@ def turn_ends(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
     added = {token.content: i for i, token in tokenizer.backend.added_tokens_decoder.items()}
     options = {"chat_template": chat_template, "add_generation_prompt": False}
     # Why the last message first: gpt-oss closes earlier ones with a token that also ends reasoning.
-    for messages in [ASKED, ANSWERED], [ASKED, ANSWERED, ASKED]:
+    for messages in [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION]:
         try:
             after = tokenizer.render_chat(messages, **options).partition(MARK)[2].lstrip()
         except RequestError:  # no template, or no support for this conversation
@@ -43,8 +43,8 @@ def turn_ends(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
     return ()
 
 
-def special_ids(
-    tokenizer: Any, params: SamplingParams, turns: Iterable[int]
+def request_end_ids(
+    tokenizer: Any, params: SamplingParams, turn_ids: Iterable[int]
 ) -> tuple[SamplingParams, dict[str, Any]]:
     """A request's parameters, with min_tokens for all ids that end it, and arguments of
     `RequestChecker.check`: the ids that end it in addition to the model's, and ids of bad words.
@@ -52,7 +52,7 @@ def special_ids(
     Args:
         turns: end tokens of the chat template; empty if the prompt is not a chat.
     """
-    ends: dict[int, str | None] = {} if params.ignore_eos else dict.fromkeys(turns)
+    ends: dict[int, str | None] = {} if params.ignore_eos else dict.fromkeys(turn_ids)
     for stop in params.stop or ():
         if (token_id := tokenizer.token_id(stop)) in tokenizer.special_ids:
             ends[token_id] = stop

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NAMED_TOKENS = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
-WITHOUT_EFFECT = {"chat_template", "clean_up_tokenization_spaces", "model_max_length"}
+UNUSED_KEYS = {"chat_template", "clean_up_tokenization_spaces", "model_max_length"}
 """Settings without effect on encoding or decoding as nanoengine uses them."""
 
 MODEL_TYPES = {"gemma3_text", "llama", "qwen3", "qwen3_moe"}
@@ -40,14 +40,14 @@ HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
 OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
 """Files of older checkpoints that may add tokens."""
 
-OBJECTS = ("config.json", "tokenizer_config.json", "tokenizer.json", *OLD_FILES)
+JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", *OLD_FILES)
 """Files that transformers may read for a tokenizer, each with a JSON object."""
 
-FILES = {*OBJECTS, "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"}
+ALL_FILES = {*JSON_FILES, "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"}
 """All files of a tokenizer."""
 
 
-WAY_OUT = (
+ADVICE = (
     "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass token"
     " ids"
 )
@@ -69,11 +69,11 @@ def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | Tokenizer
     if config.chat_template is not None:
         found.chat_template = config.chat_template
         if isinstance(found, TokenizerFile):
-            found.load_full = functools.partial(_with, config.chat_template, found.load_full)
+            found.load_full = functools.partial(_load_with, config.chat_template, found.load_full)
     return found
 
 
-def _with(chat_template: str, load_full: LoadFull) -> PreTrainedTokenizerBase:
+def _load_with(chat_template: str, load_full: LoadFull) -> PreTrainedTokenizerBase:
     """The transformers tokenizer with another chat template."""
     full = load_full()
     full.chat_template = chat_template
@@ -107,7 +107,7 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     return found
 
 
-def with_ends(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> ModelConfig:
+def with_tokenizer_eos(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> ModelConfig:
     """Adds the tokenizer's EOS to the `eos_sources` of a model's config, as vLLM does.
 
     Args:
@@ -119,9 +119,9 @@ def with_ends(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> Mod
         return model
     ends = (*model.eos_sources, ("the tokenizer", tokenizer.token_id(tokenizer.eos_token)))
     if chats or not (model := replace(model, eos_sources=ends)).eos_token_ids:
-        from nanoengine.text.end_tokens import turn_ends
+        from nanoengine.text.end_tokens import turn_end_ids
 
-        ends += tuple(("the chat template", token_id) for token_id in turn_ends(tokenizer, None))
+        ends += tuple(("the chat template", token_id) for token_id in turn_end_ids(tokenizer, None))
     return replace(model, eos_sources=ends)
 
 
@@ -139,7 +139,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
         return None
     named = [config.get(key) for key in NAMED_TOKENS if config.get(key) is not None]
     extra = config.get("extra_special_tokens", [])
-    known = NAMED_TOKENS | WITHOUT_EFFECT | {"backend", "tokenizer_class"}
+    known = NAMED_TOKENS | UNUSED_KEYS | {"backend", "tokenizer_class"}
     if (
         config.get("tokenizer_class") != "TokenizersBackend"
         or config.get("backend") != "tokenizers"
@@ -184,21 +184,21 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     except Exception as error:
         why = "it is no directory that exists, no GGUF file, and no hub id"
         if os.path.isdir(name) or HUB_ID.fullmatch(name):
-            why = _damaged(Path(name)) or truncate(error)
-        raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}; {WAY_OUT}") from error
+            why = _find_damage(Path(name)) or truncate(error)
+        raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}; {ADVICE}") from error
     # Why: without its files transformers makes a tokenizer that has only special tokens.
     if len(found) <= len(found.added_tokens_decoder):
         raise ConfigError(
             f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json with a"
-            f" vocabulary; {WAY_OUT}"
+            f" vocabulary; {ADVICE}"
         )
     return found
 
 
-def _damaged(directory: Path) -> str:
+def _find_damage(directory: Path) -> str:
     """Which JSON file is damaged, and how, because transformers doesn't name the file."""
     try:
-        for path in (directory / name for name in OBJECTS):
+        for path in (directory / name for name in JSON_FILES):
             if os.path.lexists(path):
                 read_object(path, ConfigError)
     except ConfigError as error:
@@ -219,5 +219,5 @@ def _check_files(directory: Path) -> None:
             continue
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise ConfigError(f"{path} is no regular file: a checkpoint has no use for it")
-        if path.name in FILES and (why := wrong_content(path)):
-            raise ConfigError(f"{path} can't be read: {why}; {WAY_OUT}")
+        if path.name in ALL_FILES and (why := wrong_content(path)):
+            raise ConfigError(f"{path} can't be read: {why}; {ADVICE}")

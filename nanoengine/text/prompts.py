@@ -129,8 +129,8 @@ class PromptReader:
         text: str | None = None
         cache_salt: str | None = None
         token_ids: list[int] = []
-        turns: tuple[int, ...] = ()
-        special: dict[str, Any] = {}
+        turn_ids: tuple[int, ...] = ()
+        extra: dict[str, Any] = {}
         if isinstance(prompt, Row):
             params = params if prompt.sampling_params is None else prompt.sampling_params
             priority = priority if prompt.priority is None else prompt.priority
@@ -150,13 +150,13 @@ class PromptReader:
                     options = prompt_forms.template_options(given)
                     text = self._chats.render(given["messages"], options)
                     token_ids = self._encode(text, add_special_tokens=False)
-                    turns = self._chats.ends(given.get("chat_template"))
-            if params.stop or params.bad_words or turns:
-                from nanoengine.text.end_tokens import special_ids
+                    turn_ids = self._chats.ends(given.get("chat_template"))
+            if params.stop or params.bad_words or turn_ids:
+                from nanoengine.text.end_tokens import request_end_ids
 
-                params, special = special_ids(self.tokenizer, params, turns)
+                params, extra = request_end_ids(self.tokenizer, params, turn_ids)
             request = self.checker.check(
-                token_ids, params, priority=priority, key=key, cache_salt=cache_salt, **special
+                token_ids, params, priority=priority, key=key, cache_salt=cache_salt, **extra
             )
             return CheckedPrompt(index=index, text=text, request=request)
         except NanoEngineError as error:
@@ -177,7 +177,7 @@ class PromptReader:
                 from nanoengine.text.token_bound import TokenBound
 
                 self._bound = TokenBound(tokenizer)
-            self.checker.check_length(self._bound.at_least(text), "at least ")
+            self.checker.check_length(self._bound.lower_bound(text), "at least ")
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     @functools.cached_property

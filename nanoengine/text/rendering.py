@@ -38,7 +38,7 @@ TIMED_OUT = -signal.SIGALRM if hasattr(signal, "SIGALRM") else 1
 RENDER_BYTES = 1 << 30
 """Memory limit of templates, in addition to the program itself; none without /proc."""
 
-MOST_CHARS = 1 << 26
+MAX_CHARS = 1 << 26
 """Limit of the length of a result, because a text of RENDER_BYTES would be sent otherwise."""
 
 
@@ -57,7 +57,7 @@ class Renderer:
         # Why: a forked process would read its parent's results.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
-        atexit.register(self._end)
+        atexit.register(self._stop)
 
     def begin(self) -> subprocess.Popen[bytes]:
         """Starts the process if it does not run, without waiting for it."""
@@ -91,10 +91,10 @@ class Renderer:
                 process.stdin.flush()
                 line = process.stdout.readline()
             except BaseException:  # Why: a late result would answer the next call.
-                self._end()
+                self._stop()
                 raise
             if not line.endswith(b"\n"):
-                self._end()
+                self._stop()
                 if process.returncode == TIMED_OUT:
                     raise TimeoutError(f"it did not end within {RENDER_S:g} s")
                 raise ValueError(f"the process that renders it ended with {process.returncode}")
@@ -108,7 +108,7 @@ class Renderer:
     def _forget(self) -> None:
         self._lock, self._process = threading.RLock(), None
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -154,18 +154,18 @@ def _renderer(kind: str) -> Any:
     return row
 
 
-def _bound_memory() -> None:
+def _limit_memory() -> None:
     import resource
 
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             own = int(file.read().split()[0]) * resource.getpagesize()
-        most, (_, hard) = own + RENDER_BYTES, resource.getrlimit(resource.RLIMIT_AS)
-        if hard == resource.RLIM_INFINITY or most < hard:
-            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        limit, (_, hard) = own + RENDER_BYTES, resource.getrlimit(resource.RLIMIT_AS)
+        if hard == resource.RLIM_INFINITY or limit < hard:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _end_after(seconds: float) -> None:
+def _limit_time(seconds: float) -> None:
     """Ends this process after a time; 0 cancels it."""
     if hasattr(signal, "SIGALRM"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -176,11 +176,11 @@ def _end_after(seconds: float) -> None:
 
 
 def _main(kind: str) -> None:
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests, results = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     render = _renderer(kind)
     with contextlib.suppress(ImportError):
-        _bound_memory()
+        _limit_memory()
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while True:
@@ -188,22 +188,22 @@ def _main(kind: str) -> None:
             seconds, request = pickle.load(requests)
         except EOFError:
             return
-        answer: tuple[str | None, str | None]
-        _end_after(seconds)
+        result: tuple[str | None, str | None]
+        _limit_time(seconds)
         try:
             text = str(render(*request))
-            if len(text) > MOST_CHARS:
-                raise ValueError(f"it makes {len(text):,} characters of at most {MOST_CHARS:,}")
-            answer = text, None
+            if len(text) > MAX_CHARS:
+                raise ValueError(f"it makes {len(text):,} characters of at most {MAX_CHARS:,}")
+            result = text, None
         except MemoryError:
-            answer = None, "MemoryError"
+            result = None, "MemoryError"
         except Exception as error:  # Why all: templates are programs, and raise anything.
-            answer = None, str(error) or type(error).__name__
-        if answer[1] == "MemoryError":
+            result = None, str(error) or type(error).__name__
+        if result[1] == "MemoryError":
             gc.collect()  # Why: a cycle would keep memory that the next template needs.
-        _end_after(0)
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+        _limit_time(0)
+        results.write(json.dumps(result).encode() + b"\n")
+        results.flush()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class TextStream:
         """The text that is final so far: settled, and not the beginning of a stop string."""
         if self._final is not None:
             return self._final
-        return self._settled[: len(self._settled) - self._num_held()]
+        return self._settled[: len(self._settled) - self._num_withheld()]
 
     def append(self, token_id: int) -> str | None:
         """Adds the next token; returns the stop string that it completes."""
@@ -141,7 +141,7 @@ class TextStream:
         self._final = text[: end if self._params.include_stop_str_in_output else start]
         return self._stops[order]
 
-    def _num_held(self) -> int:
+    def _num_withheld(self) -> int:
         """Length of the longest suffix of the settled text that begins a stop string."""
         if self._params.include_stop_str_in_output:
             return 0

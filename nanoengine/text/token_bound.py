@@ -30,7 +30,7 @@ INERT = "\0-\u02ff\u0400-\u0482\u3040-\u3098\u309b-\u9fff\uac00-\ud7a3"
 
 COMPOSED = re.compile(f".?[^{INERT}]+", re.DOTALL)
 
-MOST_GROWTH = 3
+MAX_GROWTH = 3
 """Factor by which a normalizer may increase the bytes of a text. Source: UAX #15 for NFC."""
 
 
@@ -50,7 +50,7 @@ class TokenBound:
         if spec["model"].get("type") == "BPE" and all(map(_keeps_text, parts)):
             self._longest = _longest_tokens(spec, normalizers, parts)
 
-    def at_least(self, text: str) -> int:
+    def lower_bound(self, text: str) -> int:
         """A lower bound of the tokens of `text`; 0 if nothing is known."""
         if self._longest is None:
             return 0
@@ -78,10 +78,10 @@ def _keeps_text(part: dict[str, Any]) -> bool:
         case {"type": "Split" | "Punctuation", "behavior": behavior}:
             return bool(behavior != "Removed")
         case {"type": "Prepend", "prepend": added}:
-            return len(added.encode()) <= MOST_GROWTH
+            return len(added.encode()) <= MAX_GROWTH
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             size = len(old.encode())
-            return size <= len(new.encode()) <= size * MOST_GROWTH
+            return size <= len(new.encode()) <= size * MAX_GROWTH
     return False
 
 
@@ -110,7 +110,7 @@ def _longest_tokens(
             longest[byte] = max(longest[byte], len(content))
         if added["normalized"] and normalizers:  # Why: its matches may have other bytes.
             num = len(normalizers)
-            least = max(least, (len(content) + num) * MOST_GROWTH**num)
+            least = max(least, (len(content) + num) * MAX_GROWTH**num)
     most = max(least, *longest)
     unsure = {byte for byte in range(256) if in_letters and chr(byte) not in needed} | {*b" "}
     for part in parts:

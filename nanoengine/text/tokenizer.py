@@ -41,7 +41,7 @@ class Tokenizer:
     """A Hugging Face tokenizer with only the operations that the engine needs."""
 
     def __init__(self, backend: PreTrainedTokenizerBase | TokenizerFile) -> None:
-        self._plain = backend
+        self._base = backend
         special_ids = {i for i, token in backend.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(special_ids.union(backend.all_special_ids))
         self.eos_token, self.has_warned = backend.eos_token, False
@@ -76,13 +76,13 @@ class Tokenizer:
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
         """The transformers tokenizer, which is loaded now if plain text did not need it."""
-        plain = self._plain
+        plain = self._base
         return plain.load_full() if isinstance(plain, TokenizerFile) else plain
 
     @property
     def chat_template(self) -> Any:
         """The model's chat template, or a dict of name and template; None: it has none."""
-        return self._plain.chat_template
+        return self._base.chat_template
 
     def definition(self) -> str:
         """The tokenizer in the format of tokenizer.json, with all its added tokens.
@@ -90,9 +90,9 @@ class Tokenizer:
         Raises:
             RequestError: this kind of tokenizer can't be written in that format.
         """
-        raw = getattr(self._plain, "backend_tokenizer", None)
+        raw = getattr(self._base, "backend_tokenizer", None)
         if raw is None:
-            kind = type(self._plain).__name__
+            kind = type(self._base).__name__
             raise RequestError(f"the tokenizer, a {kind}, is none of the tokenizers library")
         return str(raw.to_str())
 
@@ -104,7 +104,7 @@ class Tokenizer:
                 regular expression fails.
         """
         try:
-            token_ids = list(self._plain.encode(text, add_special_tokens=add_special_tokens))
+            token_ids = list(self._base.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the text can't be encoded as UTF-8: {error!s:.200}") from error
         except BaseException as error:
@@ -171,9 +171,9 @@ class Tokenizer:
 
     def token_id(self, name: str | None) -> int | None:
         """The id of the token with this name; None: there is none."""
-        found = self._plain.convert_tokens_to_ids(name) if name else None
+        found = self._base.convert_tokens_to_ids(name) if name else None
         # Why the second check: for a missing name the first returns None or the id of <unk>.
-        known = isinstance(found, int) and self._plain.convert_ids_to_tokens(found) == name
+        known = isinstance(found, int) and self._base.convert_ids_to_tokens(found) == name
         return found if known else None
 
     def token_text(self, token_id: int) -> str:
@@ -190,7 +190,7 @@ class Tokenizer:
 
     def _raw(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # Why: clean-up rewrites " ." to "." across tokens, which changes the model's output.
-        text = self._plain.decode(
+        text = self._base.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,

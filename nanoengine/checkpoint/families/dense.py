@@ -24,7 +24,7 @@ GRANITE_KEYS = {
 }
 GRANITE = layer(**GRANITE_KEYS, **LLAMA)
 
-WINDOW = family.windows(uses_layer_types=False)
+WINDOW = family.windows(has_types=False)
 QWEN_WINDOWS = family.windows(family.from_max_window_layers, needs_flag=True)
 
 # Why: in no other family do checkpoints lack EOS tokens.
@@ -60,22 +60,20 @@ FAMILIES: dict[str, Family] = {
             only={"hidden_act": ("xielu",)}, hidden_act="xielu", gated_mlp=False,
             qk_norm="per_head", **ATTENTION_BIAS,
         ),
-        tensor_names={
+        names={
             "input_layernorm": "attention_layernorm",
             "post_attention_layernorm": "feedforward_layernorm",
         },
     ),
     "ArceeForCausalLM": Family(
-        "arcee",
-        layers=layer(**RELU2, **LLAMA),
-        gguf=files("arcee", interleaved_qk=True),
+        "arcee", layers=layer(**RELU2, **LLAMA), gguf=files("arcee", interleaved=True),
     ),
     "CohereForCausalLM": Family(
-        "cohere", layers=COHERE, norm_eps_key="layer_norm_eps", gguf=files("command-r"),
+        "cohere", layers=COHERE, norm_eps="layer_norm_eps", gguf=files("command-r"),
     ),
     "Cohere2ForCausalLM": Family(
         "cohere2", layers=COHERE, windows=family.all_but_every(),
-        rope_layers=family.only_with_window, norm_eps_key="layer_norm_eps",
+        rope_layers=family.only_with_window, norm_eps="layer_norm_eps",
         gguf=files("cohere2", full_every=4),
     ),
     "CwmForCausalLM": Family(
@@ -88,8 +86,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Exaone4ForCausalLM": Family(
         "exaone4", layers=layer(norms="post", qk_norm="per_head"), windows=family.all_but_every(),
-        rope_layers=family.exaone_rope, tensor_names=POST_NORM_NAMES,
-        gguf=files("exaone4", full_every=4),
+        rope_layers=family.exaone_rope, names=POST_NORM_NAMES, gguf=files("exaone4", full_every=4),
     ),
     "GlmForCausalLM": Family(
         "glm", layers=layer(**GLM), partial_rotary=True, defaults=GLM_DEFAULTS,
@@ -97,7 +94,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4ForCausalLM": Family(
         "glm4", layers=layer(norms="sandwich", **GLM), partial_rotary=True, defaults=GLM_DEFAULTS,
-        tensor_names={
+        names={
             "attention_output_norm": "post_self_attn_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
         },
@@ -105,7 +102,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteForCausalLM": Family(
         "granite", layers=GRANITE,
-        gguf=files("granite", interleaved_qk=True, ignored_keys=UNUSED_SSM_KEYS),
+        gguf=files("granite", interleaved=True, ignored_keys=UNUSED_SSM_KEYS),
     ),
     "GraniteSWAForCausalLM": Family(
         "granite_swa", layers=layer(**GRANITE_KEYS, **LLAMA, attention_sinks=True),
@@ -118,7 +115,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", layers=layer(qk_norm="post_rope", **ATTENTION_BIAS),
-        rope_extra=HUNYUAN_ROPE, tensor_names=HUNYUAN_NAMES, gguf=files("hunyuan-dense"),
+        rope_extra=HUNYUAN_ROPE, names=HUNYUAN_NAMES, gguf=files("hunyuan-dense"),
     ),
     "HyperCLOVAXForCausalLM": Family(
         "hyperclovax",
@@ -128,25 +125,25 @@ FAMILIES: dict[str, Family] = {
                "attention_multiplier":
                    lambda keys: keys.get("attention_multiplier") or keys.head_dim**-0.5},
         ),
-        tensor_names={"attention_output_norm": "post_norm1", "mlp_output_norm": "post_norm2"},
+        names={"attention_output_norm": "post_norm1", "mlp_output_norm": "post_norm2"},
     ),
     "Jais2ForCausalLM": Family(
         "jais2",
-        layers=layer(norm="layer", norm_bias=True, **RELU2, **LLAMA), norm_eps_key="layer_norm_eps",
+        layers=layer(norm="layer", norm_bias=True, **RELU2, **LLAMA), norm_eps="layer_norm_eps",
         gguf=files("jais2"),
     ),
     "LlamaForCausalLM": Family(
         "llama", layers=layer(**LLAMA),
-        gguf=files("exaone") | files("internlm2", "llama", interleaved_qk=True),
+        gguf=files("exaone") | files("internlm2", "llama", interleaved=True),
     ),
     "MinistralForCausalLM": Family("ministral", windows=family.windows()),
     "Ministral3ForCausalLM": Family(
         "ministral3", windows=WINDOW,
         rope_extra={"llama_4_scaling_beta": True, "max_position_embeddings": False},
-        gguf=files("mistral3", when=has("attention.temperature_scale"), interleaved_qk=True),
+        gguf=files("mistral3", when=has("attention.temperature_scale"), interleaved=True),
     ),
     "MistralForCausalLM": Family(
-        "mistral", windows=WINDOW, gguf=files("mistral3", interleaved_qk=True),
+        "mistral", windows=WINDOW, gguf=files("mistral3", interleaved=True),
     ),
     "NanoChatForCausalLM": Family(
         "nanochat",
@@ -154,23 +151,22 @@ FAMILIES: dict[str, Family] = {
             norm="no_weight", qk_norm="post_rope", rope_reversed=True, embedding_norm=True, **RELU2,
             **from_keys("final_logit_softcapping"), **ATTENTION_BIAS,
         ),
-        tensor_names={"up_proj": "fc1", "down_proj": "fc2"},
+        names={"up_proj": "fc1", "down_proj": "fc2"},
     ),
     "NemotronForCausalLM": Family(
-        "nemotron",
-        layers=layer(norm="one_plus_weight layer", norm_bias=True, **RELU2, **LLAMA),
-        partial_rotary=True, norm_eps_key="norm_eps", gguf=files("nemotron"),
+        "nemotron", layers=layer(norm="one_plus_weight layer", norm_bias=True, **RELU2, **LLAMA),
+        partial_rotary=True, norm_eps="norm_eps", gguf=files("nemotron"),
     ),
     "OlmoForCausalLM": Family(
         "olmo", layers=layer(norm="no_weight layer", **from_keys("clip_qkv"), **ATTENTION_BIAS),
-        norm_eps_key="layer_norm_eps",
+        norm_eps="layer_norm_eps",
     ),
     "Olmo2ForCausalLM": Family(
-        "olmo2", layers=OLMO2, tensor_names=POST_NORM_NAMES, gguf=files("olmo2", full_every=4),
+        "olmo2", layers=OLMO2, names=POST_NORM_NAMES, gguf=files("olmo2", full_every=4),
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3", layers=OLMO2, windows=family.all_but_every(4),
-        rope_theta_keys=("rope_theta", "rope_theta"), tensor_names=POST_NORM_NAMES,
+        rope_theta_keys=("rope_theta", "rope_theta"), names=POST_NORM_NAMES,
         gguf=files("olmo2", when=has("attention.sliding_window"), full_every=4),
     ),
     "PhiForCausalLM": Family(
@@ -180,8 +176,8 @@ FAMILIES: dict[str, Family] = {
             gated_mlp=False, hidden_act=GELU, qkv_bias=True, output_bias=True, mlp_bias=True,
             lm_head_bias=True,
         ),
-        partial_rotary=True, norm_eps_key="layer_norm_eps",
-        tensor_names={
+        partial_rotary=True, norm_eps="layer_norm_eps",
+        names={
             "model.norm": "model.final_layernorm", "o_proj": "dense", "up_proj": "fc1",
             "down_proj": "fc2",
         },
@@ -211,7 +207,7 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": Family(
         "smollm3", layers=layer(**LLAMA), rope_layers=family.smollm_rope,
         windows=family.windows(family.smollm_window, needs_flag=True),
-        gguf=files("smollm3", interleaved_qk=True),
+        gguf=files("smollm3", interleaved=True),
     ),
     "StableLmForCausalLM": Family(
         "stablelm",
@@ -219,7 +215,7 @@ FAMILIES: dict[str, Family] = {
             norms=key("use_parallel_residual", lambda on: "parallel" if on else "pre"),
             norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
         ),
-        partial_rotary=True, norm_eps_key="layer_norm_eps", gguf=files("stablelm"),
+        partial_rotary=True, norm_eps="layer_norm_eps", gguf=files("stablelm"),
     ),
     "Starcoder2ForCausalLM": Family(
         "starcoder2",
@@ -227,8 +223,8 @@ FAMILIES: dict[str, Family] = {
             only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated_mlp=False,
             hidden_act=GELU, **biases("use_bias"),
         ),
-        windows=WINDOW, tensor_names={"up_proj": "c_fc", "down_proj": "c_proj"},
-        norm_eps_key="norm_epsilon", gguf=files("starcoder2"),
+        windows=WINDOW, names={"up_proj": "c_fc", "down_proj": "c_proj"},
+        norm_eps="norm_epsilon", gguf=files("starcoder2"),
     ),
 }
 # fmt: on

@@ -59,7 +59,7 @@ def size(*names: str) -> Reader[int]:
     return read
 
 
-def build(kind: Callable[..., T], fields: Mapping[str, Any], keys: ConfigReader) -> T:
+def make(kind: Callable[..., T], fields: Mapping[str, Any], keys: ConfigReader) -> T:
     """Creates a config from fields that are values or readers."""
     return kind(**{n: value(keys) if callable(value) else value for n, value in fields.items()})
 
@@ -71,7 +71,7 @@ def layer(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> R
     def read(keys: ConfigReader) -> LayerConfig:
         for name, values in (only or {}).items():
             keys.require_one_of(name, *values)
-        return build(LayerConfig, fields, keys)
+        return make(LayerConfig, fields, keys)
 
     return read
 
@@ -86,7 +86,7 @@ class GGUFFiles:
         constants: values of config.json keys that the files lack.
         read: computes config.json keys from metadata with another meaning.
         names: parts of tensor names -> ours, if they differ from `gguf_tensors.TENSOR_NAMES`.
-        interleaved_qk: rows of queries and keys are in the order for interleaved RoPE, unlike in
+        interleaved: rows of queries and keys are in the order for interleaved RoPE, unlike in
             checkpoints.
         full_every: every n-th layer has full attention, the others have the sliding window of the
             file; 0: the family determines it.
@@ -98,7 +98,7 @@ class GGUFFiles:
     constants: Json = field(default_factory=dict)
     read: Callable[[Metadata], Json] = lambda metadata: {}
     names: Mapping[str, str] = field(default_factory=dict)
-    interleaved_qk: bool = False
+    interleaved: bool = False
     full_every: int = 0
     ignored_keys: tuple[str, ...] = ()
     tiled: bool = False
@@ -137,7 +137,7 @@ def windows(
     pattern: Callable[[ConfigReader, int], bool] = lambda keys, layer: True,
     *,
     needs_flag: bool = False,
-    uses_layer_types: bool = True,
+    has_types: bool = True,
 ) -> WindowsReader:
     """Returns a WindowsReader. No layer has a window if `sliding_window` is null; otherwise
     `layer_types` or a pattern determine the layers.
@@ -145,18 +145,14 @@ def windows(
     Args:
         pattern: whether a layer has a window, if `layer_types` is absent.
         needs_flag: layers have a window only if `use_sliding_window` is set.
-        uses_layer_types: the family has the key `layer_types`.
+        has_types: the family has the key `layer_types`.
     """
 
     def slides(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
         enabled = not needs_flag or keys.get("use_sliding_window")
         if keys.get("sliding_window") is None or not enabled:
             return [False] * layers
-        return (
-            _is_sliding(kinds)
-            if uses_layer_types and kinds
-            else [pattern(keys, n) for n in range(layers)]
-        )
+        return _sliding(kinds) if has_types and kinds else [pattern(keys, n) for n in range(layers)]
 
     return slides
 
@@ -176,7 +172,7 @@ def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader
 
     def slides(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
         if kinds is not None:
-            return _is_sliding(kinds)
+            return _sliding(kinds)
         every = keys.get(number) if isinstance(number, str) else number
         if isinstance(every, str):
             return [every[n % len(every)] == "L" and n + 1 < layers for n in range(layers)]
@@ -191,10 +187,10 @@ def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader
 
 def all_but_first_of_four(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
     keys.get("sliding_window")  # read even if no layer has a window
-    return [n % 4 > 0 for n in range(layers)] if kinds is None else _is_sliding(kinds)
+    return [n % 4 > 0 for n in range(layers)] if kinds is None else _sliding(kinds)
 
 
-def _is_sliding(kinds: Sequence[str]) -> list[bool]:
+def _sliding(kinds: Sequence[str]) -> list[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
@@ -274,12 +270,12 @@ class Family:
         defaults: values of absent keys, if neither transformers' config class (`defaults.json`) nor
             `SCHEMA` has them.
         rope_extra: further keys of `rope_parameters` -> whether they affect text.
-        tensor_names: parts of our tensor names -> their names in checkpoints; or a reader of this
+        names: parts of our tensor names -> their names in checkpoints; or a reader of this
             mapping.
         ignored_tensors: regular expression of prefixes of tensors that are not loaded, such as MTP
             layers.
         intermediate_size: reads the intermediate size of the MLP.
-        norm_eps_key: the key of the epsilon of norms.
+        norm_eps: the key of the epsilon of norms.
         gguf: architectures of the family's GGUF files -> their differences from checkpoints.
     """
 
@@ -294,8 +290,8 @@ class Family:
     partial_rotary: bool = False
     defaults: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
-    tensor_names: Mapping[str, str] | Reader[Mapping[str, str]] = field(default_factory=dict)
+    names: Mapping[str, str] | Reader[Mapping[str, str]] = field(default_factory=dict)
     ignored_tensors: str = ""
     intermediate_size: Reader[int] = INTERMEDIATE_SIZE
-    norm_eps_key: str = "rms_norm_eps"
+    norm_eps: str = "rms_norm_eps"
     gguf: Mapping[str, GGUFFiles] = field(default_factory=dict)

@@ -127,7 +127,7 @@ GEMMA_4 = Family(
     moe=moe.if_any(key("enable_moe_block"), moe.experts(top_k_key="top_k_experts")),
     # Why a base: `rope_parameters` of a config may lack it.
     defaults={**GEMMA_3_DEFAULTS, "vocab_size": 262_144, "rope_theta": 1e6},
-    tensor_names={
+    names={
         **dense.POST_NORM_NAMES, "post_mlp_norm": "post_feedforward_layernorm_1",
         "post_experts_norm": "post_feedforward_layernorm_2",
         "pre_experts_norm": "pre_feedforward_layernorm_2",
@@ -157,14 +157,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2", layers=layer(**GEMMA_2), windows=family.all_but_every(2),
-        defaults=GEMMA_2_DEFAULTS, tensor_names=dense.POST_NORM_NAMES,
+        defaults=GEMMA_2_DEFAULTS, names=dense.POST_NORM_NAMES,
         gguf=files("gemma2", read=query_scale_keys, full_every=2),
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text", layers=layer(qk_norm="per_head", **GEMMA), windows=family.all_but_every(),
         rope_theta_keys=("rope_theta", "rope_local_base_freq"),
-        defaults={**GEMMA_3_DEFAULTS, "sliding_window_pattern": 6},
-        tensor_names=dense.POST_NORM_NAMES,
+        defaults={**GEMMA_3_DEFAULTS, "sliding_window_pattern": 6}, names=dense.POST_NORM_NAMES,
         gguf=files("gemma3", read=query_scale_keys, full_every=6),
     ),
     "Gemma4ForCausalLM": replace(GEMMA_4, gguf=files(
@@ -176,10 +175,8 @@ FAMILIES: dict[str, Family] = {
         defaults={**GEMMA_4.defaults, "max_position_embeddings": 262_144},
     ),
     "VaultGemmaForCausalLM": Family(
-        "vaultgemma",
-        layers=layer(**{**GEMMA_2, "norms": "pre"}), windows=family.all_but_every(2),
-        defaults=GEMMA_2_DEFAULTS,
-        tensor_names={"post_attention_layernorm": "pre_feedforward_layernorm"},
+        "vaultgemma", layers=layer(**{**GEMMA_2, "norms": "pre"}), windows=family.all_but_every(2),
+        defaults=GEMMA_2_DEFAULTS, names={"post_attention_layernorm": "pre_feedforward_layernorm"},
     ),
 }
 # fmt: on

@@ -81,7 +81,7 @@ GPT = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "learned_positio
 GPT_FIELDS: Json = {
     "intermediate_size":
         lambda keys: keys.get("intermediate_size") or 4 * keys.require("hidden_size"),
-    "norm_eps_key": "layer_norm_epsilon",
+    "norm_eps": "layer_norm_epsilon",
 }
 GPT_NAMES = {
     "model.embed_tokens": "model.wte", "model.layers": "model.h", "model.norm": "model.ln_f",
@@ -94,8 +94,8 @@ GPT_2_NAMES = GPT_NAMES | {
 
 FAMILIES: dict[str, Family] = {
     "ExaoneForCausalLM": Family(
-        "exaone", rename_keys, layers=layer(**dense.LLAMA), norm_eps_key="layer_norm_epsilon",
-        tensor_names={
+        "exaone", rename_keys, layers=layer(**dense.LLAMA), norm_eps="layer_norm_epsilon",
+        names={
             **GPT_NAMES, "self_attn": "attn.attention", "o_proj": "out_proj",
             "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
         },
@@ -103,17 +103,17 @@ FAMILIES: dict[str, Family] = {
     "FalconForCausalLM": Family(
         "falcon", normalize_falcon,
         layers=layer(norms=falcon_norms, fused_qkv="heads", **PLAIN_MLP, **biases("bias")),
-        defaults={"max_position_embeddings": 2048}, tensor_names=falcon_names, **GPT_FIELDS,
+        defaults={"max_position_embeddings": 2048}, names=falcon_names, **GPT_FIELDS,
     ),
     "GPT2LMHeadModel": Family(
         "gpt2", rename_keys, layers=layer(fused_qkv="parts", transposed_matrices=True, **GPT),
-        rope_layers=family.nowhere, tensor_names=GPT_2_NAMES, **GPT_FIELDS,
+        rope_layers=family.nowhere, names=GPT_2_NAMES, **GPT_FIELDS,
     ),
     "GPTBigCodeForCausalLM": Family(
         "gpt_bigcode", rename_keys, layers=layer(fused_qkv="parts", **GPT),
         # Why: the config has `multi_query` instead.
         defaults={"num_key_value_heads": 1},
-        rope_layers=family.nowhere, tensor_names=GPT_2_NAMES, **GPT_FIELDS,
+        rope_layers=family.nowhere, names=GPT_2_NAMES, **GPT_FIELDS,
     ),
     "GPTJForCausalLM": Family(
         "gptj", rename_keys,
@@ -121,7 +121,7 @@ FAMILIES: dict[str, Family] = {
             norms="parallel", rope_interleaved=True, mlp_bias=True, lm_head_bias=True, **PLAIN_MLP,
         ),
         partial_rotary=True,
-        tensor_names={
+        names={
             **GPT_NAMES, "self_attn": "attn", "o_proj": "out_proj", "up_proj": "fc_in",
             "down_proj": "fc_out",
         },
@@ -134,22 +134,22 @@ FAMILIES: dict[str, Family] = {
             fused_qkv="heads", mlp_bias=True, **PLAIN_MLP, **dense.ATTENTION_BIAS,
         ),
         partial_rotary=True,
-        tensor_names={
+        names={
             "model.embed_tokens": "model.embed_in", "model.norm": "model.final_layer_norm",
             "self_attn": "attention", **NEOX_NAMES,
         },
-        norm_eps_key="layer_norm_eps",
+        norm_eps="layer_norm_eps",
     ),
     "OPTForCausalLM": Family(
         "opt", rename_keys,
         layers=layer(learned_positions=opt_positions, **PLAIN_MLP, **biases("enable_bias")),
         rope_layers=family.nowhere,
-        tensor_names={
+        names={
             "model.norm": "model.final_layer_norm", "input_layernorm": "self_attn_layer_norm",
             "post_attention_layernorm": "final_layer_norm", "o_proj": "out_proj",
             "mlp.up_proj": "fc1", "mlp.down_proj": "fc2",
         },
-        norm_eps_key="layer_norm_eps",
+        norm_eps="layer_norm_eps",
     ),
 }
 # fmt: on

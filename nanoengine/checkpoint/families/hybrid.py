@@ -151,9 +151,7 @@ def falcon_h1_multipliers(keys: ConfigReader) -> FalconH1Multipliers:
     for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
         found[name] = tuple(keys.get(name) or [1.0] * count)
         if len(found[name]) != count:
-            raise UnsupportedModelError(
-                f"{name}={repr_short(found[name])} must have {count} numbers"
-            )
+            raise UnsupportedModelError(f"{name}={repr_short(found[name])} must be {count} numbers")
     return FalconH1Multipliers(**found)
 
 
@@ -231,7 +229,7 @@ def _time_step_limits(keys: ConfigReader) -> tuple[float, float]:
 
 
 # fmt: off
-def attention_or_conv_keys(metadata: Metadata, without: str = CONV) -> Json:
+def layer_type_keys(metadata: Metadata, without: str = CONV) -> Json:
     """Layers without KV heads are convolutions, or of the kind `without`."""
     heads = metadata.per_layer("attention.head_count_kv")
     return {
@@ -259,9 +257,9 @@ def mamba_size_keys(metadata: Metadata) -> Json:
     return {"mamba_n_heads": heads, "mamba_d_head": inner // (heads or 1), "mamba_d_ssm": inner}
 
 
-def granite_hybrid_keys(metadata: Metadata) -> Json:
+def granite_keys(metadata: Metadata) -> Json:
     """Layers without KV heads are Mamba layers."""
-    found = {**attention_or_conv_keys(metadata, LINEAR), **mamba_size_keys(metadata)}
+    found = {**layer_type_keys(metadata, LINEAR), **mamba_size_keys(metadata)}
     rope, count = metadata.get("rope.scaling.finetuned", bool), metadata.get("expert_count", int, 0)
     if rope is None:
         metadata.reject("rope.scaling.finetuned", "files with this key")
@@ -333,10 +331,10 @@ GGUF_MAMBA = {
 FAMILIES: dict[str, Family] = {
     "BambaForCausalLM": Family(
         "bamba", layers=layer(**dense.LLAMA), states=mamba_config, partial_rotary=True,
-        tensor_names=FALCON_NAMES,
+        names=FALCON_NAMES,
         gguf=files(
-            "granitehybrid", when=has("rope.scaling.finetuned"), interleaved_qk=True,
-            read=granite_hybrid_keys, names=GGUF_MAMBA,
+            "granitehybrid", when=has("rope.scaling.finetuned"), interleaved=True,
+            read=granite_keys, names=GGUF_MAMBA,
         ),
     ),
     "FalconH1ForCausalLM": Family(
@@ -347,7 +345,7 @@ FAMILIES: dict[str, Family] = {
             # Why: a factor on keys equals a factor on the scores q.k.
             attention_multiplier=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
         ),
-        states=falcon_h1_config, tensor_names=FALCON_NAMES,
+        states=falcon_h1_config, names=FALCON_NAMES,
         gguf=files(
             "falcon-h1", read=mamba_size_keys,
             names=GGUF_MAMBA | {"ffn_norm": "post_attention_layernorm.weight"},
@@ -366,17 +364,13 @@ FAMILIES: dict[str, Family] = {
         defaults={
             "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
         },
-        tensor_names=GRANITE_4_NAMES, intermediate_size=size("shared_intermediate_size"),
-        gguf=files(
-            "granitehybrid", interleaved_qk=True, read=granite_hybrid_keys, names=GGUF_MAMBA,
-        ),
+        names=GRANITE_4_NAMES, intermediate_size=size("shared_intermediate_size"),
+        gguf=files("granitehybrid", interleaved=True, read=granite_keys, names=GGUF_MAMBA),
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2", layers=LFM2, states=conv_config,
-        tensor_names=LFM2_NAMES, intermediate_size=lfm2_intermediate_size, norm_eps_key="norm_eps",
-        gguf=files(
-            "lfm2", read=attention_or_conv_keys, constants={"block_auto_adjust_ff_dim": False},
-        ),
+        names=LFM2_NAMES, intermediate_size=lfm2_intermediate_size, norm_eps="norm_eps",
+        gguf=files("lfm2", read=layer_type_keys, constants={"block_auto_adjust_ff_dim": False}),
     ),
     "Lfm2MoeForCausalLM": Family(
         "lfm2_moe", layers=LFM2, states=conv_config,
@@ -384,8 +378,8 @@ FAMILIES: dict[str, Family] = {
             correction_bias=key("use_expert_bias"), layers=moe.layers_from("num_dense_layers"),
             **{**moe.SIGMOID, "norm_epsilon": 1e-6},
         ),
-        tensor_names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
-        norm_eps_key="norm_eps", gguf=files("lfm2moe", read=attention_or_conv_keys),
+        names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
+        norm_eps="norm_eps", gguf=files("lfm2moe", read=layer_type_keys),
     ),
     "Lfm3ForCausalLM": Family(
         "lfm3", add_layer_types,
@@ -396,12 +390,12 @@ FAMILIES: dict[str, Family] = {
         ),
         states=conv_config, windows=family.windows(lambda keys, layer: False),
         rope_theta_keys=("rope_theta", "rope_local_base_freq"),
-        tensor_names={
+        names={
             "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
             # Why: only the gate of the MLP must be renamed, not this one.
             "self_attn.gate_proj": "self_attn.gate_proj", **LFM_NAMES,
         },
-        norm_eps_key="norm_eps",
+        norm_eps="norm_eps",
     ),
     "NemotronHForCausalLM": Family(
         "nemotron_h", normalize_nemotron_h,
@@ -418,8 +412,7 @@ FAMILIES: dict[str, Family] = {
             **moe.DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
             "layers": nemotron_experts, "gated": False,
         })),
-        tensor_names=NEMOTRON_NAMES, ignored_tensors=moe.MTP_TENSORS,
-        norm_eps_key="layer_norm_epsilon",
+        names=NEMOTRON_NAMES, ignored_tensors=moe.MTP_TENSORS, norm_eps="layer_norm_epsilon",
         # Why ignored: files without experts may have their keys.
         gguf=files(
             "nemotron_h", "nemotron_h_moe", read=nemotron_keys, names=GGUF_MAMBA,
@@ -437,7 +430,7 @@ FAMILIES: dict[str, Family] = {
         "qwen3_5_moe_text", layers=QWEN_NEXT, states=delta_config,
         # Why: the config class lacks this key, because the model code always normalizes.
         moe=moe.QWEN_SHARED, partial_rotary=True, defaults={"norm_topk_prob": True},
-        rope_extra=dense.M_ROPE, tensor_names=moe.SHARED_NAMES, ignored_tensors=moe.MTP_TENSORS,
+        rope_extra=dense.M_ROPE, names=moe.SHARED_NAMES, ignored_tensors=moe.MTP_TENSORS,
         intermediate_size=moe.EXPERT_SIZE,
         gguf=files(
             "qwen35moe", read=delta_keys, names=GGUF_DELTA, ignored_keys=dense.IMAGE_KEYS,
@@ -446,7 +439,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next", layers=QWEN_NEXT, states=fused_delta_config,
-        moe=moe.QWEN_SHARED, partial_rotary=True, tensor_names=moe.SHARED_NAMES,
+        moe=moe.QWEN_SHARED, partial_rotary=True, names=moe.SHARED_NAMES,
         ignored_tensors=moe.MTP_TENSORS, gguf=files("qwen3next", read=delta_keys, names=GGUF_DELTA),
     ),
 }

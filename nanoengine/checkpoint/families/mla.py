@@ -80,8 +80,7 @@ GGUF_DEFAULTS = {
 
 
 def deepseek_keys(metadata: Metadata) -> Json:
-    keys = {name: SCHEMA[name].gguf for name in GGUF_DEFAULTS}
-    found = {name: metadata.get(keys[name], Any) or GGUF_DEFAULTS[name] for name in keys}
+    found = {k: metadata.get(SCHEMA[k].gguf, Any) or value for k, value in GGUF_DEFAULTS.items()}
     return found | mla_sizes(metadata)
 
 

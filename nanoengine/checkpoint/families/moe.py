@@ -6,16 +6,7 @@ from typing import Any
 
 from nanoengine.checkpoint.config_reader import SCHEMA, ConfigReader, Json
 from nanoengine.checkpoint.families import dense, family
-from nanoengine.checkpoint.families.family import (
-    Family,
-    Reader,
-    build,
-    files,
-    has,
-    key,
-    layer,
-    size,
-)
+from nanoengine.checkpoint.families.family import Family, Reader, files, has, key, layer, make, size
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.errors import UnsupportedModelError
@@ -47,11 +38,10 @@ def experts(
             "intermediate_size": size(size_key),
             "layers": tuple(range(keys.require("num_hidden_layers"))),
         }
-        moe = build(MoEConfig, {**usual, "score": score, **fields}, keys)
+        moe = make(MoEConfig, {**usual, "score": score, **fields}, keys)
         if moe.num_experts_per_tok > moe.num_experts:
             raise UnsupportedModelError(
-                f"{top_k_key}={moe.num_experts_per_tok} must be at most"
-                f" {count_key}={moe.num_experts}"
+                f"{top_k_key}={moe.num_experts_per_tok} exceeds {count_key}={moe.num_experts}"
             )
         if moe.score == "sparsemixer" and moe.num_experts_per_tok != 2:
             raise UnsupportedModelError(
@@ -207,7 +197,7 @@ FAMILIES: dict[str, Family] = {
             score="sigmoid", scaling_factor=key("route_scale"), norm_epsilon=1e-20,
             layers=layers_from("num_dense_layers"), **SHARED,
         ),
-        tensor_names={
+        names={
             "attention_output_norm": "post_attention_layernorm",
             "post_attention_layernorm": "pre_mlp_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
@@ -229,12 +219,9 @@ FAMILIES: dict[str, Family] = {
         layers=layer(only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, rope_interleaved=True),
         moe=experts(
             count_key="moe_num_experts", top_k_key="moe_k", correction_bias="row", norm_min=1e-12,
-            shared_size=shared_size("moe_num_shared_experts"),
-            layers=ernie_layers,
+            shared_size=shared_size("moe_num_shared_experts"), layers=ernie_layers,
         ),
-        tensor_names={
-            "mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias",
-        },
+        names={"mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
         ignored_tensors=r"model\.mtp_",
         gguf=files("ernie4_5-moe", ignored_keys=("expert_shared_feed_forward_length",)),
     ),
@@ -243,14 +230,14 @@ FAMILIES: dict[str, Family] = {
         rope_layers=family.exaone_rope,
         moe=experts(**{**DEEPSEEK_KEYS, "count_key": "num_experts", **SHARED,
                        "layers": named_sparse_layers}),
-        tensor_names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
+        names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
         ignored_tensors=MTP_TENSORS, gguf=files(
             "exaone-moe", full_every=4, ignored_keys=("expert_shared_feed_forward_length",),
         ),
     ),
     "FlexOlmoForCausalLM": Family(
         "flex_olmo", layers=dense.OLMO2, moe=experts(size_key="intermediate_size", **NORM_TOPK),
-        tensor_names=dense.POST_NORM_NAMES,
+        names=dense.POST_NORM_NAMES,
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
@@ -284,19 +271,19 @@ FAMILIES: dict[str, Family] = {
             },
             "torch_dtype": "bfloat16",
         },
-        tensor_names={"mlp.gate": "mlp.router"},
+        names={"mlp.gate": "mlp.router"},
         gguf=files("gpt-oss", read=expert_size_keys, names=dense.PRE_MLP_NORM, full_every=2),
     ),
     "GraniteMoeForCausalLM": Family(
-        "granitemoe", layers=dense.GRANITE, moe=experts(**MIXTRAL), tensor_names=GRANITE_NAMES,
-        gguf=files("granitemoe", interleaved_qk=True),
+        "granitemoe", layers=dense.GRANITE, moe=experts(**MIXTRAL), names=GRANITE_NAMES,
+        gguf=files("granitemoe", interleaved=True),
     ),
     "GraniteMoeSharedForCausalLM": Family(
         "granitemoeshared", layers=layer(**dense.GRANITE_KEYS, **dense.LLAMA, fused_gate_up=True),
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
-        tensor_names=GRANITE_SHARED_NAMES,
+        names=GRANITE_SHARED_NAMES,
         gguf=files(
-            "granitemoe", when=has("expert_shared_feed_forward_length"), interleaved_qk=True,
+            "granitemoe", when=has("expert_shared_feed_forward_length"), interleaved=True,
         ),
     ),
     "GraniteMoeSWAForCausalLM": Family(
@@ -305,7 +292,7 @@ FAMILIES: dict[str, Family] = {
                   attention_sinks=True),
         windows=family.all_but_first_of_four, rope_layers=family.layer_thetas,
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
-        tensor_names={
+        names={
             "mlp": "block_sparse_moe", "mlp.gate": "block_sparse_moe.router",
             **{n: of for n, of in GRANITE_SHARED_NAMES.items() if ".shared_experts." in n},
         },
@@ -317,7 +304,7 @@ FAMILIES: dict[str, Family] = {
             shared_size=size("intermediate_size"),
         ),
         rope_extra=dense.HUNYUAN_ROPE,
-        tensor_names={
+        names={
             "mlp.gate": "mlp.gate.wg", "mlp.shared_experts": "mlp.shared_mlp",
             **dense.HUNYUAN_NAMES,
         },
@@ -336,7 +323,7 @@ FAMILIES: dict[str, Family] = {
             layers=named_sparse_layers, **SHARED,
         ),
         defaults={"first_k_dense_replace": 1},
-        tensor_names={
+        names={
             "mlp.gate": "mlp.router.gate", "mlp.shared_experts": "mlp.shared_mlp",
             "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
         },
@@ -351,15 +338,15 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2", layers=layer(only={"use_qk_norm": (True,)}, qk_norm="all_heads"),
         moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True), partial_rotary=True,
-        tensor_names={
+        names={
             **MIXTRAL_NAMES,
             "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
         },
         gguf=files("minimax-m2", read=expert_size_keys),
     ),
     "MixtralForCausalLM": Family(
-        "mixtral", windows=dense.WINDOW, moe=experts(**MIXTRAL), tensor_names=MIXTRAL_NAMES,
-        gguf=files("llama", when=has("expert_count"), interleaved_qk=True),
+        "mixtral", windows=dense.WINDOW, moe=experts(**MIXTRAL), names=MIXTRAL_NAMES,
+        gguf=files("llama", when=has("expert_count"), interleaved=True),
     ),
     "OlmoeForCausalLM": Family(
         "olmoe", layers=layer(qk_norm="all_heads", **dense.ATTENTION_BIAS),
@@ -373,19 +360,19 @@ FAMILIES: dict[str, Family] = {
         ),
         windows=dense.WINDOW,
         moe=experts(**MIXTRAL, score="sparsemixer", jitter=key("router_jitter_noise")),
-        rope_extra={"short_mscale": True, "long_mscale": True}, tensor_names=MIXTRAL_NAMES,
+        rope_extra={"short_mscale": True, "long_mscale": True}, names=MIXTRAL_NAMES,
         gguf=files("phimoe"),
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe", layers=layer(**family.from_keys("qkv_bias")), moe=QWEN_SHARED,
-        tensor_names=SHARED_NAMES,
+        names=SHARED_NAMES,
         windows=family.windows(
             lambda keys, n: n % 2 == 0 and n < keys.get("max_window_layers"), needs_flag=True,
         ), gguf=files("qwen2moe"),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", layers=dense.QWEN3, moe=experts(**QWEN),
-        windows=family.windows(needs_flag=True, uses_layer_types=False),
+        windows=family.windows(needs_flag=True, has_types=False),
         gguf=files("qwen3moe", constants={"norm_topk_prob": True})
         | files("qwen3vlmoe", constants={"norm_topk_prob": True}, ignored_keys=dense.IMAGE_KEYS),
     ),
