@@ -16,7 +16,7 @@ import torch
 from nanoengine.attention import resolve_backend
 from nanoengine.checkpoint import find
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model, share_of_memory
+from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_memory, resolve_model
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.layout import KVLayout
@@ -30,7 +30,7 @@ from nanoengine.features.logits_processors import LogitsProcessors
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions, use_allowed_cores, use_isa
 from nanoengine.settings.config import EngineConfig
-from nanoengine.text.load_tokenizer import with_ends
+from nanoengine.text.load_tokenizer import with_tokenizer_eos
 from nanoengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
     if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
         raise ConfigError(f"trace={config.trace!r}: its directory must be there; make it first")
     directory = resolve_model(config)
-    model_config = with_ends(load_model_config(directory), tokenizer)
+    model_config = with_tokenizer_eos(load_model_config(directory), tokenizer)
     if not model_config.eos_token_ids and not model_config.headless:
         told = "%s names no token that ends an answer: set max_tokens, stop or stop_token_ids"
         logger.warning(told, config.model)
@@ -69,7 +69,7 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
     if device.type == "cpu":
         use_allowed_cores()
     use_isa(config)
-    config = share_of_memory(config, device)
+    config = resolve_memory(config, device)
     dtype = resolve_dtype(
         config.dtype,
         model_config.dtype,
@@ -77,7 +77,7 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
         backend=config.attention_backend,
         quantized=bool(config.quantization or model_config.quantization),
     )
-    find.require_range(model_config.architecture, dtype)
+    find.check_dtype_range(model_config.architecture, dtype)
     backend = resolve_backend(config.attention_backend, device, dtype)
     quantization = resolve_quantization(
         config.quantization, model_config.quantization, device=device.type

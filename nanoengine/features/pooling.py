@@ -144,7 +144,7 @@ class Pools:
 
     @functools.cached_property
     def _head(self) -> np.ndarray | None:
-        head = checkpoint.read_classes(self.directory)
+        head = checkpoint.read_classifier(self.directory)
         return None if head is None else head.numpy()
 
     @property

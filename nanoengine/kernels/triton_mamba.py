@@ -148,19 +148,19 @@ def mamba_norm_kernel(
 ):  # fmt: skip
     """out [L, G SIZE] = x [L, G SIZE] times the silu of its gate, normed by group. Grid: [L, G].
 
-    NORM: "": none; "before": before the gate; else after it. Rows of the gate are GATE_ROW elements
-    apart.
+    NORM: "": none; "before_gate": before the gate; else after it. Rows of the gate are GATE_ROW
+    elements apart.
     """
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     mask, part = columns < SIZE, tl.program_id(1) * SIZE + columns
     cells = row * (GROUPS * SIZE) + part
     value = tl.load(x + cells, mask=mask, other=0.0)
     gate_value = _activated(gate + row * GATE_ROW + part, mask)
-    if NORM != "before":
+    if NORM != "before_gate":
         value *= gate_value
     if NORM != "":
         value *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
         value *= tl.load(weight + part, mask=mask, other=0.0).to(tl.float32)
-    if NORM == "before":
+    if NORM == "before_gate":
         value *= gate_value
     tl.store(out + cells, value.to(out.dtype.element_ty), mask=mask)

@@ -59,7 +59,7 @@ class CPUExperts:
             no_bias if correction is None else correction.numpy(),
             (
                 moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.best_of_group,
-                moe.norm_topk_prob, np.float32(moe.norm_least), np.float32(moe.norm_epsilon),
+                moe.norm_topk_prob, np.float32(moe.norm_min), np.float32(moe.norm_epsilon),
                 np.float32(moe.scaling_factor),
             ),
             _stack_operands([e.gate_up for e in all_experts], experts.gate_up_bias, 2 * inner),

@@ -13,7 +13,7 @@ import torch
 from nanoengine.kernels.cpu_mamba import AFTER_GATE, BEFORE_GATE, NO_NORM, Mamba, mamba_rule
 from nanoengine.layers.cpu_linear_attention import CPURule
 
-NORMS = {None: NO_NORM, "behind": AFTER_GATE, "before": BEFORE_GATE}
+NORMS = {None: NO_NORM, "after_gate": AFTER_GATE, "before_gate": BEFORE_GATE}
 """`LinearAttentionConfig.norm` -> its constant in the kernels."""
 
 
@@ -31,7 +31,7 @@ class CPUMamba(CPURule):
             heads.d, empty if norm is None else norm.weight,
         )  # fmt: skip
         each = plan.num_value_heads // plan.num_key_heads
-        min_dt, max_dt = plan.step_limits
+        min_dt, max_dt = plan.time_step_limits
         self.operands = (
             tuple(weight.detach().numpy() for weight in weights),
             (plan.num_key_heads, each, plan.key_dim, plan.value_dim),

@@ -32,7 +32,7 @@ def scale_slots(model: nn.Module) -> dict[str, WeightSlot]:
                 name = f"{path.rpartition('.')[0]}.{kind}"
                 store = partial(_store, layer, name)
                 slots[name] = WeightSlot(
-                    shape=(1,), store=store, absent=partial(store, torch.ones(1))
+                    shape=(1,), store=store, on_missing=partial(store, torch.ones(1))
                 )
     return slots
 

@@ -26,7 +26,7 @@ from nanoengine.attention.base import Rotation
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered, whole_slots
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots, ordered
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, QKVLinear
 from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
@@ -42,7 +42,7 @@ class PartialRotary(RotaryEmbedding):
         size, plan = config.plan.rotary_dim, config.plan
         assert size is not None
         cos, sin = cos_and_sin(rope, size, num_positions)
-        padding = (0, 0 if plan.latent else (config.head_dim - size) // 2)
+        padding = (0, 0 if plan.mla else (config.head_dim - size) // 2)
         return F.pad(cos, padding, value=1.0), F.pad(sin, padding)
 
 
@@ -69,7 +69,7 @@ class LearnedPositions(Layer):
         return F.embedding(positions + self.offset, self.weight)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, weight=self.weight)
+        return full_slots(path, weight=self.weight)
 
 
 def head_order(config: ModelConfig) -> torch.Tensor | None:
@@ -170,8 +170,8 @@ def adapt_slots(slots: Mapping[str, WeightSlot], plan: LayerConfig) -> dict[str,
     matrices as [inputs, outputs]."""
     found = dict(slots)
     for name, slot in slots.items():
-        if plan.norm.startswith("bare") and name.endswith("norm.weight"):
-            found[name] = replace(slot, absent=partial(slot.store, torch.ones(slot.shape)))
+        if plan.norm.startswith("no_weight") and name.endswith("norm.weight"):
+            found[name] = replace(slot, on_missing=partial(slot.store, torch.ones(slot.shape)))
         elif plan.transposed_matrices and ".layers." in name and len(slot.shape) == 2:
             part = (*slot.part, slice(None), slice(None))[1::-1]
             store = slot.store

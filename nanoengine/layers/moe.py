@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from nanoengine.checkpoint.layer_config import MoEConfig
-from nanoengine.checkpoint.quantization import IN_MXFP4
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
+from nanoengine.checkpoint.quantization import MXFP4_EXPERTS
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import Linear
@@ -71,7 +71,7 @@ class Router(FullPrecisionLinear):
         experts = scores_for_choice.topk(moe.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(1, experts)
         if moe.norm_topk_prob:
-            total = weights.sum(dim=-1, keepdim=True).clamp(min=moe.norm_least)
+            total = weights.sum(dim=-1, keepdim=True).clamp(min=moe.norm_min)
             weights = weights / (total + moe.norm_epsilon)
         weights = (weights * moe.scaling_factor).to(hidden.dtype)
         return self.scale_weights(weights, experts), experts
@@ -97,7 +97,7 @@ class Router(FullPrecisionLinear):
         bias = self.e_score_correction_bias
         if self.moe.correction_bias == "row" and bias is not None:
             bias = bias.view(1, -1)
-        return super().weight_slots(path) | whole_slots(path, e_score_correction_bias=bias)
+        return super().weight_slots(path) | full_slots(path, e_score_correction_bias=bias)
 
 
 class Expert(Layer):
@@ -229,7 +229,7 @@ class Experts(Layer):
                     for name, half in zip(("gate_proj", "up_proj"), halves, strict=True)
                 },
             )
-        return slots | whole_slots(path, down_proj_bias=self.down_bias)
+        return slots | full_slots(path, down_proj_bias=self.down_bias)
 
     def _stack(
         self,
@@ -262,7 +262,7 @@ class Experts(Layer):
                 method.load(mine.dequantized())
 
         if transposed:
-            pieces = MXFP4(IN_MXFP4).slots(name, shape, store_quantized, count)
+            pieces = MXFP4(MXFP4_EXPERTS).slots(name, shape, store_quantized, count)
             only = getattr(methods[0], "stored", None) is not None
             slot = WeightSlot(
                 shape=(count, *shape[::-1]), store=store, pieces=pieces, pieces_only=only

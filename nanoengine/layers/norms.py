@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import NormKind
-from nanoengine.checkpoint.slots import WeightSlot, ordered, whole_slots
+from nanoengine.checkpoint.slots import WeightSlot, full_slots, ordered
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.layouts import head_order
 from nanoengine.layers.norm import HeadNorm, RMSNorm
@@ -28,9 +28,9 @@ def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm
     """Makes the family's norm over the hidden size."""
     kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
     if kind.endswith("layer"):
-        layer_norm = CenteredLayerNorm if kind == "centered layer" else LayerNorm
+        layer_norm = CenteredLayerNorm if kind == "one_plus_weight layer" else LayerNorm
         return layer_norm(*sizes, bias=config.plan.norm_bias, context=context)
-    norm = CenteredNorm if kind == "centered" else RMSNorm
+    norm = CenteredNorm if kind == "one_plus_weight" else RMSNorm
     return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))
 
 
@@ -70,7 +70,7 @@ class LayerNorm(Layer):
         return normed.to(x.dtype), total
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, weight=self.weight, bias=self.bias)
+        return full_slots(path, weight=self.weight, bias=self.bias)
 
 
 class CenteredLayerNorm(LayerNorm):
@@ -100,7 +100,7 @@ class ReorderedHeadNorm(HeadNorm):
         return (normed * self.weight).to(x.dtype)
 
     def store(self, rows: torch.Tensor, stored: torch.Tensor) -> None:
-        factors = stored.to(rows.dtype) + 1 if self.kind == "centered" else stored
+        factors = stored.to(rows.dtype) + 1 if self.kind == "one_plus_weight" else stored
         rows.copy_(ordered(factors, self.order))
 
 

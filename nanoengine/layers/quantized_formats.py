@@ -131,7 +131,7 @@ class StoredFormat(ABC):
                 shape=((count,) if count else ()) + self._shape(tensor.dims, *shape),
                 dtypes=tensor.dtypes,
                 store=partial(fill, part),
-                absent=partial(fill, part) if tensor.optional else None,
+                on_missing=partial(fill, part) if tensor.optional else None,
             )
             for part, tensor in parts.items()
         }
@@ -182,7 +182,7 @@ class GPTQ(StoredFormat):
             "qweight": StoredTensor("k N", INT32),
             "qzeros": StoredTensor("G n", INT32),
             "scales": StoredTensor("G N"),
-            "g_idx": StoredTensor("K", INTEGERS, optional=not self.stored.scattered),
+            "g_idx": StoredTensor("K", INTEGERS, optional=not self.stored.desc_act),
             "bias": StoredTensor("N", optional=True),
         }
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import MoEConfig
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
 from nanoengine.layers.layer import ModelContext
 from nanoengine.layers.moe import Router
 
@@ -58,4 +58,4 @@ class ScaledRouter(Router):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         scales = {"scale": self.scale, "per_expert_scale": self.per_expert_scale}
-        return self.slots_of(f"{path}.proj", MatrixPart(self.shape)) | whole_slots(path, **scales)
+        return self.slots_of(f"{path}.proj", MatrixPart(self.shape)) | full_slots(path, **scales)

@@ -36,7 +36,7 @@ class TritonMamba:
         """See `MambaHeads.forward`."""
         count, heads = dt.shape
         assert dt.stride(1) == 1, "rows must be contiguous"
-        min_dt, max_dt = self.plan.step_limits
+        min_dt, max_dt = self.plan.time_step_limits
         out, decay = (
             torch.empty(dt.shape, dtype=self.heads.d.dtype, device=dt.device) for _ in range(2)
         )

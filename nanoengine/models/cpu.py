@@ -142,7 +142,7 @@ class CPUKernels(Kernels):
             for mixer in model.recurrent_layers if fused and self.dtype != torch.float64 else ():
                 mixer.mixer_fn = fused(mixer)
         parts_class, fused_class, plan = LayerParts, FusedLayers, model.config.plan
-        if plan.latent is not None:
+        if plan.mla is not None:
             from nanoengine.layers.cpu_mla import MLAParts
 
             parts_class = MLAParts

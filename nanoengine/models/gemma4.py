@@ -33,7 +33,7 @@ from torch import nn
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.slots import WeightSlot, whole_slots
+from nanoengine.checkpoint.slots import WeightSlot, full_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
@@ -60,8 +60,8 @@ def config_for_layer(config: ModelConfig, index: int) -> ModelConfig:
     gemma4 = config.plan.gemma4
     assert gemma4 is not None
     head_dim, kv_heads = gemma4.shapes[config.sliding_windows[index] is None]
-    first = config.num_hidden_layers - gemma4.num_shared
-    size = config.intermediate_size * (gemma4.shared_width if index >= first else 1)
+    first = config.num_hidden_layers - gemma4.num_kv_shared
+    size = config.intermediate_size * (gemma4.shared_mlp_factor if index >= first else 1)
     return replace(config, head_dim=head_dim, num_key_value_heads=kv_heads, intermediate_size=size)
 
 
@@ -149,7 +149,7 @@ class Gemma4Decoder(GenericDecoder):
             sizes = replace(config, hidden_size=gemma4.input_size)
             self.per_layer_projection_norm = make_norm(sizes, context)
             self.projection_scale = hidden**-0.5
-        self.backend, self.first_kv_shared = context.kernels.attention, depth - gemma4.num_shared
+        self.backend, self.first_kv_shared = context.kernels.attention, depth - gemma4.num_kv_shared
         self.layers = nn.ModuleList()
         last: dict[int | None, Gemma4Attention] = {}
         for index, window in enumerate(config.sliding_windows):
@@ -322,7 +322,7 @@ class Gemma4Layer(GenericLayer):
         return self.experts(x, *self.router(router_input))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, layer_scalar=self.layer_scalar)
+        return full_slots(path, layer_scalar=self.layer_scalar)
 
 
 class Gemma4Attention(GenericAttention):

@@ -29,7 +29,7 @@ from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.checkpoint.slots import WeightSlot, whole_slots
+from nanoengine.checkpoint.slots import WeightSlot, full_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers import layouts
 from nanoengine.layers.embedding import Embedding, OutputHead
@@ -110,7 +110,7 @@ class SoftcapLMHead(OutputHead):
         return None if found is None else (found[0], self._softcap(found[1]))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return super().weight_slots(path) | whole_slots(path, bias=self.bias)
+        return super().weight_slots(path) | full_slots(path, bias=self.bias)
 
     def _scale(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self.scale == 1 else hidden * self.scale
@@ -273,7 +273,7 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
 
             kind = RECURRENT_LAYERS[states.kind]
         return kind(f"{path}.{kind.name}", config, context)
-    if config.plan.latent is not None:
+    if config.plan.mla is not None:
         from nanoengine.models.mla import MLAAttention
 
         return MLAAttention(f"{path}.{MLAAttention.name}", index, config, context)
@@ -348,7 +348,7 @@ class XIELU(Layer):
         return torch.where(x > 0, alpha_p * x * x, alpha_n * exponential) + self.beta * x
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, **dict(self.named_parameters()))
+        return full_slots(path, **dict(self.named_parameters()))
 
 
 class PlainMLP(Layer):

@@ -26,7 +26,7 @@ from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch, ScanStep
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import LinearAttentionConfig
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers import delta_rule
 from nanoengine.layers.causal_conv import CausalConv
@@ -197,12 +197,12 @@ class GatedDeltaNet(MatrixStateLayer):
         super().__init__(path, config, context)
         plan, shard, self.eps = self.plan, context.shard, config.rms_norm_eps
         sizes, z, gate = self.sizes, self.sizes[-1:], (self.heads_per_key,)
-        if plan.merged:
+        if plan.fused_qkvz:
             tensors = {"in_proj_qkvz": (*sizes, *z)}, {"in_proj_ba": gate * 2}
         else:
             tensors = {"in_proj_qkv": sizes, "in_proj_z": z}, {"in_proj_b": gate, "in_proj_a": gate}
         key_heads = plan.num_key_heads * shard.world_size
-        rows_of = partial(rank_rows, num_heads=key_heads, shard=shard, merged=plan.merged)
+        rows_of = partial(rank_rows, num_heads=key_heads, shard=shard, merged=plan.fused_qkvz)
         self.in_proj_qkvz, self.in_proj_ba = (
             GatheredLinear(
                 f"{path}.{name}",
@@ -405,4 +405,4 @@ class GatedRMSNorm(Layer):
         return (normed.to(x.dtype) * F.silu(gate.to(x.dtype))).to(gate.dtype)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, weight=self.weight)
+        return full_slots(path, weight=self.weight)

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.files import Stored, stored_tensors
+from nanoengine.checkpoint.files import TensorInfo, stored_tensors
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.slots import OwnsWeights, TensorNames, WeightSlot
-from nanoengine.checkpoint.weights import check_sizes, drop_copy, dummy_weights, load_weights
+from nanoengine.checkpoint.weights import check_sizes, drop_tied_head, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import ModelContext, pin_attributes
@@ -54,7 +54,7 @@ def load_model(
     Raises:
         ConfigError: the ranks don't divide the model; `max_positions` exceeds its context; or
             `max_positions` is None, and the context is longer than `MAX_DEFAULT_CONTEXT`.
-        WeightLoadError: see `stored_tensors`, `drop_copy`, `check_sizes` and `load_weights`.
+        WeightLoadError: see `stored_tensors`, `drop_tied_head`, `check_sizes` and `load_weights`.
     """
     context_len = config.max_position_embeddings
     if context.max_positions is None and context_len > MAX_DEFAULT_CONTEXT:
@@ -62,13 +62,13 @@ def load_model(
             f"the model's context is {context_len} tokens (max_position_embeddings), longer than"
             f" the {MAX_DEFAULT_CONTEXT} that are allowed by default: set max_model_len"
         )
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorInfo] = {}
     if load_format == "auto":
         stored = tensors_to_run(config, stored_tensors(Path(directory)))
     names = TensorNames(config.tensor_names, stored)
     if load_format == "auto":
         if config.tie_word_embeddings:
-            drop_copy(stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
+            drop_tied_head(stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
         check_sizes(config, stored, names)
         dtypes = {
             tensor.dtype
@@ -110,7 +110,7 @@ def load_model(
 
 
 def _accept_blocks(
-    slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]
+    slots: Mapping[str, WeightSlot], stored: Mapping[str, TensorInfo]
 ) -> dict[str, WeightSlot]:
     """Returns the slots; float slots accept quantized blocks if the GGUF file stores such."""
     from nanoengine.layers.quantized_formats import as_floats
@@ -174,7 +174,7 @@ def check_ranks(config: ModelConfig, ranks: int) -> None:
         )
 
 
-def tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, Stored]:
+def tensors_to_run(config: ModelConfig, stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Returns the tensors without those that are ignored, for example of vision towers or of layers
     for multi-token prediction."""
     if config.headless:
@@ -202,7 +202,7 @@ def weight_slots(model: CausalLM) -> dict[str, WeightSlot]:
             assert not slots.keys() & own.keys(), f"{path} repeats slots of another layer"
             slots.update(own)
     plan = model.config.plan
-    if plan.transposed_matrices or plan.norm.startswith("bare"):
+    if plan.transposed_matrices or plan.norm.startswith("no_weight"):
         from nanoengine.layers.layouts import adapt_slots
 
         slots = adapt_slots(slots, plan)

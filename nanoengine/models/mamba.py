@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.layer_config import ANY_STEP
+from nanoengine.checkpoint.layer_config import NO_STEP_LIMITS
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers import mamba2
 from nanoengine.layers.layer import Layer, ModelContext
@@ -47,7 +47,7 @@ class MambaMixer(MatrixStateLayer):
             counts = torch.tensor(sizes) * plan.num_key_heads
             factors = torch.tensor(config.plan.falcon_h1.ssm_multipliers, dtype=torch.float64)
             self.multipliers = factors.repeat_interleave(counts).to(context.device, context.dtype)
-        self.heads = MambaHeads(groups * self.heads_per_key, plan.step_limits, context)
+        self.heads = MambaHeads(groups * self.heads_per_key, plan.time_step_limits, context)
         self.norm = None
         if plan.norm is not None:
             self.norm = GroupedRMSNorm(groups, group_size, config.rms_norm_eps, context)
@@ -74,7 +74,7 @@ class MambaMixer(MatrixStateLayer):
         gate = F.silu(z.to(out.dtype))
         if self.norm is None:
             out = out * gate
-        elif self.plan.norm == "behind":
+        elif self.plan.norm == "after_gate":
             out = self.norm(out * gate)
         else:
             out = self.norm(out) * gate
@@ -102,7 +102,7 @@ class MambaHeads(Decay):
     def __init__(self, num_heads: int, limits: tuple[float, float], context: ModelContext) -> None:
         super().__init__(num_heads, context, "mamba_n_heads")
         self.d = context.parameter(*self.a_log.shape, dtype=self.a_log.dtype)
-        self.limits = None if limits == ANY_STEP else limits
+        self.limits = None if limits == NO_STEP_LIMITS else limits
 
     def forward(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The projected dt -> dt and decay, [T, H] each."""

@@ -15,7 +15,7 @@ output is a weighted sum of latents, from which `value_up` computes the head's o
               └─ rope ─ RoPE ───┴─ KV head [rank + rope_dim] ── cache ───┘
 
 The value is the first `rank` elements of the key, so the cache stores only keys. `generic.py` uses
-this layer if `plan.latent` is set.
+this layer if `plan.mla` is set.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
 
@@ -160,7 +160,7 @@ class MLAAttention(Layer):
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        plan, mla, backend = config.plan, config.plan.latent, context.kernels.attention
+        plan, mla, backend = config.plan, config.plan.mla, context.kernels.attention
         assert mla is not None
         self.mla, hidden, heads = mla, config.hidden_size, config.num_attention_heads
         q_inputs, name, self.q_a = hidden, "q_proj", None

@@ -31,7 +31,7 @@ def hybrid_groups(
         ConfigError: an 8-bit cache for layers whose keys and values share memory.
     """
     windows, states, gemma4 = config.sliding_windows, config.states, config.plan.gemma4
-    if kv_dtype.itemsize == 1 and (gemma4 is not None or config.plan.latent is not None):
+    if kv_dtype.itemsize == 1 and (gemma4 is not None or config.plan.mla is not None):
         raise ConfigError(
             f"an 8-bit kv_cache_dtype is not supported for {config.architecture}, whose keys and"
             " values share memory in the KV cache: set kv_cache_dtype='auto' or 'bfloat16'"
@@ -43,7 +43,7 @@ def hybrid_groups(
         return groups[:-1] if sharing else groups
     if states is None:
         return make_kv_groups(windows)
-    attending = config.attending
+    attending = config.attention_layers
     *groups, _ = make_kv_groups(windows, states.layers, attending=attending)
     snapshot_every = blocks_between_snapshots(
         states.size * len(states.layers) * state_dtype.itemsize,

@@ -75,7 +75,7 @@ def make_groups(
 ) -> tuple[KVGroup, ...]:
     """The KV groups of a model of `dtype`: one if all layers cache the same per token."""
     plan = config.plan
-    special_caches = config.states, plan.gemma4, plan.latent, *config.sliding_windows
+    special_caches = config.states, plan.gemma4, plan.mla, *config.sliding_windows
     if not any(special_caches):
         return (KVGroup(layers=tuple(range(config.num_hidden_layers))),)
     from nanoengine.runner.groups import hybrid_groups

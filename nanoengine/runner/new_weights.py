@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig, load_model_config
-from nanoengine.checkpoint.files import Stored, read_tensors, stored_tensors
+from nanoengine.checkpoint.files import TensorInfo, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
-from nanoengine.checkpoint.weights import HARMLESS, drop_copy
+from nanoengine.checkpoint.weights import HARMLESS, drop_tied_head
 from nanoengine.errors import EngineDeadError, WeightLoadError
 from nanoengine.layers.embedding import NAME
 from nanoengine.layers.kernels import LinearMethod
@@ -81,7 +81,9 @@ def _slots_for(runner: RunnerSetup, source: Source) -> dict[str, WeightSlot]:
         stored = stored_tensors(source)
     else:
         stored = {
-            name: Stored(Path(), tuple(x.shape), DTYPE_NAMES.get(x.dtype, str(x.dtype)))
+            name: TensorInfo(
+                Path(), tuple(x.shape), DTYPE_NAMES.get(x.dtype, str(x.dtype))
+            )
             for name, x in source.items()
         }
     stored = tensors_to_run(config, stored)
@@ -138,12 +140,12 @@ def _pick(slots: Mapping[str, WeightSlot], stored: Collection[str]) -> dict[str,
     return found
 
 
-def _drop_tied(source: Source, stored: dict[str, Stored], head: str, embedding: str) -> None:
+def _drop_tied(source: Source, stored: dict[str, TensorInfo], head: str, embedding: str) -> None:
     """Drops a head that is tied to the embedding; raises WeightLoadError if the two differ."""
     if not {head, embedding} <= stored.keys():
         return
     if isinstance(source, Path):
-        drop_copy(stored, head, embedding)
+        drop_tied_head(stored, head, embedding)
         return
     del stored[head]
     if source[head].shape != source[embedding].shape or not source[head].equal(source[embedding]):
@@ -153,7 +155,7 @@ def _drop_tied(source: Source, stored: dict[str, Stored], head: str, embedding: 
         )
 
 
-def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) -> None:
+def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, TensorInfo]) -> None:
     shapes = {name: stored[name].shape for name in slots}
     problems = {
         "unknown": [n for n in stored if n not in slots and not HARMLESS.fullmatch(n)],

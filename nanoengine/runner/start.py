@@ -75,7 +75,7 @@ class RunnerSetup:
             block_size=self.block_size,
             kv_dtype=self.kv_dtype,
             deterministic=self.config.deterministic,
-            is_mla=self.model_config.plan.latent is not None,
+            is_mla=self.model_config.plan.mla is not None,
         )
         self.groups = kv_cache.make_groups(
             self.model_config, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv_dtype

@@ -15,7 +15,7 @@ import torch
 
 from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.build import build_engine
-from nanoengine.checkpoint.find import share_of_memory
+from nanoengine.checkpoint.find import resolve_memory
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import check_value
 from nanoengine.settings.config import EngineConfig
@@ -87,11 +87,11 @@ def test_what_cannot_be_obeyed_is_refused_with_the_reason(options, message):
 
 def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
     given = config(gpu_memory_utilization=0.9)
-    on_gpu = share_of_memory(given, torch.device("cuda"))
+    on_gpu = resolve_memory(given, torch.device("cuda"))
     assert changed(on_gpu, DEFAULT) == {"memory_fraction": 0.9}
     with pytest.warns(UserWarning, match=r"no effect .*gpu_memory_utilization=0.9 \(there is no"):
-        assert share_of_memory(given, torch.device("cpu")) == DEFAULT
-    assert share_of_memory(DEFAULT, torch.device("cpu")) is DEFAULT
+        assert resolve_memory(given, torch.device("cpu")) == DEFAULT
+    assert resolve_memory(DEFAULT, torch.device("cpu")) is DEFAULT
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ REFUSED = {
     "chat /no/model --n 2": "--n must be 1",
     "chat /no/model --top-p 7": "top_p must be in (0, 1], got 7",
     "info /no/such/dir": "model directory '/no/such/dir' does not exist",
-    "generate . --prompt a": "model='.' is no checkpoint: it has no config.json, and no GGUF file",
+    "generate . --prompt a": "model='.' is not a checkpoint: it has no config.json and no GGUF",
     "info m --kv-disk d": TIERS,
     "info m --kv-disk d --kv-disk-gib 1": TIERS,
     "info m --kv-host-gib 0": "HostTier gib must be greater than 0",

@@ -22,7 +22,7 @@ from nanoengine import (
     StructuredOutputs,
 )
 from nanoengine.assets import demo_model_path
-from nanoengine.checkpoint.find import share_of_memory
+from nanoengine.checkpoint.find import resolve_memory
 from nanoengine.settings import vllm_names
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.vllm_names import NAMES
@@ -60,7 +60,7 @@ def given(code: str) -> dict[str, Any]:
 def make_config(**options: Any) -> EngineConfig:
     """Builds a config with GPU defaults."""
     config = EngineConfig.from_kwargs(**{"model": "m"} | options)
-    return share_of_memory(config, torch.device("cuda"))
+    return resolve_memory(config, torch.device("cuda"))
 
 
 def make_beams(**options: Any) -> BeamSearchParams:

@@ -281,7 +281,7 @@ def test_what_does_not_fit_changes_nothing(pair, tmp_path):
             ({**good, NORM: None}, "torch tensors, got model.norm.weight"),
             ([], "there are no tensors"),
             (other, "different rms_norm_eps"),
-            (tmp_path, "holds no weights"),
+            (tmp_path, "has no weights"),
         ]:
             with pytest.raises(WeightLoadError, match=why):
                 llm.load_weights(weights)

@@ -30,8 +30,8 @@ MAMBA: dict[str, dict[str, Any]] = {
         "num_key_heads": 1, "key_dim": 16, "value_dim": 64, "conv_bias": False,
     },
     "strips and a part": {"value_dim": 72},
-    "strips and a part, limits": {"value_dim": 72, "key_dim": 8, "step_limits": (0.3, 0.9)},
-    "a norm before the gate, three taps": {"norm": "before", "kernel": 3},
+    "strips and a part, limits": {"value_dim": 72, "key_dim": 8, "time_step_limits": (0.3, 0.9)},
+    "a norm before the gate, three taps": {"norm": "before_gate", "kernel": 3},
     "no norm": {"norm": None},
 }  # fmt: skip
 FORMS = [*(f"delta, {form}" for form in DELTA), *(f"Mamba-2, {form}" for form in MAMBA)]

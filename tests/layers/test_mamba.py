@@ -79,7 +79,7 @@ NEMOTRON = {**RAW, "architectures": ["NemotronHForCausalLM"], "mamba_num_heads":
 def test_a_hybrid_pattern_defines_the_layers():
     config = parse_model_config(NEMOTRON)
     assert config.num_hidden_layers == 5 and config.moe is None
-    assert config.attending == (3,) and config.states.layers == (0, 2)
+    assert config.attention_layers == (3,) and config.states.layers == (0, 2)
     assert config.plan.layers_block_type == (
         "linear_attention", "mlp", "linear_attention", "full_attention", "mlp",
     )  # fmt: skip
@@ -92,7 +92,7 @@ def test_layer_types_of_transformers_4_are_parsed():
            "num_local_experts": 0, "position_embedding_type": "nope",
            "time_step_limit": [0.0, float("inf")]}  # fmt: skip
     config = parse_model_config(raw)
-    assert config.states.layers == (0, 2) and config.attending == (1,)
+    assert config.states.layers == (0, 2) and config.attention_layers == (1,)
     assert config.ropes == (None, None, None)
 
 

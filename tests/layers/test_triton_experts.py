@@ -164,7 +164,7 @@ def test_ties_select_the_experts_with_the_lowest_indices(few_blocks, form):
     none = np.zeros(0, np.float32)
     routing = (
         moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.best_of_group,
-        moe.norm_topk_prob, np.float32(moe.norm_least), np.float32(moe.norm_epsilon),
+        moe.norm_topk_prob, np.float32(moe.norm_min), np.float32(moe.norm_epsilon),
         np.float32(moe.scaling_factor),
     )  # fmt: skip
     correction = none if correction is None else correction.cpu().numpy()

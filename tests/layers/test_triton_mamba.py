@@ -77,14 +77,14 @@ def test_prefills_match_the_reference(groups, key_dim):
 @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.2, 0.9)])
 def test_gates_match_torch(limits):
     """Strided rows; one step size is nearly zero and one is large."""
-    mixer, kernel = layer_and_kernel(2, step_limits=limits)
+    mixer, kernel = layer_and_kernel(2, time_step_limits=limits)
     mixer.heads.dt_bias[:3] = torch.tensor([-30.0, 0.5, 90.0])
     for dtype in (torch.float32, torch.float16):
         raw = torch.randn(5, 40).to(DEVICE, dtype)[:, 7 : 7 + HEADS]
         torch.testing.assert_close(kernel.gates(raw), mixer.heads(raw), **CLOSE)
 
 
-@pytest.mark.parametrize("norm", ["behind", "before", None])
+@pytest.mark.parametrize("norm", ["after_gate", "before_gate", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gates_and_norms_in_either_order_match_torch(norm, dtype):
     mixer, kernel = layer_and_kernel(2, dtype, norm=norm)

@@ -16,7 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoengine.checkpoint.config import OWN_NAMES, load_model_config, parse_model_config
+from nanoengine.checkpoint.config import (
+    ARCHITECTURE_OVERRIDES,
+    load_model_config,
+    parse_model_config,
+)
 from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.errors import WeightLoadError
@@ -118,7 +122,9 @@ def test_every_family_has_a_case() -> None:
     assert made == set(every_family())
     written = [json.loads((Path(checkpoint(name)) / "config.json").read_text("utf-8"))
                for name in FAMILIES]  # fmt: skip
-    named = {OWN_NAMES.get(raw["model_type"], raw["architectures"][0]) for raw in written}
+    named = {
+        ARCHITECTURE_OVERRIDES.get(raw["model_type"], raw["architectures"][0]) for raw in written
+    }
     assert named == set(every_family()) | set(TEXT_PARTS)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.checkpoint.config import parse_model_config
-from nanoengine.checkpoint.layer_config import Gemma4Plan
+from nanoengine.checkpoint.layer_config import Gemma4Config
 from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import layers_per_slice, make_groups
 from nanoengine.settings.params import SamplingParams
@@ -23,10 +23,10 @@ from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixt
 WINDOW = 512
 
 
-def plan(shared: int = 0, **shapes: tuple[int, int]) -> Gemma4Plan:
+def plan(shared: int = 0, **shapes: tuple[int, int]) -> Gemma4Config:
     window, full = shapes["window"], shapes["full"]
-    return Gemma4Plan(
-        shapes=(window, full), keys_are_values=False, num_shared=shared, shared_width=1,
+    return Gemma4Config(
+        shapes=(window, full), keys_are_values=False, num_kv_shared=shared, shared_mlp_factor=1,
         input_size=0,
     )  # fmt: skip
 

@@ -402,24 +402,24 @@ def test_files_in_folders_of_other_programs_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").rename(file)
     assert found(file.parent) == file
     for above in (tmp_path / "models", tmp_path / "models" / "publisher"):
-        with pytest.raises(ConfigError, match=f"; below it are {file}"):
+        with pytest.raises(ConfigError, match=f"; models in its subfolders: {file}"):
             found(above)
     blob = tmp_path / "ollama" / "blobs" / "sha256-1f00"
     blob.parent.mkdir(parents=True)
     file.rename(blob)
     assert found(blob) == found(blob.parent) == blob
-    with pytest.raises(ConfigError, match=f"; below it are {blob.parent}"):
+    with pytest.raises(ConfigError, match=f"; models in its subfolders: {blob.parent}"):
         found(tmp_path / "ollama")
     repository = tmp_path / "hub" / "models--me--a"
     snapshot = repository / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     (snapshot / "a.gguf").symlink_to(blob)
-    with pytest.raises(ConfigError, match=f"; below it are {snapshot / 'a.gguf'}"):
+    with pytest.raises(ConfigError, match=f"; models in its subfolders: {snapshot / 'a.gguf'}"):
         found(repository)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee\n")
     assert found(repository) == found(snapshot) == snapshot / "a.gguf"
-    with pytest.raises(ConfigError, match=f"; below it are {repository}"):
+    with pytest.raises(ConfigError, match=f"; models in its subfolders: {repository}"):
         found(tmp_path / "hub")
 
 

@@ -105,7 +105,7 @@ def test_log_probabilities_of_a_prompt_match_plain_torch(
 
 def test_block_bytes_count_the_latent_and_the_rope_dims() -> None:
     engine = make_engine(checkpoint("deepseek_v3"), dtype="float32", block_size=8, num_kv_blocks=4)
-    latent = load_model_config(checkpoint("deepseek_v3")).plan.latent
+    latent = load_model_config(checkpoint("deepseek_v3")).plan.mla
     assert latent is not None
     assert latent.size == 24 + 8
     assert engine.info.block_bytes == 8 * latent.size * 3 * 4

@@ -295,7 +295,7 @@ def run_mamba(dtype):
         inner, slots = heads * value, torch.zeros(1, dtype=torch.int64)
         plan = replace(
             delta_plan(groups, heads, key_dim=key, value_dim=value), kind="mamba",
-            channels=inner + 2 * groups * key, norm="behind",
+            channels=inner + 2 * groups * key, norm="after_gate",
         )  # fmt: skip
         states, gates = torch.zeros(2, plan.size), torch.zeros(100, heads)
         conv = CausalConv(
