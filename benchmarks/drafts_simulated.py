@@ -24,8 +24,8 @@ from speculative import recorded
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.features.drafting import Drafting
-from nanoengine.features.ngram import NgramDrafter
+from nanoengine.features.speculative.drafting import Drafting
+from nanoengine.features.speculative.ngram import NgramDrafter
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.speculative import NgramDrafts
 

@@ -37,7 +37,7 @@ from side_by_side import Clock, Run, compare, model_options, parser, report
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.core.sequence import Sequence
-from nanoengine.features.drafting import Drafting
+from nanoengine.features.speculative.drafting import Drafting
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner import model_runner
 

@@ -23,7 +23,7 @@ import torch
 
 from nanoengine.as_vllm import absent
 from nanoengine.core.plan import AdmittedSequence
-from nanoengine.features.processors import ShownIds, takes_prompt
+from nanoengine.features.custom_processors import ShownIds, takes_prompt
 
 
 class MoveDirectionality(enum.Enum):

@@ -1,6 +1,6 @@
 """LogitsProcessors: logits processors for functions and grammars, created when a row needs one.
 
-    the caller's functions and processors (processors.py) ─ grammars (structured.py)
+    the caller's functions and processors (custom_processors.py) ─ grammars (structured.py)
 
 Created by `build.py`, called by a runner's `need_step_sampler`; each rank creates its own.
 """
@@ -41,7 +41,7 @@ class LogitsProcessors:
 
     @functools.cached_property
     def _given(self) -> tuple[LogitsProcessor, ...]:
-        from nanoengine.features.processors import make_processors
+        from nanoengine.features.custom_processors import make_processors
 
         return make_processors(self._args[0].logits_processors)
 

@@ -26,7 +26,7 @@ from nanoengine.as_vllm.processors import (
 )
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import EngineDeadError, NanoEngineError, RequestError
-from nanoengine.features.processors import ShownIds
+from nanoengine.features.custom_processors import ShownIds
 
 MODEL = str(demo_model_path())
 PROMPTS = ["Once upon a time", "The little dog", "A red bird", "Tom", "The old cat", "One day"]

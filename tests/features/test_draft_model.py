@@ -14,7 +14,7 @@ import torch
 
 from nanoengine import HostTier
 from nanoengine.errors import ConfigError
-from nanoengine.features.drafting import Drafting
+from nanoengine.features.speculative.drafting import Drafting
 from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
 from tests.support.engines import (

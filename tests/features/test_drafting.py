@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.core.sequence import Request, Sequence, SequenceOptions
 from nanoengine.core.speculation import set_drafts
-from nanoengine.features.drafting import (
+from nanoengine.features.speculative.drafting import (
     BACKOFF_STEPS,
     Acceptance,
     Drafting,

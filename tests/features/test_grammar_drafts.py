@@ -8,8 +8,8 @@ import pytest
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
-from nanoengine.features.drafting import DraftProposal
-from nanoengine.features.grammar_drafts import GrammarDrafter
+from nanoengine.features.speculative.drafting import DraftProposal
+from nanoengine.features.speculative.grammar_drafts import GrammarDrafter
 from tests.support.drafts import draft_always
 from tests.support.engines import (
     checkpoint,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import ConfigError
-from nanoengine.features.ngram import NgramDrafter, NgramIndex, continuation, match_length
+from nanoengine.features.speculative.ngram import NgramDrafter, NgramIndex, continuation, match_length
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_speculative

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nanoengine.core.sequence import Sequence as CoreSequence
 from nanoengine.engine import LLMEngine
-from nanoengine.features.drafting import Drafting, DraftProposal
+from nanoengine.features.speculative.drafting import Drafting, DraftProposal
 
 
 class EagerDrafting(Drafting):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Sequence
-from nanoengine.features.drafting import Drafter, DraftProposal
+from nanoengine.features.speculative.drafting import Drafter, DraftProposal
 from nanoengine.runner.sampling.sampler import Sampler
 
 

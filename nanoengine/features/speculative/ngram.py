@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.features.drafting import NO_GUESS, Drafter, DraftProposal
+from nanoengine.features.speculative.drafting import NO_GUESS, Drafter, DraftProposal
 from nanoengine.settings.speculative import NgramDrafts
 
 TOKEN_BITS = 20

@@ -24,7 +24,7 @@ from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.core.sequence import Sequence
 from nanoengine.errors import ConfigError
-from nanoengine.features.drafting import Drafter, DraftProposal
+from nanoengine.features.speculative.drafting import Drafter, DraftProposal
 from nanoengine.runner import kv_cache
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions

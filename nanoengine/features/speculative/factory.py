@@ -16,10 +16,10 @@ from nanoengine.checkpoint.find import resolve_model
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.errors import ConfigError
-from nanoengine.features.draft_model import DraftModel, DraftModelRunner
-from nanoengine.features.drafting import Drafter, Drafting
-from nanoengine.features.grammar_drafts import GrammarDrafter
-from nanoengine.features.ngram import NgramDrafter
+from nanoengine.features.speculative.draft_model import DraftModel, DraftModelRunner
+from nanoengine.features.speculative.drafting import Drafter, Drafting
+from nanoengine.features.speculative.grammar_drafts import GrammarDrafter
+from nanoengine.features.speculative.ngram import NgramDrafter
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions
 from nanoengine.settings.config import EngineConfig
