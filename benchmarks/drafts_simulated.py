@@ -60,10 +60,10 @@ class Look(NgramDrafter):
 
     now = 0.0
 
-    def look(self, sequences):
+    def find_candidates(self, sequences):
         """As before, later."""
         self.now += LOOK_S * len(sequences)
-        return super().look(sequences)
+        return super().find_candidates(sequences)
 
 
 def by_chance(output_len: int) -> list[Text]:

@@ -97,9 +97,9 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
     if config.tensor_parallel_size > 1:
         from nanoengine.ranks.executor import RankedExecutor as executor
     if config.speculative:
-        from nanoengine.features.speculative.factory import drafted_executor
+        from nanoengine.features.speculative.factory import speculative_executor
 
-        executor = drafted_executor(options, executor)
+        executor = speculative_executor(options, executor)
     runner = executor(options)
     layout = runner.start()
     try:

@@ -239,7 +239,7 @@ def test_a_prompt_that_can_not_be_made_says_why(
     """Regression: the error was about a prompt that is None."""
     command = ["generate", str(model), "--prompt", "the dog", "--reasoning-parser", "auto"]
     assert cli.main([*command, *GREEDY]) == 1
-    assert "shows no form that is known" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "matches no known format" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_every_field_of_sampling_params_is_an_option() -> None:

@@ -267,7 +267,7 @@ def test_bad_parameters_are_refused(changes, message):
 
 
 def test_calls_that_cannot_run_are_refused_before_anything_runs(llm):
-    with pytest.raises(RequestError, match="max_num_seqs=256 must be at least that"):
+    with pytest.raises(RequestError, match="max_num_seqs=256 must be at least beam_width=257"):
         llm.beam_search([[1]], BeamSearchParams(beam_width=257, max_tokens=2))
     with pytest.raises(RequestError, match="prompt 1"):
         llm.beam_search([[1], [10**6]], BeamSearchParams(beam_width=2, max_tokens=2))

@@ -28,8 +28,8 @@ from nanoengine.settings.params import SamplingParams
 class Machine:
     """A drafter whose drafts are right with probability `accept`; a step takes `cost(rows)`."""
 
-    always = False
-    only_for = None
+    needs_every_step = False
+    eligible_rows = None
     priors = (0.5, 0.5)
 
     def __init__(
@@ -55,7 +55,7 @@ class Machine:
         ]
         self.drafting = Drafting(drafter=self, overlapped=overlapped, clock=lambda: self.now)
 
-    def look(self, sequences):
+    def find_candidates(self, sequences):
         self.looks += len(sequences)
         self.now += self.look_s * len(sequences)
         return [DraftProposal(self.k, 1) for _ in sequences]
@@ -64,7 +64,7 @@ class Machine:
         self.now += self.draft_s * max(counts)
         return [(7,) * count for count in counts]
 
-    def forget_ended(self):
+    def drop_finished(self):
         pass
 
     def run(self, num_steps: int) -> None:
@@ -300,11 +300,11 @@ def test_acceptance_begins_at_the_prior_and_forgets():
     assumed = [0.5, 0.6, 0.7]
     assert acceptance.rates(0, assumed) == assumed
     for _ in range(100):
-        acceptance.add(0, num_drafts=2, num_right=1)
+        acceptance.add(0, num_drafts=2, num_accepted=1)
     first, second, third = acceptance.rates(0, assumed)
     assert first > 0.9 and second < 0.11 and third == 0.7
     assert acceptance.rates(1, assumed) == assumed
     for _ in range(30):
-        acceptance.add(0, num_drafts=2, num_right=0)
+        acceptance.add(0, num_drafts=2, num_accepted=0)
     assert acceptance.rates(0, assumed)[0] < 0.2
     assert acceptance.rates(0, assumed)[1] == second, "a draft behind a wrong one tells nothing"

@@ -70,7 +70,7 @@ def test_nobody_is_asked_where_nothing_can_be_forced() -> None:
     assert not asked
     run(engine, [[5], [7]], greedy(4))
     assert asked
-    assert not engine.observers[0]._tracked, "ended sequences are forgotten"
+    assert not engine.observers[0]._histories, "ended sequences are forgotten"
     assert make_engine(checkpoint("qwen3"), overlap=True).proposer is None
     assert make_engine(checkpoint("lfm2")).proposer is None
 
@@ -99,19 +99,19 @@ class Marked(Dictation):
 
 def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
     class Other:
-        priors, always, only_for = (0.3, 0.4), False, None
+        priors, needs_every_step, eligible_rows = (0.3, 0.4), False, None
 
-        def look(self, sequences):
+        def find_candidates(self, sequences):
             return [DraftProposal(5, 1) for _ in sequences]
 
-        def forget_ended(self):
+        def drop_finished(self):
             pass
 
     forced = {0: [], 1: [7, 8, 9]}
     sampler = SimpleNamespace(forcing=forced.keys(), forced_tokens=forced.__getitem__)
     drafter = GrammarDrafter(sampler, Other())
     sequences = [SimpleNamespace(row=row) for row in range(3)]
-    assert drafter.look(sequences) == [
+    assert drafter.find_candidates(sequences) == [
         DraftProposal(5, 1),
         DraftProposal(3, 2, (7, 8, 9)),
         DraftProposal(5, 1),

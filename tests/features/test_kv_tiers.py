@@ -110,14 +110,14 @@ def test_a_lazy_tier_moves_less_and_shows_as_little(truth):
 def test_a_slow_disk_holds_up_nothing(truth, tmp_path, monkeypatch):
     engine = small_engine(host_and_disk(tmp_path))
     disk, submitted, may_go_on = engine.scheduler.block_manager.prefix_cache.storage, [], Event()
-    submit, carry_out = disk.submit, disk._carry_out
+    submit, carry_out = disk.submit, disk._run_copy
 
     def carry_out_later(copy: DiskCopy) -> Finished:
         assert may_go_on.wait(60), "somebody waits for the disk"
         return carry_out(copy)
 
     monkeypatch.setattr(disk, "submit", lambda copy: submitted.append(copy) or submit(copy))
-    monkeypatch.setattr(disk, "_carry_out", carry_out_later)
+    monkeypatch.setattr(disk, "_run_copy", carry_out_later)
     assert outputs(engine, PROMPTS[:2]) == truth[:2]
     assert not may_go_on.is_set() and not list(tmp_path.rglob("*.kv")), "the disk has done nothing"
     assert len(submitted) == MAX_WRITES, "no more are under way, and the rest waits its turn"
@@ -303,10 +303,10 @@ def test_rates_are_learned_from_steps():
             ),
             "needs enable_prefix_caching",
         ),
-        (lambda: small_engine([HostTier(gib=1e-9)]), "holds no block of 16384 bytes"),
+        (lambda: small_engine([HostTier(gib=1e-9)]), "too small for a block of 16384 bytes"),
         (
             lambda: small_engine([HostTier(gib=0.01), DiskTier("~no such user/kv", gib=1)]),
-            "path '~no such user/kv' is in no home",
+            "path '~no such user/kv' has no home",
         ),
     ],
 )

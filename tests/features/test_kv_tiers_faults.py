@@ -205,7 +205,7 @@ def test_what_is_no_file_is_damage_of_that_one(what, warm, truth, caplog):
     (directory,) = warm.iterdir()
     in_the_way(directory / "!first.kv", what)
     assert stats_of(warm, truth).tiers[1].cached_blocks == len(others)
-    assert "damaged files, !first.kv the first" in warnings(caplog)[0]
+    assert "damaged files (first: !first.kv)" in warnings(caplog)[0]
     assert os.path.lexists(directory / "!first.kv") == (what == "directory")
     if what == "link":
         assert (directory / "target").read_text() == "mine"
@@ -262,7 +262,7 @@ def test_a_header_of_another_group_or_of_endless_length_is_damage(warm, truth, c
     assert engine.stats().tiers[1].cached_blocks == 24 - 2
     engine.close()
     (told,) = warnings(caplog)
-    assert f"damaged files, {second.name} the first" in told
+    assert f"damaged files (first: {second.name})" in told
 
 
 def test_only_this_user_may_look_into_the_directory(tmp_path):

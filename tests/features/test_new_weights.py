@@ -278,7 +278,7 @@ def test_what_does_not_fit_changes_nothing(pair, tmp_path):
             ({**good, NORM: torch.ones(64, dtype=torch.int8)}, "not floats: model.norm.weight"),
             ({**good, "lm_head.weight": good[EMBEDDING] + 1}, "differ: give one of them"),
             ([(NORM, good[NORM])] * 2, "twice"),
-            ({**good, NORM: None}, "torch tensors, got model.norm.weight"),
+            ({**good, NORM: None}, "must be tensors, got model.norm.weight"),
             ([], "there are none"),
             (other, "other rms_norm_eps"),
             (tmp_path, "holds no weights"),

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import ConfigError
-from nanoengine.features.speculative.ngram import NgramDrafter, NgramIndex, continuation, match_length
+from nanoengine.features.speculative.ngram import (
+    NgramDrafter,
+    NgramIndex,
+    continuation,
+    match_length,
+)
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_speculative
@@ -65,7 +70,7 @@ def make_sequences(prompt: list[int], count: int, first_id: int = 0) -> list[Seq
 
 
 def drafts_of(drafter: NgramDrafter, sequences: list[Sequence]) -> list[tuple[int, ...]]:
-    return [guess.tokens for guess in drafter.look(sequences)]
+    return [proposal.tokens for proposal in drafter.find_candidates(sequences)]
 
 
 def test_sequences_of_a_request_share_the_prompt_and_nothing_else():
@@ -79,10 +84,10 @@ def test_sequences_of_a_request_share_the_prompt_and_nothing_else():
     one.token_ids += [7, 8]
     assert drafts_of(drafter, [one, other]) == [(), (6, 7)]
     one.finish("stop")
-    drafter.forget_ended()
+    drafter.drop_finished()
     assert drafter.num_tokens == 7 + 5
     other.finish("abort")
-    drafter.forget_ended()
+    drafter.drop_finished()
     assert drafter.num_tokens == 0
 
 

@@ -269,7 +269,7 @@ def test_what_is_no_processor_is_refused_by_name() -> None:
     for given in ("package.module:Class", 3):
         with pytest.raises(ConfigError, match=r"logits_processors\[0\] must be a function or"):
             EngineConfig(model="m", logits_processors=[given])
-    with pytest.raises(ConfigError, match="must be functions or objects, got the <class"):
+    with pytest.raises(ConfigError, match="must be functions or instances, got <class"):
         make_engine(checkpoint("qwen3"), logits_processors=[Stage])
     with pytest.raises(RequestError, match=r"logits_processors\[0\] must be a function, got 'f'"):
         SamplingParams(logits_processors=["f"])

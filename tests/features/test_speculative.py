@@ -158,10 +158,10 @@ def test_forks_between_steps_and_aborts(tmp_path: Path):
     engine.abort("b")
     finish(engine)
     assert [seq.output_token_ids for seq in request.sequences] == [expected, expected]
-    assert engine.proposer.drafter.other.num_tokens == 0, (
+    assert engine.proposer.drafter.fallback.num_tokens == 0, (
         "nothing is kept of requests that have ended"
     )
-    assert not engine.proposer._tracked
+    assert not engine.proposer._histories
 
 
 def test_measured_decisions_change_no_token():

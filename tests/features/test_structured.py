@@ -152,8 +152,8 @@ class Slow(AnyText):
         super().__init__()
         self.has_begun, self.may_end, self.has_ended = (threading.Event() for _ in range(3))
 
-    def compile(self, asked: StructuredOutputs) -> AnyText:
-        if "slow" in (asked.regex or ""):
+    def compile(self, spec: StructuredOutputs) -> AnyText:
+        if "slow" in (spec.regex or ""):
             self.has_begun.set()
             assert self.may_end.wait(10), "nobody goes on while this compiles"
         self.has_ended.set()
@@ -179,7 +179,7 @@ def test_rows_go_on_while_a_grammar_compiles(
     prompts = [Row([5], sampling_params=SamplingParams(max_tokens=20)), Row([6])]
     if is_first:  # a stream also continues while nothing runs yet
         prompts.reverse()
-        threading.Timer(5 * structured.SOON_S, library.may_end.set).start()
+        threading.Timer(5 * structured.QUICK_WAIT_S, library.may_end.set).start()
     with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
         llm.engine.observers.append(SimpleNamespace(on_step=on_step))
         outputs = list(llm.stream(iter(prompts), form("slow")))
@@ -197,14 +197,14 @@ def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stage.is_ready(form("slow")), "there is nothing to wait for"
     stage.check(form("quick"))
     library.may_end.set()
-    for one in stage._compiled.values():
+    for one in stage._jobs.values():
         one.wait(10)
     stage.check(form("slow"))
 
 
 def test_ctrl_c_is_heard_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     class Deaf(Slow):
-        def compile(self, asked: StructuredOutputs) -> AnyText:
+        def compile(self, spec: StructuredOutputs) -> AnyText:
             # Why: the main thread can't handle signals while it runs a library's native code.
             assert threading.current_thread() is not threading.main_thread()
             return super().compile(form("slow").structured_outputs)
@@ -231,16 +231,16 @@ def test_ctrl_c_is_heard_though_it_comes_before_the_wait_begins(
     library, heard = Slow(), []
     stage = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
 
-    def wait(compiled: structured.Compiled, seconds: float) -> None:
+    def wait(compiled: structured.CompileJob, seconds: float) -> None:
         heard.append(seconds)
         if len(heard) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(structured.Compiled, "wait", wait)
+    monkeypatch.setattr(structured.CompileJob, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
         stage.check(form("slow"))
     library.may_end.set()
-    assert max(heard) <= structured.LOOK_S
+    assert max(heard) <= structured.POLL_S
 
 
 # --- complete texts are valid ---------------------------------------------------------------------
@@ -433,8 +433,8 @@ def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str) -> None
 def fits(schema: dict[str, Any], text: str, whitespace: bool = False) -> bool:
     """Whether a text is complete and every token is allowed by the masks."""
     stage = make_stage()
-    asked = StructuredOutputs(json=schema, whitespace=whitespace)
-    grammar = stage._compile(asked).fork()
+    spec = StructuredOutputs(json=schema, whitespace=whitespace)
+    grammar = stage._compile(spec).fork()
     for token_id in Tokenizer(text_tokenizer()).encode(text, add_special_tokens=False):
         (mask,) = stage.masks([grammar])
         if not mask[token_id // 32] >> token_id % 32 & 1:
@@ -618,22 +618,25 @@ def chain(rule: str, num_rules: int) -> str:
         ({"json": {"$ref": "#/$defs/a"}}, "a"),
         ({"regex": "(("}, "parse|Regex"),
         ({"grammar": "start: x"}, "x"),
-        ({"grammar": "root ::= x"}, "no GBNF: Rule 'x' not found"),
+        ({"grammar": "root ::= x"}, "not valid GBNF: Rule 'x' not found"),
         ({"grammar": "start: start"}, "no text matches it"),
         ({"json": {"$ref": "#"}}, "no text matches it"),
         ({"regex": r"[^\s\S]"}, "no text matches it"),
-        ({"grammar": doubled(20, '"x"?')}, "with all that it names, must have at most 65,536"),
+        (
+            {"grammar": doubled(20, '"x"?')},
+            "including the terminals it uses",
+        ),
         (
             {"grammar": 'start: A\nA: "a" B\nB: A "b"'},
-            "it nests too deep",
+            "it is nested too deeply",
         ),
-        ({"grammar": chain('T{}: "a" T{}', 999)}, "it nests too deep"),
-        ({"grammar": "start: " + '("a"* "b"*)* ' * 2500}, "too many rules apply at one place"),
-        ({"json": {"type": "integer", "multipleOf": 10**9 + 7}}, "it is too large: have fewer"),
+        ({"grammar": chain('T{}: "a" T{}', 999)}, "it is nested too deeply"),
+        ({"grammar": "start: " + '("a"* "b"*)* ' * 2500}, "too many rules apply at one position"),
+        ({"json": {"type": "integer", "multipleOf": 10**9 + 7}}, "it is too large: use fewer"),
         ({"json": {"pattern": "ab" * 9000, "type": "string"}}, "patterns .* at most 16,384 .*18,0"),
         ({"json": {"patternProperties": {"ab" * 9000: {}}}}, "patterns .* at most 16,384 .*18,0"),
-        ({"json": {"const": [2**53 + 1]}}, r"const and enum hold integers up to 2\*\*53"),
-        ({"grammar": "root ::= " + "(" * 9999}, "nests too deep"),
+        ({"json": {"const": [2**53 + 1]}}, r"const and enum support integers up to 2\*\*53"),
+        ({"grammar": "root ::= " + "(" * 9999}, "nested too deeply"),
     ],
 )
 def test_why_a_form_cant_be_compiled_is_said_to_who_wrote_it(
@@ -677,7 +680,7 @@ def test_a_row_that_fails_on_its_way_says_why_and_where_is_not_logged(
     with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
         (output,) = llm.generate("x", too_many, use_tqdm=False)
     assert output.error is not None
-    assert output.error.startswith("structured_outputs: too many rules apply at one place")
+    assert output.error.startswith("structured_outputs: too many rules apply at one position")
     assert not any(record.exc_info for record in caplog.records)
 
 
@@ -737,16 +740,16 @@ def check_texts(requests: list[Request]) -> None:
 
     complete = 0
     for request in requests:
-        asked = request.params.structured_outputs
+        spec = request.params.structured_outputs
         for seq in request.sequences:
             assert seq.finish_reason in ("stop", "length")
             if seq.finish_reason == "stop":
                 text = text_tokenizer().decode(seq.output_token_ids[:-1])
                 complete += 1
-                if asked.json is not None:
+                if spec.json is not None:
                     jsonschema.validate(json.loads(text), OBJECT)
                 else:
-                    assert re.fullmatch(asked.regex, text)
+                    assert re.fullmatch(spec.regex, text)
     assert complete >= 3
 
 

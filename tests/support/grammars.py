@@ -72,7 +72,7 @@ class AnyText:
     def __init__(self, mask: int = -1) -> None:
         self.mask = mask
 
-    def compile(self, asked: StructuredOutputs) -> AnyText:
+    def compile(self, spec: StructuredOutputs) -> AnyText:
         return self
 
     def fill(self, grammars: Sequence[AnyText], masks: np.ndarray) -> None:

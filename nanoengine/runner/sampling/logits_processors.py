@@ -7,7 +7,7 @@ processor therefore costs nothing in a step where no row uses it.
 
     allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─┐
         ┌────────────────────────────────────────────────────────────────┘
-        └─ the caller's (features/custom_processors.py) ─ grammars (features/structured.py) ─ [a token]
+        └─ custom (features/custom_processors.py) ─ grammars (features/structured.py) ─ [a token]
 
 A processor is called once per step. An exception ends only the rows of that call.
 
