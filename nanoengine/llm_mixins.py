@@ -310,9 +310,9 @@ def progress_bar(
     """A progress bar of the engine's steps, or a null context."""
     if progress is False:
         return contextlib.nullcontext()
-    from nanoengine.observe.progress import showing
+    from nanoengine.observe.progress import progress_bar
 
-    return showing(progress, engine, total)
+    return progress_bar(progress, engine, total)
 
 
 def refused_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # Why: a peer's environment has no nanoengine installed.
 
-from nanoengine.bench.workload import Scale, WorkItem, random_workload, shifted  # noqa: E402
+from nanoengine.bench.workload import Scale, WorkItem, random_workload, shift_ids  # noqa: E402
 
 TEMPERATURE = 0.6
 LIMITS = {"max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
@@ -72,8 +72,8 @@ def run(
         line |= {"load_s": clock() - started} | engine.notes
         items = workload(args.requests, args.longest)
         vocab_size = json.loads(Path(args.model, "config.json").read_text())["vocab_size"]
-        items = shifted(items, 0, vocab_size)  # ids below the vocabulary
-        engine.generate(shifted(items, 1, vocab_size))
+        items = shift_ids(items, 0, vocab_size)  # ids below the vocabulary
+        engine.generate(shift_ids(items, 1, vocab_size))
         started = clock()
         outputs = engine.generate(items)
         seconds = clock() - started

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.suite.engines import config_options, open_llm
 from nanoengine.bench import throughput
 from nanoengine.bench.throughput import Round, timed_round, warm_up
-from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shifted
+from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shift_ids
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Sequence
@@ -212,7 +212,7 @@ def _pairs(
     for llm in (one, other):
         llm.engine.observers.append(metrics)
     for number in range(first, first + rounds):
-        work = shifted(items, number, one.info.vocab_size)
+        work = shift_ids(items, number, one.info.vocab_size)
         before, after = (timed_round(llm, metrics, work, temperature) for llm in (one, other))
         pairs.append((before, after))
     one.engine.observers.remove(metrics)

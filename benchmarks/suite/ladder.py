@@ -71,7 +71,7 @@ def run(config: EngineConfig, options: WorkOptions) -> dict[str, Any]:
             "+ int8": stack.enter_context(_large(model, limits, quantization="int8")),
         }
         for number in range(-1, options.rounds):  # the first warms up
-            work = workload.shifted(items, number, vocab_size)
+            work = workload.shift_ids(items, number, vocab_size)
             for name, generate in rungs.items():
                 start = time.perf_counter()
                 got = generate(work, options.temperature)

@@ -153,15 +153,15 @@ def answer(
     from nanoengine.bench import throughput
 
     with open_llm(config) as llm:
-        beside = None
+        also_run = None
         if asked.compare == "hf":
             from benchmarks.suite import hf_baseline
 
-            beside = hf_baseline.Beside(llm, work.temperature, asked.compare_batch_size)
-        measured = throughput.measure(llm, name, work, beside)
+            also_run = hf_baseline.Beside(llm, work.temperature, asked.compare_batch_size)
+        measured = throughput.measure(llm, name, work, also_run)
         report = limits.with_limits(measured, llm)
     text = limits.format_limits(report)
-    if beside is not None:
-        report["baseline"] = beside.compare(measured)
+    if also_run is not None:
+        report["baseline"] = also_run.compare(measured)
         text += hf_baseline.LINES.format(**report["baseline"])
     return report, throughput.format_report(report, text)

@@ -22,7 +22,7 @@ from benchmarks.suite.options import value_of
 from nanoengine.bench import throughput
 from nanoengine.bench.simulator import make_scheduler, simulate
 from nanoengine.bench.throughput import drawn_items, params_of, timed_round, warm_up
-from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shifted
+from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shift_ids
 from nanoengine.core.policies import make_policy
 from nanoengine.errors import ConfigError
 from nanoengine.observe.metrics import Metrics, percentiles, summarize
@@ -73,7 +73,7 @@ def run(config: EngineConfig, options: WorkOptions, asked: tuple[str, list[Any]]
             llm.engine.observers.append(metrics)
             cost, peaks = limits(changed, info)
             timed = [
-                timed_round(llm, metrics, shifted(items, n, info.vocab_size), options.temperature)
+                timed_round(llm, metrics, shift_ids(items, n, info.vocab_size), options.temperature)
                 for n in range(options.rounds)
             ]
         if not report["points"]:
@@ -118,7 +118,7 @@ def run_rates(
         warm_up(llm, items, options.temperature)
         report = {**throughput.heading(info.device), "notes": notes, **throughput.sizes(items)}
         report["rates"] = [
-            _run_rate(llm, shifted(items, n, info.vocab_size), rate, options.temperature)
+            _run_rate(llm, shift_ids(items, n, info.vocab_size), rate, options.temperature)
             for n, rate in enumerate(rates)
         ]
     return report

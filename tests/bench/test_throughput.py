@@ -105,7 +105,7 @@ def test_the_median_round_is_reported_and_others_take_turns(llm: LLM) -> None:
 
 def test_lost_tokens_stop_the_benchmark(llm: LLM) -> None:
     llm.engine.executor.hook = lambda plan: {0: "lost"} if plan.step == 3 else None
-    with pytest.raises(NanoEngineError, match=r"request \d+ gave \d tokens in the place of"):
+    with pytest.raises(NanoEngineError, match=r"request \d+ generated \d tokens instead of"):
         report_of(llm)
 
 

@@ -14,7 +14,7 @@ from nanoengine.bench.workload import (
     file_workload,
     fit,
     random_workload,
-    shifted,
+    shift_ids,
 )
 from nanoengine.errors import ConfigError
 
@@ -58,7 +58,7 @@ def test_requests_beyond_the_context_are_refused_or_cut_visibly() -> None:
 
 def test_rounds_share_no_prefix() -> None:
     fitted, _ = fit(list(random_workload(Scale(4, (5, 9), (1, 1)), 1)), 100, 50, cap=False)
-    for before, after in zip(fitted, shifted(fitted, 1, 100), strict=True):
+    for before, after in zip(fitted, shift_ids(fitted, 1, 100), strict=True):
         assert len(before.prompt_token_ids) == len(after.prompt_token_ids)
         assert before.prompt_token_ids[0] != after.prompt_token_ids[0]
 

@@ -82,7 +82,7 @@ REFUSED = {
     "info m --max-num-seqs 0": "max_num_seqs must be at least 1, got 0",
     "embed demo a.txt --output v.json": "--output must end in .npy or .parquet",
     "embed demo a.txt --output v.npy --dimensions 0": "dimensions must be at least 1",
-    "bench --smoke --json missing/report.json": "json='missing/report.json' lies in a directory",
+    "bench --smoke --json missing/report.json": "json='missing/report.json' is in a directory",
     "simulate --num-blocks 20 --workload nowhere.csv": "the workload must be random, shared-prefix",
     "simulate --num-blocks 20 --fit nowhere.json": "fit='nowhere.json' must be a report",
     "simulate --num-blocks 20 --block-size 7": "block_size must be a power of two",

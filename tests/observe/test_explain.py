@@ -13,7 +13,7 @@ import pytest
 
 from nanoengine.cli import main as cli
 from nanoengine.engine import LLMEngine
-from nanoengine.observe.explain import explained
+from nanoengine.observe.explain import explain_recording
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_reader import Recording, read_trace
 from nanoengine.settings.params import SamplingParams
@@ -123,7 +123,7 @@ def test_what_is_told_of_a_recorded_run(
 ) -> None:
     recording = request.getfixturevalue(name)
     title = " ".join([name, *(f"--{key} {value}" for key, value in question.items())])
-    story = explained(recording, step=question.get("step"))  # type: ignore[arg-type]
+    story = explain_recording(recording, step=question.get("step"))  # type: ignore[arg-type]
     if "request" in question:
         lines = story.request_lines(str(question["request"]))
     else:
@@ -144,8 +144,8 @@ def test_requests_that_are_aborted(tmp_path: Path) -> None:
     engine.step()
     engine.abort("late")
     engine.close()
-    told = explained(read_trace(tmp_path / "run.trace"))
-    assert "never had a row" in "".join(told.request_lines("gone"))
+    told = explain_recording(read_trace(tmp_path / "run.trace"))
+    assert "was never admitted" in "".join(told.request_lines("gone"))
     assert "aborted with 1 token" in told.request_lines("late")[-1]
 
 
@@ -158,7 +158,7 @@ def test_a_fork_that_is_preempted_before_any_plan_had_it(tmp_path: Path) -> None
     engine.fork("a")
     run(engine)
     engine.close()
-    told = explained(read_trace(tmp_path / "run.trace")).request_lines("a")
+    told = explain_recording(read_trace(tmp_path / "run.trace")).request_lines("a")
     assert told[2].startswith("step 1: its sequence 1: preempted with 9 tokens computed")
 
 
@@ -174,8 +174,8 @@ def test_explain_answers_each_question_or_says_why_not(
     assert capsys.readouterr().out.startswith("Step 30 was committed")
     (tmp_path / "header").write_bytes(gzip.decompress(SAMPLE.read_bytes()).splitlines()[0])
     for wrong, why in (
-        ([str(SAMPLE), "--request", "none"], "the trace tells of no request 'none'; of '0', '1', "),
-        ([str(tmp_path / "header"), "--request", "0"], "no request '0'; of none\n"),
+        ([str(SAMPLE), "--request", "none"], "the trace has no request 'none'; it has '0', '1', "),
+        ([str(tmp_path / "header"), "--request", "0"], "no request '0'; it has none\n"),
         ([str(SAMPLE), "--step", "9999"], "the trace has no step 9999: it has steps 0 to 223"),
         ([str(SAMPLE), "--step", "1", "--request", "3"], "one at a time"),
         ([str(tmp_path / "none")], "can't be read"),

@@ -373,13 +373,13 @@ def test_a_torn_file_is_read_up_to_where_it_breaks_off(tmp_path: Path, packed: b
     ("content", "why"),
     [
         (b"", "is empty"),
-        (b"hello\n", "no trace of nanoengine"),
-        (b'{"a": 1}\n', "no trace of nanoengine"),
-        (b"[" * 100_000, "no trace of nanoengine"),
-        (b"\xff\xfe\n", "no trace of nanoengine"),
-        (b'{"trace":"2.0","layout":3}\n', "no trace of nanoengine"),
+        (b"hello\n", "not a nanoengine trace"),
+        (b'{"a": 1}\n', "not a nanoengine trace"),
+        (b"[" * 100_000, "not a nanoengine trace"),
+        (b"\xff\xfe\n", "not a nanoengine trace"),
+        (b'{"trace":"2.0","layout":3}\n', "not a nanoengine trace"),
         (b'{"trace":"3.1","engine":"9.0"}\n', "version 3.1, written by nanoengine 9.0"),
-        (b'{"trace":"1.0","engine":"0.1"}\n', "this one reads version 2.x: read it with that one"),
+        (b'{"trace":"1.0","engine":"0.1"}\n', "reads version 2.x: read it with that nanoengine"),
         (None, "can't be read"),
     ],
 )
@@ -459,7 +459,7 @@ def test_a_core_that_plans_otherwise_is_refused_at_the_first_step(
     lines[0]["engine"] = "0.0.7"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     replay = read_trace(path).replay()
-    why = rf"can't be followed beyond step {step}: .* nanoengine 0\.0\.7, which wrote it\. Read it"
+    why = rf"can't be replayed from step {step} on: .* nanoengine 0\.0\.7, which wrote it\. Read it"
     with pytest.raises(TraceError, match=why):
         replay.run()
     assert replay.scheduler.stats.steps == step + 1

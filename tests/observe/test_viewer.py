@@ -153,7 +153,7 @@ def test_what_is_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_data_module, "MAX_NOTES", 3)
     data = page_data(read_trace(SAMPLE))
     told = " ".join(data.meta["thinned"])
-    assert "the last 12 have no lane" in told and "are too many" in told and "remarks" in told
+    assert "the last 12 of" in told and "are too many" in told and "notes are omitted" in told
     assert len(data.meta["lanes"]) == 5 and not data.columns["tokens"]
     assert len(data.columns["spansOf"]) == 6
 
@@ -293,8 +293,8 @@ TORN = gzip.compress(gzip.decompress(SAMPLE.read_bytes()).partition(b"\n")[0] + 
 @pytest.mark.parametrize(
     ("content", "options", "why"),
     [
-        (b"hello\n", [], "no trace of nanoengine"),
-        (TORN, [], "it has none: nothing has run"),
+        (b"hello\n", [], "not a nanoengine trace"),
+        (TORN, [], "it has no steps"),
         (SAMPLE.read_bytes(), ["--trace-steps", "5"], "trace_steps must be A:B"),
         (SAMPLE.read_bytes(), ["--tokenizer", "/nowhere"], "directory, got '/nowhere'"),
         (None, [], "No such file"),
@@ -323,6 +323,6 @@ def test_a_torn_trace_is_shown_up_to_where_it_breaks_off(
     path = tmp_path / "run.trace"
     path.write_bytes(gzip.decompress(SAMPLE.read_bytes())[:9000])
     assert main(["viz", str(path)]) == 0
-    assert "breaks off" in capsys.readouterr().out
+    assert "file is incomplete" in capsys.readouterr().out
     meta, _ = unpacked((tmp_path / "run.html").read_text(encoding="utf-8"))
-    assert "breaks off" in " ".join(meta["thinned"])
+    assert "file is incomplete" in " ".join(meta["thinned"])

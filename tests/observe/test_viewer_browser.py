@@ -15,7 +15,7 @@ import pytest
 
 from nanoengine.bench.simulator import make_scheduler, simulate
 from nanoengine.bench.workload import WorkItem
-from nanoengine.observe.explain import explained
+from nanoengine.observe.explain import explain_recording
 from nanoengine.observe.trace import Trace
 from nanoengine.observe.trace_reader import read_trace
 from nanoengine.observe.viewer.page import page
@@ -127,7 +127,7 @@ def test_it_loads_and_draws(open_page: Open) -> None:
 def test_the_page_folds_as_the_core_does_forwards_and_backwards(open_page: Open) -> None:
     tab, expected = open_page(), States(read_trace(SAMPLE).replay()).of
     tab.evaluate("viewer.fold.constructor.SPACING = 100")  # so that states are cached and used
-    asked = """(frame) => { const { fold, tablesOf, knownTokens, lanes, wordsOf } = viewer;
+    asked = """(frame) => { const { fold, tablesOf, knownTokens, lanes, textOf } = viewer;
         fold.seek(frame);
         return { refs: Array.from(fold.refs), contents: Array.from(fold.content, (c) => c >= 0),
                  lanes: lanes.map((lane, i) => [lane.seq, tablesOf(i, frame),
@@ -182,11 +182,11 @@ def test_hover_and_click_tell_the_life_of_a_block(open_page: Open) -> None:
     tab.mouse.move(*at)
     tab.wait_for_selector("#tip:not([hidden])")
     assert "Block 3: in use by requests" in text(tab, "#tip")
-    assert "step 0: taken by request 0, entry 2 of its table" in tab.evaluate(
-        "viewer.lifeOf(3).map(([frame, words]) => `step ${frame}: ${words}`)"
+    assert "step 0: allocated by request 0, entry 2 of its table" in tab.evaluate(
+        "viewer.blockHistory(3).map(([frame, text]) => `step ${frame}: ${text}`)"
     )
     tab.mouse.click(*at)
-    assert "Block 3" in text(tab, "#chosen") and "Its whole life" in text(tab, "#chosen")
+    assert "Block 3" in text(tab, "#chosen") and "History of the block" in text(tab, "#chosen")
     entries = tab.locator("#chosen .life li").count()
     assert entries > 20
     tab.locator("#chosen .go").first.click()
@@ -203,12 +203,12 @@ def test_hover_and_click_tell_the_story_of_a_request(open_page: Open) -> None:
     assert "arrived at" in told and "preempted with" in told
     tab.mouse.click(*at)
     chosen = text(tab, "#chosen")
-    assert "Its story" in chosen and "Block table" in chosen and "ended" in chosen
-    told = explained(read_trace(SAMPLE)).request_lines("4")
-    found = tab.evaluate("viewer.storyOf(4).map(([, words]) => words)")
+    assert "History of the request" in chosen and "Block table" in chosen and "finished" in chosen
+    told = explain_recording(read_trace(SAMPLE)).request_lines("4")
+    found = tab.evaluate("viewer.requestHistory(4).map(([, text]) => text)")
     assert found == [re.sub(r"^step \d+: ", "", line) for line in told]
     tab.keyboard.press("Escape")
-    assert "Choose a request" in text(tab, "#chosen")
+    assert "Select a request" in text(tab, "#chosen")
     assert "Waiting:" in text(tab, "#chosen")  # the highlights of the run
 
 
@@ -273,7 +273,7 @@ def test_the_keyboard_alone_is_enough(open_page: Open) -> None:
     tab.keyboard.press(" ")
     assert tab.evaluate("viewer.state.playing") is False
     tab.keyboard.press("?")
-    assert "play and stop" in text(tab, "#keys")
+    assert "play or stop" in text(tab, "#keys")
     tab.keyboard.press("Escape")
     reached = set()
     for _ in range(40):

@@ -36,7 +36,7 @@ def test_it_draws_pool_lanes_and_who_waits(monkeypatch: pytest.MonkeyPatch) -> N
     assert "0████············" in text
     assert "· 12 empty   ▒ 0 cached   █ 4 active" in text
     assert "request a" in text and "prompt 6 of 6, output 1 of 8, 2 blocks" in text
-    assert "waiting 1: sequence 2 first, for want of a row" in text
+    assert "waiting 1: sequence 2 first, because max_num_seqs" in text
     assert "request [bold]c" in text
     assert "▒" in text, "what the first two leave behind is cached"
 
