@@ -273,7 +273,7 @@ def test_a_trace_may_end_amid_a_run_and_be_shown_from_a_later_step(tmp_path: Pat
 def test_a_trace_begins_with_its_engine(tmp_path: Path) -> None:
     engine = make_engine()
     add(engine, "a", 0, 3, 2)
-    with pytest.raises(ConfigError, match="has run 0 steps or has requests: give trace where"):
+    with pytest.raises(ConfigError, match="has run 0 steps or has requests: pass trace when"):
         trace_engine(engine, tmp_path / "t")
     run(engine)
     with pytest.raises(ConfigError, match="has run 2 steps"):
