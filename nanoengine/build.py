@@ -97,9 +97,9 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
     if config.tensor_parallel_size > 1:
         from nanoengine.ranks.executor import RankedExecutor as executor
     if config.speculative:
-        from nanoengine.features.make_drafts import drafted_executor
+        from nanoengine.features.speculative.factory import speculative_executor
 
-        executor = drafted_executor(options, executor)
+        executor = speculative_executor(options, executor)
     runner = executor(options)
     layout = runner.start()
     try:
@@ -162,7 +162,7 @@ def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngi
         overlap = device.type == "cuda" if config.overlap is None else config.overlap
 
         def make_proposer() -> Any:
-            from nanoengine.features.make_drafts import make_drafting
+            from nanoengine.features.speculative.factory import make_drafting
 
             return make_drafting(config, runner, manager, overlap)
 

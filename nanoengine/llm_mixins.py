@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from nanoengine.features.pooling import Asked, Pools
+    from nanoengine.features.pooling import Pooler
     from nanoengine.text.prompt_forms import Row
 
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
@@ -183,11 +183,11 @@ class LLMMixin:
         }
         form = None
         if (tool_choice, reasoning_parser, tool_call_parser) != (None, None, None):
-            from nanoengine.features.output_parser import answer_form
+            from nanoengine.features.output_parser import make_parser
 
             asked = (reasoning_parser, tool_call_parser, tools, tool_choice)
             own = chat_template or self.tokenizer.backend.chat_template
-            form = answer_form(*asked, lambda: own)
+            form = make_parser(*asked, lambda: own)
             given = sampling_params or self.default_sampling_params
             sampling_params = form.params(given) if form is not None else given
         outputs = self.generate(
@@ -198,7 +198,7 @@ class LLMMixin:
             priority=priority,
             on_error=on_error,
         )
-        return outputs if form is None else [form.taken_apart(o, o.request_id) for o in outputs]
+        return outputs if form is None else [form.parse(o, o.request_id) for o in outputs]
 
     def generate_dataset(
         self,
@@ -266,16 +266,16 @@ class LLMMixin:
         return self._pool(functools.partial(self._pools.score, data_1, **pair), data_2, **options)
 
     def _pool(
-        self, ask: Callable[..., Asked], prompts: Any, pooling_params: Any = None, **options: Any
+        self, ask: Callable[..., Any], prompts: Any, pooling_params: Any = None, **options: Any
     ) -> list[Any]:
         asked = ask(prompts, pooling_params)
         return asked.finish(self.generate(asked.prompts, asked.params, **options))
 
     @functools.cached_property
-    def _pools(self) -> Pools:
-        from nanoengine.features.pooling import Pools
+    def _pools(self) -> Pooler:
+        from nanoengine.features.pooling import Pooler
 
-        return Pools(self.config, self.info.max_model_len, lambda: self.tokenizer)
+        return Pooler(self.config, self.info.max_model_len, lambda: self.tokenizer)
 
     def beam_search(
         self,
@@ -310,9 +310,9 @@ def progress_bar(
     """A progress bar of the engine's steps, or a null context."""
     if progress is False:
         return contextlib.nullcontext()
-    from nanoengine.observe.progress import showing
+    from nanoengine.observe.progress import progress_bar
 
-    return showing(progress, engine, total)
+    return progress_bar(progress, engine, total)
 
 
 def refused_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:

@@ -23,7 +23,7 @@ import torch
 
 from nanoengine.as_vllm import absent
 from nanoengine.core.plan import AdmittedSequence
-from nanoengine.features.processors import ShownIds, takes_prompt
+from nanoengine.features.custom_processors import TokenIds, takes_prompt
 
 
 class MoveDirectionality(enum.Enum):
@@ -143,26 +143,26 @@ class Batched:
 
     def __init__(self, processor: VLLMProcessor) -> None:
         self.processor = processor
-        self.requests: list[ShownIds] = []
+        self.requests: list[TokenIds] = []
 
-    def admit(self, sequence: AdmittedSequence) -> ShownIds:
+    def admit(self, sequence: AdmittedSequence) -> TokenIds:
         """Every row has a state, because the processor handles all requests."""
         self.processor.validate_params(sequence.params)
-        return ShownIds.to(sequence.params, sequence)
+        return TokenIds.of(sequence.params, sequence)
 
-    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ShownIds]) -> None:
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[TokenIds]) -> None:
         """Reports the changes to the processor, and applies it to the rows `lines`."""
         self.processor.update_state(self._arrange(states))
         logits[list(lines)] = self.processor.apply(logits[list(lines)])
 
-    def _arrange(self, states: Sequence[ShownIds]) -> BatchUpdate | None:
+    def _arrange(self, states: Sequence[TokenIds]) -> BatchUpdate | None:
         """Moves each request to its index among `states`; returns the changes."""
         held = set(states)
         now, added, moved = [one if one in held else None for one in self.requests], [], []
         for state in held.difference(self.requests):
             index = now.index(None) if None in now else len(now)
             now[index : index + 1] = [state]
-            added.append((index, state.whom, state.prompt, state.output))
+            added.append((index, state.used_by, state.prompt, state.output))
         removed = [i for i, one in enumerate(now) if one is None]
         for end, state in enumerate(states):
             start = now.index(state)

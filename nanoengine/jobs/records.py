@@ -52,7 +52,7 @@ class Recorder:
         outputs = [*task.outputs, output]
         if task.form is not None:
             keys = (f"{task.key}/{turn}" for turn in range(len(outputs)))
-            outputs = list(map(task.form.taken_apart, outputs, keys))
+            outputs = list(map(task.form.parse, outputs, keys))
             output = outputs[-1]
         if task.answer is not None:
             own = {"id": f"{task.kind}-{task.row}", "created": self._created, "model": self._model}

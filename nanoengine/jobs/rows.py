@@ -35,7 +35,7 @@ from nanoengine.text.rendering import Renderer
 
 if TYPE_CHECKING:
     from nanoengine.features.output_parser import OutputParser
-    from nanoengine.features.pooling import Pools
+    from nanoengine.features.pooling import Pooler
     from nanoengine.settings.config import EngineConfig
     from nanoengine.text.tokenizer import Tokenizer
 
@@ -177,9 +177,9 @@ class RowOptions:
         for option in ("reasoning_parser", "tool_call_parser"):
             name = getattr(self, option)
             if name not in (None, "auto"):
-                from nanoengine.features.output_parser import reader_of
+                from nanoengine.features.output_parser import parser_name
 
-                reader_of(option, name, str)
+                parser_name(option, name, str)
         if self.prompt_column is not None and self.template is not None:
             raise ConfigError("--prompt-column and --template both make the prompt: give one")
         if self.system is not None and not self.chat:
@@ -198,7 +198,7 @@ class RowOptions:
 
 def read_by(
     model: str, config: EngineConfig, info: Any, tokenizer: Callable[[], Tokenizer]
-) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], Pools]]:
+) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], Pooler]]:
     """The arguments of a `RowReader` after its options, for a model.
 
     Args:
@@ -207,10 +207,10 @@ def read_by(
     """
 
     @functools.cache
-    def pools() -> Pools:
-        from nanoengine.features.pooling import Pools
+    def pools() -> Pooler:
+        from nanoengine.features.pooling import Pooler
 
-        return Pools(config, info.max_model_len, tokenizer)
+        return Pooler(config, info.max_model_len, tokenizer)
 
     def template() -> Any:
         return None if config.skip_tokenizer_init else tokenizer().chat_template
@@ -238,7 +238,7 @@ class RowReader:
         model: str = "",
         defaults: Mapping[str, Any] | None = None,
         chat_template: Callable[[], Any] = str,
-        pools: Callable[[], Pools] | None = None,
+        pools: Callable[[], Pooler] | None = None,
     ) -> None:
         self._options, self._pools = options, pools
         self._chat_template = functools.cache(chat_template)
@@ -457,24 +457,24 @@ class RowReader:
         options, is_chat = self._options, task.kind == "chat"
         if not options.takes_apart and not (is_chat and (tools or choice)):
             return own
-        from nanoengine.features.output_parser import BOUND_TWICE, answer_form, reader_of
+        from nanoengine.features.output_parser import TWO_CONSTRAINTS, make_parser, parser_name
 
         reader = options.tool_call_parser
         if reader is None and is_chat and tools and choice in (None, "auto"):
             try:
-                reader = reader_of("tool_call_parser", "auto", self._chat_template)
+                reader = parser_name("tool_call_parser", "auto", self._chat_template)
             except RequestError:
                 warnings.warn(NO_FORM, stacklevel=1)
         tools = tools if isinstance(tools, list) else None  # else `LLM.stream` reports the type
         asked = (options.reasoning_parser, reader, tools, choice)
-        task.form = form = answer_form(*asked, self._chat_template)
+        task.form = form = make_parser(*asked, self._chat_template)
         if form is None:
             return own
-        if form.is_bound:
+        if form.is_constrained:
             is_text = own.pop("response_format", None) in (None, {"type": "text"})
             if not is_text or "structured_outputs" in own:
-                raise RequestError(BOUND_TWICE)
-        return form.needs() | own  # Why last: the row's own values take precedence.
+                raise RequestError(TWO_CONSTRAINTS)
+        return form.required_fields() | own  # Why last: the row's own values take precedence.
 
     # --- sampling parameters --------------------------------------------------------------------
 

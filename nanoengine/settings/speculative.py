@@ -4,7 +4,7 @@
     "ngram:max=4,min=2,k=8"     the same with all options
     "path/of/a/model:k=4"       ModelDrafts; options are optional
 
-`features/make_drafts.py` creates the drafter from them; nothing is loaded here.
+`features/speculative/factory.py` creates the drafter from them; nothing is loaded here.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from nanoengine.as_vllm.processors import (
 )
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import EngineDeadError, NanoEngineError, RequestError
-from nanoengine.features.processors import ShownIds
+from nanoengine.features.custom_processors import TokenIds
 
 MODEL = str(demo_model_path())
 PROMPTS = ["Once upon a time", "The little dog", "A red bird", "Tom", "The old cat", "One day"]
@@ -61,7 +61,7 @@ class Recorder(VLLMProcessor):
 def test_indices_are_those_of_the_rows(steps: list[list[int]]) -> None:
     recorder = Recorder(None, torch.device("cpu"), False)
     stage = Batched(recorder)
-    requests = [ShownIds(None, [], [n]) for n in range(8)]
+    requests = [TokenIds(None, [], [n]) for n in range(8)]
     before: list[int] = []
     for step in steps:
         states = [requests[n] for n in step]

@@ -99,7 +99,7 @@ def test_a_beam_search_takes_rows_and_refuses_their_sampling_parameters(llm: LLM
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     plain = llm.beam_search("one", params, use_tqdm=False)
     assert llm.beam_search(Row("one", key="a"), params, use_tqdm=False) == plain
-    with pytest.raises(RequestError, match="a beam search samples nothing"):
+    with pytest.raises(RequestError, match="a beam search does not sample"):
         llm.beam_search([Row("one", sampling_params=LONG)], params, use_tqdm=False)
     assert_idle(llm)
 

@@ -90,7 +90,7 @@ def test_snapshots_are_loaded_from_host_memory(family):
 
 def test_unsupported_options_raise(tmp_path):
     tiers = (HostTier(gib=0.01), DiskTier(path=str(tmp_path), gib=0.01))
-    with pytest.raises(ConfigError, match="a DiskTier is not implemented for models whose layers"):
+    with pytest.raises(ConfigError, match="DiskTier is not supported for models with recurrent"):
         engine_of("qwen3_5", kv_tiers=tiers)
     for target, draft in (("qwen3_5", "ngram"), ("qwen3", checkpoint("qwen3_5"))):
         with pytest.raises(ConfigError, match=r"speculative: drafts can.t .* whose layers keep"):

@@ -6,7 +6,7 @@ processor costs nothing in a step where no row uses it.
 
     allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─┐
         ┌────────────────────────────────────────────────────────────────┘
-        └─ the user's (features/processors.py) ─ grammars (features/structured.py) ─ a token
+        └─ custom (features/custom_processors.py) ─ grammars (features/structured.py) ─ a token
 
 A processor is called once per step. An exception ends the rows of that call only.
 
