@@ -76,7 +76,7 @@ class Ours:
     def append(self, seq: Any) -> None:
         """Room for one more token; inside a block the scheduler sees that it need not ask."""
         if seq.num_computed_tokens >= seq.slots_ready_until:
-            self.manager.may_append(seq, 1)
+            self.manager.allocate_slots(seq, 1)
             seq.slots_ready_until = self.manager.slots_ready_until(seq)
 
     def advance(self, seq: Any) -> None:
@@ -113,7 +113,7 @@ class Peer:
     def append(self, seq: Any) -> None:
         """Room for one more token, which the peer appends before it asks."""
         if self.manager.can_append(seq):
-            self.manager.may_append(seq)
+            self.manager.allocate_slots(seq)
 
     def advance(self, seq: Any) -> None:
         """The token is there."""

@@ -289,7 +289,7 @@ def beam_search(
     call = calls.begin()
     with bar(call.engine, len(read)), call:
         while waiting or running:
-            with call.held_engine() as engine:
+            with call.locked_engine() as engine:
                 while waiting and len(running) < room:  # Why: more would only wait for rows.
                     prompt = waiting[-1]
                     search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))

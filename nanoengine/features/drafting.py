@@ -36,7 +36,7 @@ from typing import NamedTuple
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.sequence import Sequence
 from nanoengine.observe.metrics import step_seconds
-from nanoengine.settings.speculative import MOST_DRAFTS
+from nanoengine.settings.speculative import MAX_DRAFTS
 
 MARGIN = 1.02
 """Expected speed-up below which nothing is drafted: timings are not more accurate than this."""
@@ -348,7 +348,7 @@ class Drafting:
                 one.kind = guess.kind
                 guessed.append(i)
                 if guess.kind not in assumed:
-                    priors = [self.drafter.priors[guess.kind]] * MOST_DRAFTS
+                    priors = [self.drafter.priors[guess.kind]] * MAX_DRAFTS
                     assumed[guess.kind] = self.overall.rates(guess.kind, priors)
                 rates = one.acceptance.rates(guess.kind, assumed[guess.kind])
                 chances = accumulate(rates[: min(guess.count, left)], operator.mul)
@@ -409,7 +409,7 @@ class Drafting:
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Learns from a step how many drafts were accepted, and the cost of its rows."""
-        if getattr(scheduler, "last_finished", None):
+        if getattr(scheduler, "last_finished_requests", None):
             self._tracked = {i: t for i, t in self._tracked.items() if not t.seq.is_finished}
             self.drafter.forget_ended()
         deciding_s, self._deciding_s = self._deciding_s, 0.0

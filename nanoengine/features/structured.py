@@ -215,7 +215,7 @@ class Structured:
     def _compile(self, asked: StructuredOutputs) -> Grammar:
         found = self._begin(asked)
         while not found.done():
-            if found.left() <= 0:  # Its thread can't be stopped, but MOST_CHARS bounds its time.
+            if found.left() <= 0:  # Its thread can't be stopped, but MAX_CHARS bounds its time.
                 raise RequestError(
                     f"structured_outputs can't be compiled: it takes longer than {COMPILE_S:g} s"
                 )

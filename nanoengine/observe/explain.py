@@ -320,8 +320,8 @@ class Story(StepObserver):
     def conclude(self, *, is_torn: bool = False) -> None:
         """Adds sequences that ended after the last step, and sequences that still wait."""
         self._is_torn = is_torn
-        self._know(self.scheduler.newly_ended)
-        for seq in self.scheduler.newly_ended:
+        self._know(self.scheduler.newly_ended_seqs)
+        for seq in self.scheduler.newly_ended_seqs:
             self._end(seq)
         num_steps = len(self._numbers)
         for seq_id, waiting in self._waiting.items():

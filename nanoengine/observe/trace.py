@@ -33,7 +33,7 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.core.speculation import enable_extras
-from nanoengine.core.tiers.disk import Finished, NoDisk
+from nanoengine.core.tiers.disk import FinishedCopy, NoDisk
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
@@ -195,7 +195,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         self._answers.setdefault("chosen", []).append([request.arrival, noted])
         call(request, _Moves(moves, noted))
 
-    def _collected(self, finished: list[Finished], wait_s: float) -> None:
+    def _collected(self, finished: list[FinishedCopy], wait_s: float) -> None:
         self._answers.setdefault("disk", []).append(disk_answer(self._disk, finished))
 
     def _held(self) -> dict[str, Any]:

@@ -286,15 +286,15 @@ def test_a_file_that_is_none_or_nested_without_end_is_refused(name: str, tmp_pat
         load_model_config(tmp_path)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         load_model_config(tmp_path)
     file.unlink()
     file.symlink_to("/dev/zero")
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         load_model_config(tmp_path)
     file.unlink()
     file.mkdir()
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         load_model_config(tmp_path)
 
 

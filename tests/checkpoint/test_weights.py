@@ -266,7 +266,7 @@ def test_damaged_files_fail_by_name(tmp_path: Path) -> None:
 
 
 INDEXES: dict[str, tuple[str, str]] = {
-    "a list": ("[]", "must hold a JSON object, got list"),
+    "a list": ("[]", "must contain a JSON object, got list"),
     "no map": ("{}", "weight_map must be a dict, got None"),
     "an empty map": ('{"weight_map": {}}', "names no files"),
     "a map of numbers": ('{"weight_map": {"a": 5}}', r"weight_map\['a'\] must be a string, got 5"),
@@ -300,7 +300,7 @@ def test_an_index_names_files_of_the_checkpoint_or_is_refused(case: str, tmp_pat
 def test_an_index_may_be_no_fifo(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     os.mkfifo(tmp_path / INDEX)
-    with pytest.raises(WeightLoadError, match="no regular file"):
+    with pytest.raises(WeightLoadError, match="not a regular file"):
         build(tmp_path)
 
 

@@ -151,7 +151,7 @@ def test_an_engine_holds_floats_where_no_kernel_takes_the_stored_form(
     floats, prompts = write_case(tmp_path, "mixed"), random_prompts(12, 5)
     options = {"attention_backend": backend, "dtype": "float32"}
     engine = make_engine(str(tmp_path / "quantized"), **options)
-    assert "stored in fp4, fp8 and held as torch.float32" in caplog.text
+    assert "stored in fp4, fp8 are dequantized to torch.float32" in caplog.text
     assert (engine.info.quantization, engine.info.weight_bits) == (None, None)
     found = tokens(run(engine, prompts, greedy(8)))
     plain = make_engine(str(floats), **options)

@@ -95,7 +95,7 @@ def test_a_token_past_the_end_is_dropped():
 def most_under_way(engine):
     """The largest number of steps in flight."""
     run(engine)
-    return engine.executor.most_queued
+    return engine.executor.max_queued
 
 
 def test_drafts_are_verified_before_the_next_step_is_planned():
@@ -198,7 +198,7 @@ def test_a_fork_needs_to_see_all_tokens():
     request = engine.add_request("a", range(1, 9), params(6, ignore_eos=True))
     engine.step()
     engine.step()
-    with pytest.raises(RequestError, match=r"settle\(\)"):
+    with pytest.raises(RequestError, match=r"finish_in_flight\(\)"):
         engine.fork("a")
     engine.finish_in_flight()
     assert request.sequences[0].num_output_tokens == 2
