@@ -88,7 +88,7 @@ class Simulation:
         running = dict(enumerate(self._make(row, *text) for row, text in enumerate(texts)))
         while running:
             sequences = [seq for seq, _ in running.values()]
-            self.last_finished: list[Request] = []
+            self.last_finished_requests: list[Request] = []
             proposed: list[tuple[int, ...]] = [()] * len(sequences)
             if drafts and self.drafting.needs_tokens():
                 proposed = self.drafting.propose(sequences)
@@ -107,7 +107,7 @@ class Simulation:
                 seq.token_ids += tokens
                 if len(seq.token_ids) >= seq.max_num_tokens:
                     seq.finish("length")
-                    self.last_finished.append(seq.request)
+                    self.last_finished_requests.append(seq.request)
                     del running[seq.row]
             if drafts:
                 self.drafting.on_step(plan, result, self)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 
 
-PAIR = ("answers", "template", "chat_template")
+PAIR_OPTIONS = ("answers", "template", "chat_template")
 """Options of `score` that define how a pair of texts becomes a prompt."""
 
 
@@ -117,7 +117,7 @@ class LLMMixin:
         """
         from nanoengine.features.new_weights import load_weights
 
-        with self._calls.alone():
+        with self._calls.exclusive_call():
             return load_weights(self.engine, weights)
 
     def evict(self, block_ids: Iterable[int]) -> int:
@@ -132,7 +132,7 @@ class LLMMixin:
         raise AttributeError(f"LLM has no {name!r}{why}", name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:
-        raise NanoEngineError("an LLM can't be copied or sent to a process: make one there")
+        raise NanoEngineError("an LLM can't be copied or sent to another process: create one there")
 
     def chat(
         self,
@@ -185,13 +185,13 @@ class LLMMixin:
         if (tool_choice, reasoning_parser, tool_call_parser) != (None, None, None):
             from nanoengine.features.output_parser import make_parser
 
-            asked = (reasoning_parser, tool_call_parser, tools, tool_choice)
-            own = chat_template or self.tokenizer.backend.chat_template
-            form = make_parser(*asked, lambda: own)
-            given = sampling_params or self.default_sampling_params
-            sampling_params = form.params(given) if form is not None else given
+            parsers = (reasoning_parser, tool_call_parser, tools, tool_choice)
+            template = chat_template or self.tokenizer.backend.chat_template
+            form = make_parser(*parsers, lambda: template)
+            params = sampling_params or self.default_sampling_params
+            sampling_params = form.params(params) if form is not None else params
         outputs = self.generate(
-            [{"messages": one, **options} for one in conversation_list(messages)],
+            [{"messages": each, **options} for each in conversation_list(messages)],
             sampling_params,
             use_tqdm,
             lora_request,
@@ -262,14 +262,14 @@ class LLMMixin:
                 which makes one prompt of a pair, with {query} and {document}; or chat_template,
                 for messages with the roles query and document.
         """
-        pair = {name: options.pop(name, None) for name in PAIR}
+        pair = {name: options.pop(name, None) for name in PAIR_OPTIONS}
         return self._pool(functools.partial(self._pools.score, data_1, **pair), data_2, **options)
 
     def _pool(
         self, ask: Callable[..., Any], prompts: Any, pooling_params: Any = None, **options: Any
     ) -> list[Any]:
-        asked = ask(prompts, pooling_params)
-        return asked.finish(self.generate(asked.prompts, asked.params, **options))
+        requests = ask(prompts, pooling_params)
+        return requests.finish(self.generate(requests.prompts, requests.params, **options))
 
     @functools.cached_property
     def _pools(self) -> Pooler:
@@ -300,7 +300,7 @@ class LLMMixin:
         from nanoengine.features.beam import beam_search
 
         check_lora(lora_request)
-        with self._calls.alone():
+        with self._calls.exclusive_call():
             return beam_search(self, prompts, params, functools.partial(progress_bar, use_tqdm))
 
 
@@ -315,7 +315,7 @@ def progress_bar(
     return progress_bar(progress, engine, total)
 
 
-def refused_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:
+def error_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:
     """The output of a prompt that can't run, so that order and count of a batch are kept."""
     failed = CompletionOutput(
         index=0, text="", token_ids=[], finish_reason="error", error=prompt.message
@@ -334,5 +334,5 @@ def refused_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:
 def check_lora(lora_request: object) -> None:
     if lora_request is not None:
         raise RequestError(
-            f"lora_request must be None: no adapter is applied, got {lora_request!r}"
+            f"lora_request must be None: LoRA is not supported, got {lora_request!r}"
         )

@@ -23,7 +23,7 @@ QUOTES = [b for b in BLOCKS if b.kind == "quotation"]
 BREAKS = [b for b in BLOCKS if b.kind == "diff"]
 
 
-def test_the_page_consists_of_tested_blocks():
+def test_the_page_contains_only_tested_code():
     """docs/test_pages.py checks examples and quotations; this file checks exercises."""
     assert len(re.findall(r"^## \d+\. ", PAGE, re.M)) == 10
     assert len(QUOTES) >= 7
@@ -53,15 +53,15 @@ def changed(path: str, old: str, new: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("exercise", list(exercises()), ids=lambda exercise: exercise.path)
-def test_a_broken_line_gives_the_output_of_the_answer(exercise):
+def test_a_broken_line_has_the_effect_in_the_answer(exercise):
     question = exercise.question
     answer = next(b for b in BLOCKS if b.line > question.line and b.kind == "output")
     with changed(exercise.path, exercise.old, exercise.new):
         assert output_of(question) == answer.text
-    assert output_of(question) != answer.text, "the change must be visible in the output"
+    assert output_of(question) != answer.text, "the change shows be visible difference"
 
 
-def test_the_command_shows_only_started_exercises(tmp_path):
+def test_the_command_shows_the_started_exercise_only(tmp_path):
     """The command runs in a copy of the repository, without pytest, as after `make demo`."""
     for name in ("nanoengine", "tools", "docs", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "images")

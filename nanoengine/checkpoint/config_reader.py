@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import allowed, check_value, repr_short
+from nanoengine.settings.checks import check_value, describe_allowed, repr_short
 
 Json = Mapping[str, Any]
 
@@ -351,8 +351,8 @@ class ConfigReader:
         default = self._defaults_of(key).get(key, spec.default)
         if key in self.raw and default is not None:
             raise UnsupportedModelError(
-                f"{self.where}: {key} must be {allowed(spec.kind)}, got null; without the key it"
-                f" is {repr_short(default)}"
+                f"{self.where}: {key} must be {describe_allowed(spec.kind)}, got null; without"
+                f" the key it is {repr_short(default)}"
             )
         return default
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanoengine.checkpoint.config_reader import SCHEMA, ConfigReader, Json, check_values
 from nanoengine.checkpoint.layer_config import FULL, SLIDING
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import check_value, plain, repr_short
+from nanoengine.settings.checks import check_value, repr_short, to_python
 
 if TYPE_CHECKING:
     from nanoengine.checkpoint.gguf import GGUFTensor
@@ -94,7 +94,7 @@ class Metadata:
         """Raises UnsupportedModelError because the value of a key is not supported."""
         key = f"{self.architecture}.{name}"
         raise UnsupportedModelError(
-            f"{self.path}: {key}={repr_short(plain(self.raw.get(key)))} is not implemented;"
+            f"{self.path}: {key}={repr_short(to_python(self.raw.get(key)))} is not implemented;"
             f" supported: {supported}"
         )
 
@@ -103,7 +103,7 @@ class Metadata:
         is harmless, or its value is 0, False or empty."""
         for key in self.raw.keys() - self._read:
             name = key.removeprefix(f"{self.architecture}.")
-            if name != key and name not in HARMLESS and plain(self.raw[key]):
+            if name != key and name not in HARMLESS and to_python(self.raw[key]):
                 self.reject(name, "files without this key")
 
 

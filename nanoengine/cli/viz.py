@@ -43,7 +43,7 @@ def main(args: VizArgs) -> None:
         TraceError: the file is not a trace, or has none of the steps.
         ConfigError: the tokenizer can't be read.
     """
-    steps = EngineConfig(model="none", trace="-", trace_steps=args.trace_steps).steps_traced()
+    steps = EngineConfig(model="none", trace="-", trace_steps=args.trace_steps).traced_steps()
     recording = read_trace(args.recording)
     text_of = token_decoder(recording, args.tokenizer)
     data = page_data(recording, steps=steps, text_of=text_of, title=args.recording.name)

@@ -287,7 +287,7 @@ def beam_search(
     call = calls.begin()
     with bar(call.engine, len(results)), call:
         while waiting or running:
-            with call.held_engine() as engine:
+            with call.locked_engine() as engine:
                 while waiting and len(running) < max_searches:  # Why: others would only wait.
                     prompt = waiting[-1]
                     search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))

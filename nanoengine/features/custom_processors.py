@@ -24,7 +24,7 @@ import torch
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.runner.sampling.logits_processors import LogitsProcessor
-from nanoengine.settings.checks import described
+from nanoengine.settings.checks import describe_error
 from nanoengine.settings.config import BatchLogitsProcessor
 
 LogitsFunction = Callable[..., torch.Tensor]
@@ -106,7 +106,7 @@ def _call_checked(function: LogitsFunction, *args: Any) -> torch.Tensor:
     try:
         edited = function(*args)
     except Exception as error:
-        raise RequestError(f"logits processor {name} raised {described(error)}") from error
+        raise RequestError(f"logits processor {name} raised {describe_error(error)}") from error
     shape = args[-1].shape
     if not isinstance(edited, torch.Tensor) or edited.shape != shape:
         got = getattr(edited, "shape", None)

@@ -41,7 +41,7 @@ from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefix_tree import DIGEST_BYTES, Prefix, PrefixTree, pack
 from nanoengine.core.tiers.cost import CostModel, LoadCost
-from nanoengine.core.tiers.disk import DiskCopy, Finished
+from nanoengine.core.tiers.disk import DiskCopy, FinishedCopy
 from nanoengine.core.tiers.lookup import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError
@@ -297,7 +297,7 @@ class DiskFiles:
         self._host = host
         self._reported: set[str] = set()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disk")
-        self._in_flight: deque[Future[Finished]] = deque()
+        self._in_flight: deque[Future[FinishedCopy]] = deque()
         # Why a finalizer: an engine that was dropped, or failed at start, is never closed.
         lock = self._acquire_lock()
         self._release = None if lock is None else weakref.finalize(self, lock.release)
@@ -364,7 +364,7 @@ class DiskFiles:
         """Queues a copy for the worker thread, which processes them in order."""
         self._in_flight.append(self._worker.submit(self._run_copy, copy))
 
-    def collect(self, wait_s: float) -> list[Finished]:
+    def collect(self, wait_s: float) -> list[FinishedCopy]:
         """Finished copies, in order; waits up to `wait_s`, which may be infinite, for the first."""
         if wait_s and self._in_flight:
             wait([self._in_flight[0]], timeout=wait_s if math.isfinite(wait_s) else None)
@@ -384,7 +384,7 @@ class DiskFiles:
 
     # --- in the worker thread -----------------------------------------------------------------
 
-    def _run_copy(self, copy: DiskCopy) -> Finished:
+    def _run_copy(self, copy: DiskCopy) -> FinishedCopy:
         started = time.perf_counter()
         group, prefix = copy.content
         path = self.directory / f"{group}-{prefix.digest.hex()}.kv"
@@ -394,7 +394,7 @@ class DiskFiles:
             header = Header(group, prefix.digest, prefix.parent.digest, prefix.token_ids)
             move = self._write if copy.kind == "write" else self._read
             ok = move(path, self._pack(header), self._host[copy.host_id])
-        return Finished(copy, ok, time.perf_counter() - started)
+        return FinishedCopy(copy, ok, time.perf_counter() - started)
 
     def _write(self, path: Path, header: bytes, data: NDArray[np.uint8]) -> bool:
         if not self._accepts_writes:
@@ -543,7 +543,7 @@ def link_prefixes(headers: Sequence[Header], prefixes: PrefixTree) -> dict[bytes
         children[header.parent].append(header)
     known: dict[bytes, Prefix] = {}
     roots = [name for name in children if len(name) != DIGEST_BYTES]
-    parents = [prefixes.root_of_name(name) for name in roots]
+    parents = [prefixes.root_of_digest(name) for name in roots]
     while parents:
         parent = parents.pop()
         for child in children.pop(parent.digest, ()):

@@ -25,7 +25,7 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 
 from nanoengine.errors import RequestError
 from nanoengine.features.gbnf import to_lark
-from nanoengine.settings.structured import MOST_CHARS, StructuredOutputs
+from nanoengine.settings.structured import MAX_CHARS, StructuredOutputs
 from nanoengine.text.tokenizer import Tokenizer
 
 LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_items_in_row=50_000, verbose_errors=False)
@@ -260,9 +260,9 @@ def _require_exact(schema: Any) -> None:
         elif is_value and isinstance(node, int) and abs(node) > 2**53:
             # Why: the library reads numbers as float64.
             raise ValueError(f"const and enum support integers up to 2**53, got {node}")
-    if num_chars > MOST_CHARS["regex"]:
+    if num_chars > MAX_CHARS["regex"]:
         raise ValueError(
-            f"the patterns of a schema must have at most {MOST_CHARS['regex']:,} characters"
+            f"the patterns of a schema must have at most {MAX_CHARS['regex']:,} characters"
             f" together, got {num_chars:,}"
         )
 

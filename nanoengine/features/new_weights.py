@@ -32,7 +32,7 @@ Pairs = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 def load_weights(engine: LLMEngine, weights: str | os.PathLike[str] | Pairs) -> set[str]:
     """See `LLM.load_weights`."""
     executor: Any = engine.executor
-    with engine.lock.held():
+    with engine.lock.hold():
         engine.require_idle()
         cache = engine.scheduler.block_manager.prefix_cache
         if len(executor.options.config.kv_tiers) > 1:

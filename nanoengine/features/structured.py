@@ -216,7 +216,7 @@ class Structured:
     def _compile(self, spec: StructuredOutputs) -> Grammar:
         job = self._get_job(spec)
         while not job.done():
-            if job.remaining_s() <= 0:  # The thread goes on, but MOST_CHARS bounds its time.
+            if job.remaining_s() <= 0:  # The thread goes on, but MAX_CHARS bounds its time.
                 raise RequestError(
                     f"structured_outputs can't be compiled: it takes longer than {COMPILE_S:g} s"
                 )

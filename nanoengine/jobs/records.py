@@ -20,7 +20,7 @@ from nanoengine.jobs.record_log import SIMPLE_FIELDS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanoengine.settings.checks import plain
+from nanoengine.settings.checks import to_python
 
 if TYPE_CHECKING:
     from nanoengine.features.output_parser import OutputParser
@@ -124,7 +124,7 @@ def json_line(record: dict[str, Any]) -> bytes:
 
 def _plain(value: Any) -> Any:
     """The value with keys converted to strings; floats that JSON can't hold become null."""
-    value = plain(value)
+    value = to_python(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

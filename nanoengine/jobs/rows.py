@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.jobs.prefetch import size_of
 from nanoengine.jobs.source import AS_UTF8, STDIN, Input, Line, RowError, own_id, read_lines
-from nanoengine.settings.checks import nearest, plain, repr_short
+from nanoengine.settings.checks import nearest, repr_short, to_python
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import NAMES, SAMPLING_PARAMS, translate
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
@@ -331,13 +331,13 @@ class RowReader:
         self._check_template(given)
         for name, one in row.items():
             meant = _meant(name) if one is not None else ""
-            if meant and plain(one) not in _neutral(name):
+            if meant and to_python(one) not in _neutral(name):
                 raise RequestError(f"column {name!r} has no effect: {meant}; {OTHERS_ARE_DATA}")
         if isinstance(row.get("model"), str):
             self._check_model(row["model"])
         own = self._with_form(task, _given(row, _PARAMS), given.get("tools"))
         task.params = self._params_for(own, "simple")
-        turns = plain(row.get("turns"))
+        turns = to_python(row.get("turns"))
         if turns is None:
             alone = given.keys() == {"prompt"}
             task.prompt = self._as_chat(given["prompt"] if alone else given)
@@ -511,7 +511,7 @@ def _chat_marks(template: str) -> list[str]:
 
 def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The row's values with these names; null counts as missing."""
-    return {name: plain(row[name]) for name in names if row.get(name) is not None}
+    return {name: to_python(row[name]) for name in names if row.get(name) is not None}
 
 
 @functools.lru_cache(KNOWN_PARAMS)

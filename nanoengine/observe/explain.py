@@ -323,8 +323,8 @@ class Narrative(StepObserver):
     def conclude(self, *, is_torn: bool = False) -> None:
         """Adds sequences that ended after the last step, and waiting sequences."""
         self._is_torn = is_torn
-        self._add_labels(self.scheduler.newly_ended)
-        for seq in self.scheduler.newly_ended:
+        self._add_labels(self.scheduler.newly_ended_seqs)
+        for seq in self.scheduler.newly_ended_seqs:
             self._end(seq)
         num_steps = len(self._steps)
         for seq_id, waiting in self._waiting.items():

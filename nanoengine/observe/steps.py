@@ -127,7 +127,7 @@ class StepObserver:
             planned = [self._planned.pop(n) for n in sorted(self._planned) if n <= plan.step]
             rows, inspected = planned[-1][0], [inspected for _, inspected in planned]
             arrived, self._arrived = self._arrived, []
-            ended, time_s = self.scheduler.last_ended, self._clock() - self.start_s
+            ended, time_s = self.scheduler.last_ended_seqs, self._clock() - self.start_s
             self._add_labels(ended)
             self.step(Step(plan, result, time_s, rows, inspected, arrived, ended))
             for seq in ended:

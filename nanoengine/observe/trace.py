@@ -33,7 +33,7 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.core.speculation import enable_extras
-from nanoengine.core.tiers.disk import Finished, NoDisk
+from nanoengine.core.tiers.disk import FinishedCopy, NoDisk
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
@@ -192,7 +192,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         self._results.setdefault("chosen", []).append([request.arrival, recorded])
         call(request, _Moves(moves, recorded))
 
-    def _on_collect(self, finished: list[Finished], wait_s: float) -> None:
+    def _on_collect(self, finished: list[FinishedCopy], wait_s: float) -> None:
         self._results.setdefault("disk", []).append(disk_result(self._disk, finished))
 
     def _disk_contents(self) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import math
 from typing import Any
 
 from nanoengine.core.prefix_tree import Prefix, PrefixTree
-from nanoengine.core.tiers.disk import DiskCopy, DiskStorage, Finished
+from nanoengine.core.tiers.disk import DiskCopy, DiskStorage, FinishedCopy
 from nanoengine.core.tiers.lookup import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 
 
-def disk_result(storage: DiskStorage, finished: list[Finished]) -> list[Any]:
+def disk_result(storage: DiskStorage, finished: list[FinishedCopy]) -> list[Any]:
     """The result of a call of `collect`, for a trace: whether the disk refuses writes, then [group,
     digest, ok, seconds] per finished copy; [] if there is neither."""
     noted = [(*_name(copy), ok, s) for copy, ok, s in finished if copy.kind != "remove"]
@@ -64,7 +64,7 @@ class ReplayedDisk:
         known: list[Prefix] = []
         for parent, token_ids in self.contents["prefixes"]:
             before = (
-                known[parent] if type(parent) is int else prefixes.root_of_name(parent.encode())
+                known[parent] if type(parent) is int else prefixes.root_of_digest(parent.encode())
             )
             known.append(prefixes.extend(before, token_ids))
         return [Content(group, known[number]) for group, number in self.contents["blocks"]]
@@ -73,12 +73,12 @@ class ReplayedDisk:
         if copy.kind != "remove":
             self._copies[_name(copy)] = copy
 
-    def collect(self, wait_s: float) -> list[Finished]:
+    def collect(self, wait_s: float) -> list[FinishedCopy]:
         if not self.results and wait_s == math.inf and self._copies:
             raise ValueError("the results of the disk tier are missing")
         is_full, *finished = (self.results.pop(0) if self.results else []) or [False]
         self.can_write = not is_full
-        return [Finished(self._copies.pop((group, digest)), ok, seconds)
+        return [FinishedCopy(self._copies.pop((group, digest)), ok, seconds)
                 for group, digest, ok, seconds in finished]  # fmt: skip
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Line, RowError
 from nanoengine.jobs.work import Result, Work
 from nanoengine.outputs import RequestOutput
-from nanoengine.settings.checks import plain
+from nanoengine.settings.checks import to_python
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE, Pause
 
@@ -192,7 +192,7 @@ def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    value = plain(value)
+    value = to_python(value)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

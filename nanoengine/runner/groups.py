@@ -44,7 +44,7 @@ def hybrid_groups(
     if states is None:
         return make_kv_groups(windows)
     attending = config.attention_layers
-    *groups, _ = make_kv_groups(windows, states.layers, attending=attending)
+    *groups, _ = make_kv_groups(windows, states.layers, attention_layers=attending)
     snapshot_every = blocks_between_snapshots(
         states.size * len(states.layers) * state_dtype.itemsize,
         block_bytes(

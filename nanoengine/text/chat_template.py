@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import MOST_OF_ERROR, truncate
+from nanoengine.settings.checks import MAX_ERROR_CHARS, truncate
 from nanoengine.text.rendering import Renderer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def render_conversation(
         special = backend.special_tokens_map
         return CHATS.render(backend.chat_template, special, list(messages), options)
     except Exception as error:  # Why all: templates are programs, and raise anything.
-        why = truncate(str(error), MOST_OF_ERROR)
+        why = truncate(str(error), MAX_ERROR_CHARS)
         raise RequestError(f"the chat template refused the conversation: {why}") from error
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from nanoengine.core.requests import RequestChecker
 from nanoengine.core.sequence import Request
 from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.settings.checks import described
+from nanoengine.settings.checks import describe_error
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text import prompt_forms
 from nanoengine.text.prompt_forms import Row
@@ -163,7 +163,7 @@ class PromptReader:
         except NanoEngineError as error:
             kind, message, cause = type(error), str(error), error.__cause__
         except Exception as error:  # Why all: Jinja or objects in the prompt may raise anything.
-            kind, message, cause = RequestError, described(error), error
+            kind, message, cause = RequestError, describe_error(error), error
         if on_error == "raise":
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:

@@ -176,7 +176,7 @@ def test_a_model_without_any_end_is_warned_about_once(
     with LLM(path, **options) as llm:
         llm.generate(["a", "b"], SamplingParams(max_tokens=1), use_tqdm=False)
     (record,) = caplog.records
-    assert "names no token that ends an answer" in record.getMessage()
+    assert "defines no EOS token" in record.getMessage()
 
 
 LLAMA3 = (

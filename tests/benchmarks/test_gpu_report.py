@@ -23,7 +23,7 @@ from benchmarks.suite.main import main
 from benchmarks.suite.peak import Peaks
 from benchmarks.suite.roofline import H200_MEASURABLE
 from nanoengine.errors import ConfigError, MissingDependencyError
-from tests.support.packages import NEEDED, absent
+from tests.support.packages import NEEDED, modules_missing_with
 
 pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
 
@@ -377,7 +377,7 @@ def test_the_command_writes_after_each_part(monkeypatch, tmp_path, capsys):
 # --- a GPU machine with few packages --------------------------------------------------------------
 
 # Why three more: required packages depend on them, but an engine without a bar does not need them.
-ABSENT = [*absent(NEEDED), "rich", "tqdm", "typer"]
+ABSENT = [*modules_missing_with(NEEDED), "rich", "tqdm", "typer"]
 WITHOUT = f"import os, sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
 
 

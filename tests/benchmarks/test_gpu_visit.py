@@ -19,7 +19,7 @@ from benchmarks.suite import gpu_visit
 from benchmarks.suite.gpu import kernels, processes
 from benchmarks.suite.gpu import parts as gpu_parts
 from benchmarks.suite.gpu_visit import Step
-from tests.support.packages import NEEDED, absent
+from tests.support.packages import NEEDED, modules_missing_with
 
 pytestmark = [
     pytest.mark.guards(
@@ -31,7 +31,7 @@ pytestmark = [
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
-LACKED = absent([*NEEDED, *gpu_visit.PACKAGES])
+LACKED = modules_missing_with([*NEEDED, *gpu_visit.PACKAGES])
 """Packages that are installed here and may be missing on the visited machine."""
 
 

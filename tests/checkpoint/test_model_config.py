@@ -288,15 +288,15 @@ def test_a_config_that_is_not_a_file_or_is_nested_too_deeply_is_rejected(
         load_model_config(tmp_path)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         load_model_config(tmp_path)
     file.unlink()
     file.symlink_to("/dev/zero")
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         load_model_config(tmp_path)
     file.unlink()
     file.mkdir()
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         load_model_config(tmp_path)
 
 

@@ -268,7 +268,7 @@ def test_an_error_names_a_damaged_file(tmp_path: Path) -> None:
 
 
 INDEXES: dict[str, tuple[str, str]] = {
-    "a list": ("[]", "must hold a JSON object, got list"),
+    "a list": ("[]", "must contain a JSON object, got list"),
     "no map": ("{}", "weight_map must be a dict, got None"),
     "an empty map": ('{"weight_map": {}}', "names no files"),
     "a map of numbers": ('{"weight_map": {"a": 5}}', r"weight_map\['a'\] must be a string, got 5"),
@@ -308,7 +308,7 @@ def test_an_index_that_names_other_files_is_rejected(case: str, tmp_path: Path) 
 def test_an_index_that_is_a_fifo_is_rejected(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     os.mkfifo(tmp_path / INDEX)
-    with pytest.raises(WeightLoadError, match="no regular file"):
+    with pytest.raises(WeightLoadError, match="not a regular file"):
         build(tmp_path)
 
 

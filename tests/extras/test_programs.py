@@ -15,14 +15,14 @@ import pytest
 
 from nanoengine import LLM
 from nanoengine.assets import demo_model_path
-from tests.support.as_vllm import run_apart
+from tests.support.as_vllm import run_in_process
 
 MODEL = str(demo_model_path())
 
 
 def run_program(folder: Path, source: str, *arguments: str) -> str:
     (folder / "program.py").write_text(source, encoding="utf-8")
-    return run_apart("program.py", MODEL, *arguments, cwd=folder).stdout
+    return run_in_process("program.py", MODEL, *arguments, cwd=folder).stdout
 
 
 OUTLINES = """
@@ -211,7 +211,7 @@ def test_the_harness_has_equal_results_for_vllm_and_transformers(tmp_path: Path)
 
 def vllm_results(folder: Path) -> dict[str, list[Any]]:
     """Returns the harness's results of `--model vllm` for each row, by task."""
-    run_apart(
+    run_in_process(
         *("-m", "lm_eval", "--model", "vllm", "--tasks", ",".join(TASKS), "--log_samples"),
         *("--model_args", f"pretrained={MODEL},dtype=float32", "--include_path", str(folder)),
         *("--output_path", str(folder / "vllm")),

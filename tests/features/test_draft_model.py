@@ -168,7 +168,7 @@ def test_unsuitable_draft_models_raise_and_are_named(tmp_path: Path):
          "context of 64 tokens is shorter than max_model_len=100"),
         (window, directory, {}, "needs a model whose layers all have full attention"),
         (directory, "ngramm", {}, "neither 'ngram' nor a draft model: .*'ngramm' does not exist"),
-        (directory, directory, {"kv_tiers": [HostTier(gib=0.01)]}, "neither with kv_tiers"),
+        (directory, directory, {"kv_tiers": [HostTier(gib=0.01)]}, "not supported with kv_tiers"),
         (directory, directory, {"tensor_parallel_size": 2}, "nor with ranks"),
     ]  # fmt: skip
     for target, draft, options, message in cases:

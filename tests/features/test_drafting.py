@@ -151,7 +151,7 @@ def test_a_sequence_without_drafts_stays_a_plain_decode():
         seq = Machine(0.0, flat).sequences[0]
         seq.extras, seq.slots_ready_until = extras, 16
         set_drafts(scheduler, seq, ())
-        assert scheduler.special is None
+        assert scheduler.extras_scheduling is None
         assert seq.slots_ready_until == 16
 
 

@@ -12,7 +12,7 @@ import torch
 from nanoengine import ConfigError, DiskTier, EngineConfig, HostTier
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, Transfer
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
-from nanoengine.core.tiers.disk import MAX_WRITES, DiskCopy, Finished
+from nanoengine.core.tiers.disk import MAX_WRITES, DiskCopy, FinishedCopy
 from nanoengine.engine import LLMEngine
 from nanoengine.features.kv_tiers import DiskFiles, HostStorage, model_fingerprint
 from tests.support.disk_files import PREFIXES, carry_out, content
@@ -113,7 +113,7 @@ def test_a_slow_disk_does_not_delay_steps(truth, tmp_path, monkeypatch):
     disk, submitted, may_go_on = engine.scheduler.block_manager.prefix_cache.storage, [], Event()
     submit, carry_out = disk.submit, disk._run_copy
 
-    def carry_out_later(copy: DiskCopy) -> Finished:
+    def carry_out_later(copy: DiskCopy) -> FinishedCopy:
         assert may_go_on.wait(60), "a step waits for the disk"
         return carry_out(copy)
 
@@ -295,7 +295,7 @@ def test_rates_are_learned_from_steps():
         (lambda: HostTier(gib=1, policy="never"), "policy must be one of auto, load, recompute"),
         (lambda: HostTier(gib=1, store="never"), "store must be one of eager, lazy"),
         (lambda: DiskTier("", gib=1), "path must be a directory"),
-        (lambda: EngineConfig(model="m", kv_tiers=[DiskTier("p", gib=1)]), "put a HostTier first$"),
+        (lambda: EngineConfig(model="m", kv_tiers=[DiskTier("p", gib=1)]), "add a HostTier first$"),
         (lambda: EngineConfig(model="m", kv_tiers=HostTier(gib=1)), "kv_tiers must be"),
         (lambda: EngineConfig(model="m", kv_tiers=[HostTier(gib=1)] * 2), "kv_tiers must be"),
         (

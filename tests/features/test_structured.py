@@ -66,7 +66,7 @@ def needs(library: str) -> None:
         ({"json": {"enum": [{1}]}}, "json must be a JSON schema"),
         ({"json": {"a": float("nan")}}, "json must be a JSON schema"),
         ({"json": {"a": "\ud800"}}, "json must be a JSON schema"),
-        ({"choice": []}, "choice must hold at least one string"),
+        ({"choice": []}, "choice must contain at least one string"),
         ({"choice": [3]}, r"choice\[0\] must be a string"),
         ({"regex": "a", "whitespace": True}, "whitespace is for json and json_object, got regex"),
         ({"jsn": {}}, "did you mean 'json'"),

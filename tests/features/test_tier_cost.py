@@ -7,7 +7,7 @@ import pytest
 from nanoengine import DiskTier, HostTier
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.core.tiers.cost import RETRY_SHARE, CostModel, LoadCost
-from nanoengine.core.tiers.disk import Finished
+from nanoengine.core.tiers.disk import FinishedCopy
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 NUM_TOKENS = 16
@@ -95,7 +95,7 @@ def test_a_retry_loads_from_the_disk_to_the_device(tmp_path, monkeypatch):
     storage, finished = second.scheduler.block_manager.prefix_cache.storage, []
     collect = storage.collect
 
-    def collect_one(wait_s: float) -> list[Finished]:
+    def collect_one(wait_s: float) -> list[FinishedCopy]:
         """Finishes one block per step, so that blocks reach the host one at a time."""
         finished.extend(collect(wait_s))
         return [finished.pop(0)] if finished else []

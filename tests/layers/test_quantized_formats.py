@@ -156,7 +156,7 @@ def test_weights_without_a_kernel_are_dequantized(
     floats, prompts = write_case(tmp_path, "mixed"), random_prompts(12, 5)
     options = {"attention_backend": backend, "dtype": "float32"}
     engine = make_engine(str(tmp_path / "quantized"), **options)
-    assert "stored in fp4, fp8 and held as torch.float32" in caplog.text
+    assert "stored in fp4, fp8 are dequantized to torch.float32" in caplog.text
     assert (engine.info.quantization, engine.info.weight_bits) == (None, None)
     found = tokens(run(engine, prompts, greedy(8)))
     plain = make_engine(str(floats), **options)

@@ -205,7 +205,7 @@ class KeptDisk(FakeDisk):
     def scan(self, prefixes: PrefixTree) -> list[Content]:
         def known(prefix: Prefix) -> Prefix:
             if prefix.parent is None:
-                return prefixes.root_of_name(prefix.digest)
+                return prefixes.root_of_digest(prefix.digest)
             return prefixes.extend(known(prefix.parent), prefix.token_ids)
 
         self.files = {Content(group, known(prefix)): slots
@@ -304,20 +304,20 @@ def test_a_full_disk_ends_the_trace_but_not_the_run(
         ({"trace": "t", "trace_steps": "5"}, "trace_steps must be A:B, got '5'"),
         ({"trace": "t", "trace_steps": "-1:2"}, "trace_steps must be A:B, got '-1:2'"),
         ({"trace": "t", "trace_steps": "2:x"}, "trace_steps must be A:B, got '2:x'"),
-        ({"trace": "t", "trace_steps": "3:3"}, "trace_steps must end behind its beginning"),
+        ({"trace": "t", "trace_steps": "3:3"}, "trace_steps must be A:B with A < B"),
     ],
 )
 def test_steps_to_trace_are_checked(options: dict[str, str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         EngineConfig(model="m", **options)
     for text, steps in ((None, (0, None)), ("5:", (5, None)), (":7", (0, 7)), ("5:7", (5, 7))):
-        assert EngineConfig(model="m", trace="t", trace_steps=text).steps_traced() == steps
+        assert EngineConfig(model="m", trace="t", trace_steps=text).traced_steps() == steps
 
 
 def test_traces_of_replicas_and_missing_directories_raise() -> None:
     with pytest.raises(ConfigError, match="a trace can record only one engine"):
         local_replicas({"model": "m", "device": "cpu", "trace": "t"}, 2)
-    with pytest.raises(ConfigError, match="its directory must be there"):
+    with pytest.raises(ConfigError, match="its directory does not exist"):
         build_engine(EngineConfig(model=str(demo_model_path()), trace="/no/such/place/t"))
 
 

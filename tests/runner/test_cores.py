@@ -70,7 +70,7 @@ def test_the_quota_of_cgroup_v1_comes_from_the_cpu_controller(tmp_path, quota, e
 @pytest.mark.parametrize("text", ["", "100000", "much 100000", "100000 0", "1 2 3"])
 def test_an_invalid_quota_warns_and_limits_nothing(tmp_path, text):
     root = system(tmp_path, "0::/\n", V2.format(top="/"), **{"cpu.max": text})
-    with pytest.warns(RuntimeWarning, match="cpu.max: '.*' is no quota; all cores are used"):
+    with pytest.warns(RuntimeWarning, match="cpu.max: '.*' is not a CPU quota; all cores are used"):
         assert cores.cpu_quota(root) == math.inf
 
 

@@ -109,7 +109,7 @@ def test_a_parent_may_be_dropped_before_its_fork_runs():
     (parent,) = request.sequences
     given = parent.output_token_ids
     child = engine.fork("a")
-    engine.scheduler.special.drop(parent)
+    engine.scheduler.extras_scheduling.drop(parent)
     engine.step()
     plan = executor(engine).plans[-1]
     (new,) = plan.admitted
@@ -123,8 +123,8 @@ def test_dropping_the_last_unfinished_sequence_ends_the_request():
     engine = make_engine()
     request = start(engine)
     child = engine.fork("a", next_token_id=3)
-    engine.scheduler.special.finish(request.sequences[0], "stop")
-    engine.scheduler.special.drop(child)
+    engine.scheduler.extras_scheduling.finish(request.sequences[0], "stop")
+    engine.scheduler.extras_scheduling.drop(child)
     assert run(engine) == ["a"]
 
 
@@ -142,7 +142,7 @@ def test_logprobs_of_a_fork_contain_its_replaced_token():
     )
     known = [one.token_id for one in parent.extras.logprobs[-1]]
     unknown = next(t for t in range(50) if t not in known)
-    with pytest.raises(RequestError, match="no known log-probability"):
+    with pytest.raises(RequestError, match="has no log-probability"):
         engine.fork("a", next_token_id=unknown)
 
 
@@ -150,8 +150,8 @@ def test_invalid_forks_raise_with_the_reason():
     engine = make_engine(long_prefill_threshold=3)
     start(engine, num_steps=1)
     for arguments, message in (
-        ({"request_id": "b"}, "request 'b' has no unfinished sequence of index 0"),
-        ({"request_id": "a", "index": 1}, "request 'a' has no unfinished sequence of index 1"),
+        ({"request_id": "b"}, "request 'b' has no unfinished sequence with index=0"),
+        ({"request_id": "a", "index": 1}, "request 'a' has no unfinished sequence with index=1"),
         ({"request_id": "a", "next_token_id": 50}, r"next_token_id must be in \[0, 50\), got 50"),
         ({"request_id": "a", "next_token_id": 5}, "replaces the last output token"),
     ):

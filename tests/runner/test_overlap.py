@@ -97,7 +97,7 @@ def test_a_token_after_the_end_is_dropped():
 def max_steps_in_flight(engine):
     """The largest number of steps in flight."""
     run(engine)
-    return engine.executor.most_queued
+    return engine.executor.max_queued
 
 
 def test_drafts_are_verified_before_the_next_step_is_planned():
@@ -200,7 +200,7 @@ def test_a_fork_requires_that_no_step_is_in_flight():
     request = engine.add_request("a", range(1, 9), params(6, ignore_eos=True))
     engine.step()
     engine.step()
-    with pytest.raises(RequestError, match=r"settle\(\)"):
+    with pytest.raises(RequestError, match=r"finish_in_flight\(\)"):
         engine.fork("a")
     engine.finish_in_flight()
     assert request.sequences[0].num_output_tokens == 2

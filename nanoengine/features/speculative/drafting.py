@@ -36,7 +36,7 @@ from typing import NamedTuple
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.sequence import Sequence
 from nanoengine.observe.metrics import step_seconds
-from nanoengine.settings.speculative import MOST_DRAFTS
+from nanoengine.settings.speculative import MAX_DRAFTS
 
 MIN_SPEEDUP = 1.02
 """Expected speed-up below which nothing is drafted: timings are not more accurate than this."""
@@ -349,7 +349,7 @@ class Drafting:
                 history.kind = proposal.kind
                 indices.append(i)
                 if proposal.kind not in assumed:
-                    priors = [self.drafter.priors[proposal.kind]] * MOST_DRAFTS
+                    priors = [self.drafter.priors[proposal.kind]] * MAX_DRAFTS
                     assumed[proposal.kind] = self.overall.rates(proposal.kind, priors)
                 rates = history.acceptance.rates(proposal.kind, assumed[proposal.kind])
                 chances = accumulate(rates[: min(proposal.count, left)], operator.mul)
@@ -412,7 +412,7 @@ class Drafting:
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Learns from a step how many drafts were accepted, and the cost of its rows."""
-        if getattr(scheduler, "last_finished", None):
+        if getattr(scheduler, "last_finished_requests", None):
             self._histories = {i: t for i, t in self._histories.items() if not t.seq.is_finished}
             self.drafter.drop_finished()
         drafting_s, self._drafting_s = self._drafting_s, 0.0

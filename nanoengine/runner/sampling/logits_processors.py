@@ -26,7 +26,7 @@ import torch
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import NanoEngineError
 from nanoengine.runner.transfers import ship
-from nanoengine.settings.checks import described
+from nanoengine.settings.checks import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class ProcessorStates:
         self.error, where = str(error), error.__cause__
         if not isinstance(error, NanoEngineError):
             name = type(self.processors[index]).__name__
-            self.error = f"logits processor {name} raised {described(error)}"
+            self.error = f"logits processor {name} raised {describe_error(error)}"
             where = where or error
         logger.warning("sequence %d: %s", self.sequence.seq_id, self.error, exc_info=where)
 
