@@ -14,9 +14,9 @@ In the last layer only rows with logits continue after attention, so its tail co
 hidden size, I intermediate size, V vocabulary, H / K query / KV heads, D head dim. Norms, RoPE,
 embedding lookups, sampling, activations and the scales of quantized weights are excluded: they are
 small, and excluding them only makes the reported shares lower. The head counts completely. Greedy
-tokens on a CPU read a quarter of it (`PrunedArgmaxHead`), so the bandwidth of such runs is reported too
-high. With experts, a token uses k of E; a step reads the experts that its T tokens select under
-uniform routing, E * (1 - (1 - k/E)**T), and in the last layer those of its L rows.
+tokens on a CPU read a quarter of it (`PrunedArgmaxHead`), so the bandwidth of such runs is
+reported too high. With experts, a token uses k of E; a step reads the experts that its T tokens
+select under uniform routing, E * (1 - (1 - k/E)**T), and in the last layer those of its L rows.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009), for one step of a transformer.
 """
