@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from nanoengine.features.pooling import Pooler
+    from nanoengine.features.pooling import Pooler, PoolRequests
     from nanoengine.text.prompt_forms import Row
 
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
@@ -266,7 +266,11 @@ class LLMMixin:
         return self._pool(functools.partial(self._pools.score, data_1, **pair), data_2, **options)
 
     def _pool(
-        self, ask: Callable[..., Any], prompts: Any, pooling_params: Any = None, **options: Any
+        self,
+        ask: Callable[..., PoolRequests],
+        prompts: Any,
+        pooling_params: Any = None,
+        **options: Any,
     ) -> list[Any]:
         requests = ask(prompts, pooling_params)
         return requests.finish(self.generate(requests.prompts, requests.params, **options))

@@ -24,7 +24,7 @@ from nanoengine.kernels.groupwise_gemm import (
 )
 from nanoengine.kernels.isa import ISA, ISAS
 from nanoengine.layers.groupwise_panels import layout_of, pack
-from nanoengine.layers.quantized_weight import of_groups
+from nanoengine.layers.quantized_weight import scales_as_floats
 from tests.support.groupwise_weights import make_weight
 from tests.support.tile_functions import Compiled, runnable
 
@@ -106,9 +106,9 @@ def test_every_instruction_set_gives_the_same_bits(form):
     if weight.zeros is not None:
         values = values - weight.zeros.double().unsqueeze(2)
     sums = torch.einsum("rgi,ogi->rog", grouped, values)
-    exact = (sums * of_groups(weight.scales, weight.factors).double()).sum(2)
+    exact = (sums * scales_as_floats(weight.scales, weight.factors).double()).sum(2)
     if weight.mins is not None:
-        mins = of_groups(weight.mins, weight.min_factors).double()
+        mins = scales_as_floats(weight.mins, weight.min_factors).double()
         exact -= grouped.sum(2) @ mins.T
     exact = exact.numpy() + BIAS
 
